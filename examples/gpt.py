@@ -1,0 +1,257 @@
+"""A Llama-style GPT over bytes, small enough to read in one sitting: plain PyTorch that knows nothing of ranks.
+
+    bytes -> Embedding -> Block x layers -> RMSNorm -> Linear -> logits of the next byte
+                          |
+                          `-- x + Attention(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))
+
+Every module that owns parameters or buffers has `reset_parameters`, so the model may start on the `meta` device: after
+`to_empty` memory is garbage, and the rotary tables must be computed again just as the weights must be drawn again.
+
+Source: Llama, Touvron et al. 2023; rotary positions, Su et al. 2021; SwiGLU, Shazeer 2020.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["GPT", "Block", "Config", "generate", "next_byte_loss"]
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """The shape of a model.
+
+    Attributes:
+        layers: Number of blocks.
+        dim: Width of the residual stream.
+        heads: Attention heads; divides `dim` into even parts.
+        seq: Longest sequence, in bytes.
+        vocab: Number of symbols; 256 for bytes.
+        checkpoint_activations: Keep only the input of each block for the backward and compute the rest again.
+    """
+
+    layers: int = 4
+    dim: int = 176
+    heads: int = 4
+    seq: int = 256
+    vocab: int = 256
+    checkpoint_activations: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "dim", "heads", "seq", "vocab"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % (2 * self.heads):
+            raise ValueError(
+                f"heads={self.heads} does not divide dim={self.dim} into heads of even width "
+                f"(rotary positions turn pairs): dim must be a multiple of {2 * self.heads}"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.dim // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Width of the feed-forward layer: 8/3 of `dim`, rounded up to a multiple of 16."""
+        return -(-8 * self.dim // 3 // 16) * 16
+
+
+class GPT(nn.Module):
+    """Bytes in, logits of the next byte out.
+
+    Shapes: tokens "batch seq" of int64 -> logits "batch seq vocab", seq at most `config.seq`.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config.vocab, config.dim)
+        self.rope = Rotary(config.seq, config.head_dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim)
+        self.head = Linear(config.dim, config.vocab, std=0.5 * config.dim**-0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        turns = self.rope(tokens.shape[1])
+        for block in self.blocks:
+            if self.config.checkpoint_activations and torch.is_grad_enabled():
+                x = checkpoint(block, x, turns, use_reentrant=False)
+            else:
+                x = block(x, turns)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+class Block(nn.Module):
+    """Attention, then the feed-forward layer, each reading the normalized stream and adding to it."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.mlp_norm = RMSNorm(config.dim)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), turns)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with rotary positions."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.qkv = Linear(config.dim, 3 * config.dim, std=config.dim**-0.5)
+        self.out = Linear(config.dim, config.dim, std=(2 * config.layers * config.dim) ** -0.5)
+
+    def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # "batch seq 3 head width"
+        q, k, v = qkv.transpose(1, 3).unbind(2)  # each "batch head seq width"
+        mixed = F.scaled_dot_product_attention(rotate(q, turns), rotate(k, turns), v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward layer: down(silu(gate(x)) * up(x)), gate and up in one matrix."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = Linear(config.dim, 2 * config.hidden, std=config.dim**-0.5)
+        self.down = Linear(config.hidden, config.dim, std=(2 * config.layers * config.hidden) ** -0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        out: Tensor = self.down(F.silu(gate) * up)
+        return out
+
+
+class Rotary(nn.Module):
+    """Tables of the angles by which positions turn pairs of features.
+
+    Shapes: turns "2 seq width": cosines, then sines.
+    """
+
+    turns: Tensor
+
+    def __init__(self, seq: int, head_dim: int, base: float = 10_000.0) -> None:
+        super().__init__()
+        self.base = base
+        self.register_buffer("turns", torch.empty(2, seq, head_dim), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Computes the tables again, in place: what `to_empty` leaves in a buffer is garbage."""
+        _, seq, width = self.turns.shape
+        device = self.turns.device
+        inv_freq = self.base ** -(torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        angles = torch.outer(torch.arange(seq, device=device, dtype=torch.float32), inv_freq).repeat(1, 2)
+        with torch.no_grad():
+            self.turns.copy_(torch.stack((angles.cos(), angles.sin())))
+
+    def forward(self, seq: int) -> Tensor:
+        return self.turns[:, :seq]
+
+
+def rotate(x: Tensor, turns: Tensor) -> Tensor:
+    """Turns the feature pairs (i, i + width/2) of each position by its angle; "... seq width" in and out."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = turns
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Scales the last dim to unit mean square, then by a learned weight."""
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Starts as the plain normalization."""
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Linear(nn.Module):
+    """A matrix without bias, drawn from a normal distribution of the given standard deviation."""
+
+    def __init__(self, inputs: int, outputs: int, *, std: float) -> None:
+        super().__init__()
+        self.std = std
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the weights again."""
+        nn.init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """One row of features per symbol."""
+
+    def __init__(self, vocab: int, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, dim))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws the rows again, at the scale that the blocks add to."""
+        nn.init.normal_(self.weight, std=0.5)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.weight)
+
+
+def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The mean cross-entropy of each next byte, in nats; "row (seq + 1)" -> 0-d."""
+    logits: Tensor = model(tokens[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: Tensor, length: int, *, window: int, temperature: float = 0.8, seed: int = 0
+) -> Tensor:
+    """Continues a prompt, one byte at a time, through the model's own forward.
+
+    Every rank that runs it draws the same bytes, so it may be called on a sharded model, by all ranks together.
+
+    Shapes: prompt "time" of int64 -> "time + length".
+
+    Args:
+        model: Tokens "1 seq" to logits "1 seq vocab".
+        prompt: At least one byte.
+        length: Bytes to add.
+        window: The model sees the last `window` bytes.
+        temperature: Above 0; lower is safer text.
+        seed: Of the draws.
+
+    Returns:
+        The prompt with its continuation; `prompt` is unchanged.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    tokens = prompt
+    for _ in range(length):
+        logits: Tensor = model(tokens[None, -window:])[0, -1]
+        odds = torch.softmax(logits.float().cpu() / temperature, dim=-1)
+        tokens = torch.cat((tokens, torch.multinomial(odds, 1, generator=draws).to(tokens.device)))
+    return tokens

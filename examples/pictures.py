@@ -1,0 +1,119 @@
+"""The two pictures of `train_gpt.py`: losses over steps, and bytes per rank and state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")  # needs no screen; to be chosen before pyplot is imported
+import matplotlib.pyplot as plt
+from corpus import Corpus
+from matplotlib.axes import Axes
+from options import Options
+from report import STATES, Run, megabytes
+
+import zero_fn as zf
+
+__all__ = ["draw_bytes", "draw_losses"]
+
+INK, FAINT, GRID = "#22252b", "#7d838c", "#e4e7eb"
+TRAINING, VALIDATION = "#4269d0", "#e4572e"
+COLORS = {"parameters": "#4269d0", "gradients": "#efb118", "optimizer": "#3ca951"}
+STYLE = {
+    "savefig.dpi": 160,
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": FAINT,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "grid.color": GRID,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+
+
+def draw_losses(path: Path, options: Options, corpus: Corpus, zero: Run, ddp: Run | None) -> None:
+    """Training and validation loss over steps, with the loss of plain DDP laid over it."""
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        steps = range(1, zero.losses.step + 1)
+        axes.plot(steps, zero.losses.train, color=TRAINING, linewidth=2, label=f"training, {zero.name}")
+        if ddp is not None:
+            theirs = ddp.losses.train
+            label = f"training, plain DDP (first {len(theirs)} steps)"
+            axes.plot(steps[: len(theirs)], theirs, color=INK, linewidth=1, linestyle=(0, (2, 3)), label=label)
+        validation = zero.losses.validation
+        axes.plot(
+            validation.keys(),
+            validation.values(),
+            "o-",
+            color=VALIDATION,
+            markersize=5,
+            linewidth=1.5,
+            label="validation, other files",
+        )
+        axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, None))
+        _title(
+            axes,
+            f"The loss of a GPT over bytes, {zero.name}, {options.ranks} ranks",
+            f"{corpus.source}: {len(corpus.train) / 1e6:,.1f} MB to train on, {len(corpus.validation) / 1e6:,.1f} MB to validate; "
+            f"{options.batch} x {options.seq} bytes a step",
+        )
+        axes.legend()
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_bytes(path: Path, options: Options, zero: Run, ddp: Run | None, plans: Sequence[zf.Plan]) -> None:
+    """What each stage holds by formula, beside what was measured."""
+    bars = [(f"stage {stage}\nformula", plan.held, False) for stage, plan in enumerate(plans)]
+    bars.insert(options.stage + 1, (f"{zero.name}\nmeasured", zero.held, True))
+    if ddp is not None:
+        bars.insert(0, ("plain DDP\nmeasured", ddp.held, True))
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        for place, (_, held, is_measured) in enumerate(bars):
+            base = 0.0
+            for state, label in STATES.items():
+                height = getattr(held, state) / 1e6
+                axes.bar(
+                    place,
+                    height,
+                    bottom=base,
+                    width=0.68,
+                    color=COLORS[state],
+                    alpha=1.0 if is_measured else 0.5,
+                    edgecolor="white",
+                    label=label if place == 0 else None,
+                )
+                base += height
+            axes.annotate(megabytes(held.total, 1), (place, base), (0, 4), textcoords="offset points", ha="center")
+        axes.set_xticks(range(len(bars)), [label for label, _, _ in bars])
+        axes.tick_params(axis="x", length=0)
+        axes.set(
+            ylabel="MB per rank, at rest after a step", ylim=(0, 1.12 * max(held.total for _, held, _ in bars) / 1e6)
+        )
+        _title(
+            axes,
+            f"What a rank holds, {options.ranks} ranks",
+            "full colour: measured in this run; pale: the formula that the stage promises",
+        )
+        axes.legend(loc="upper right")
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def _title(axes: Axes, title: str, subtitle: str) -> None:
+    axes.set_title(f"{subtitle}\n", loc="left", fontsize=9, color=FAINT, linespacing=0.6)
+    axes.annotate(
+        title, (0, 1), (0, 24), xycoords="axes fraction", textcoords="offset points", fontsize=12, weight="bold"
+    )

@@ -1,0 +1,154 @@
+"""Trains a small GPT with ZeRO stage 0, 1, 2 or 3: one switch for the memory, the same losses.
+
+    python examples/train_gpt.py --stage 3                      two local ranks, no launcher
+    torchrun --nproc-per-node 8 examples/train_gpt.py           the ranks it is given; CUDA and NCCL where there are GPUs
+
+What there is to learn is the last line of `build`; the rest is PyTorch as ever: a stock optimizer over `model.parameters()`,
+stock `clip_grad_norm_`, stock checkpoints, a loop. At the end plain DDP trains on the same batches, and a table sets losses,
+bytes held, bytes sent and speed side by side, each count beside its formula.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from time import perf_counter
+
+import torch
+import torch.distributed.checkpoint as dcp
+from baseline import ddp_backward, ddp_model
+from corpus import Corpus
+from gpt import GPT, generate, next_byte_loss
+from options import Options, checkpoints, parse
+from ranks import Job, data_parallel_axis
+from report import Losses, Run, progress_bar, write_report
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW, Optimizer
+
+import zero_fn as zf
+
+STAGES = {0: zf.replicate, 1: zf.zero1, 2: zf.zero2, 3: zf.zero3}
+
+
+def build(options: Options, stage: int, mesh: DeviceMesh, device: str) -> nn.Module:
+    """The model of a seed, at rest as the stage says."""
+    torch.manual_seed(options.seed)
+    with torch.device(device):
+        model: nn.Module = GPT(options.config)
+    if options.precision == "bf16":
+        model = zf.precision(model, compute=torch.bfloat16)
+    return STAGES[stage](model, mesh)
+
+
+def train(options: Options, corpus: Corpus) -> str | None:
+    """What every rank runs; rank 0 returns a complaint if the losses differ from those of DDP."""
+    with data_parallel_axis() as mesh:
+        job, losses, device = Job(options, corpus, mesh), Losses(), mesh.device_type
+        model = build(options, options.stage, mesh, device)
+        optimizer = adamw(model, options)
+        if options.resume:
+            load(options, model, optimizer, losses)
+        zero = fit(f"stage {options.stage}", model, optimizer, backward, job, losses, options.steps, save)
+        zero.held = zf.held(model, optimizer)
+        with zf.unsharded(model):  # whole plain tensors inside: text is drawn without a message
+            prompt = torch.tensor(list(b"def "), device=device)
+            sample = generate(model, prompt, options.sample, window=options.seq)
+        del model, optimizer
+
+        ddp = None
+        if options.compare:
+            replica = ddp_model(options, device)
+            optimizer, steps = adamw(replica, options), min(options.steps, options.compare_steps)
+            ddp = fit("plain DDP", replica, optimizer, ddp_backward, job, Losses(), steps)
+            ddp.held = zf.held(replica, optimizer)
+        plans = [zf.plan(build(options, stage, mesh, "meta"), backwards=options.accumulate) for stage in STAGES]
+        if not job.is_first:
+            return None
+        return write_report(options, corpus, zero, ddp, plans, bytes(sample.tolist()))
+
+
+def fit(
+    name: str,
+    model: nn.Module,
+    optimizer: Optimizer,
+    backward: Callable[[nn.Module, Tensor], Tensor],
+    job: Job,
+    losses: Losses,
+    steps: int,
+    save: Callable[[Options, nn.Module, Optimizer, Losses], None] | None = None,
+) -> Run:
+    """The training loop, which knows nothing of how the model rests. It goes on from where `losses` end."""
+    options, run = job.options, Run(name, losses)
+    bar = progress_bar(run, steps, quiet=not job.is_first)
+    for step in bar:
+        start = perf_counter()
+        optimizer.zero_grad()
+        for group in optimizer.param_groups:
+            group["lr"] = options.rate(step)
+        with zf.traffic() as sent:
+            loss = backward(model, job.share(job.corpus.train, step, options.accumulate))
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            optimizer.step()
+        losses.train.append(job.mean(loss))
+        run.seconds.append(perf_counter() - start)
+        run.sent_nbytes = sent.nbytes
+
+        if (step + 1) % options.evaluate_every == 0 or step + 1 == steps:
+            with torch.no_grad():
+                loss = next_byte_loss(model, job.share(job.corpus.validation, 0, 1)[0])
+            losses.validation[step + 1] = job.mean(loss)
+            if save is not None:
+                save(options, model, optimizer, losses)
+        bar.set_postfix_str(run.progress(options, job.mesh.device_type))
+    return run
+
+
+def backward(model: nn.Module, microbatches: Tensor) -> Tensor:
+    """One backward for each microbatch, one reduction for all; "microbatch row time" -> the mean loss."""
+    total = torch.zeros((), device=microbatches.device)
+    with zf.accumulate(model) if len(microbatches) > 1 else nullcontext():
+        for tokens in microbatches:
+            loss = next_byte_loss(model, tokens) / len(microbatches)
+            loss.backward()
+            total += loss.detach()
+    return total
+
+
+def adamw(model: nn.Module, options: Options) -> Optimizer:
+    """A stock optimizer: its states rest where the parameters that it is given rest."""
+    return AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
+
+
+def save(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
+    """A stock distributed checkpoint, each in a folder of its own; any stage and number of ranks can load it."""
+    if options.save is not None:
+        weights, moments = get_state_dict(model, optimizer)
+        state = {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
+        dcp.save(state, checkpoint_id=options.save / f"step-{losses.step:06d}")
+
+
+def load(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
+    """Continues from the last complete checkpoint."""
+    assert options.save is not None
+    found = checkpoints(options.save)
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
+    dcp.load(state, checkpoint_id=found[max(found)])
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    losses.load_state_dict(state["losses"])
+
+
+def main() -> None:
+    """Runs on the ranks that torchrun gave, or on local ones."""
+    options, corpus = parse()
+    if "RANK" in os.environ:
+        sys.exit(train(options, corpus))
+    sys.exit(zf.launch(train, options.ranks, options, corpus, timeout_s=None)[0])
+
+
+if __name__ == "__main__":
+    main()

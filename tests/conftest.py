@@ -1,0 +1,67 @@
+"""Fixtures of the whole suite: ranks, seeds, strict warnings, profiles of Hypothesis.
+
+Profiles, chosen by the environment variable HYPOTHESIS_PROFILE:
+
+    dev     few examples, the same in every run (the default)
+    ci      more, still the same in every run
+    deep    many, random, with the database of failures
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.ranks import Ranks
+
+settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
+settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+_RANKS = pytest.StashKey[Ranks]()
+_WANTED = pytest.StashKey[int]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
+    config.stash[_RANKS] = Ranks()
+    config.stash[_WANTED] = 0
+
+
+@pytest.fixture(scope="session")
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Persistent gloo ranks: `ranks(2).run(fn, *args)` returns the value of each rank. See `tests/ranks.py`."""
+    pool = request.config.stash[_RANKS]
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    outcome = yield
+    report = outcome.get_result()  # type: ignore[attr-defined]
+    if report.when == "call" and report.passed and "ranks" in getattr(item, "fixturenames", ()):
+        item.config.stash[_WANTED] += 1
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A suite whose distributed tests pass without running anything on ranks has tested nothing: it fails."""
+    if session.config.stash[_WANTED] and not session.config.stash[_RANKS].executed:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    wanted, executed = config.stash[_WANTED], config.stash[_RANKS].executed
+    if wanted or executed:
+        verdict = "" if executed else ": they tested nothing"
+        terminalreporter.write_line(f"{wanted} tests on ranks passed, {executed} cases were executed{verdict}")

@@ -1,0 +1,124 @@
+"""Persistent ranks for tests: one pool of processes per number of ranks, for the whole session.
+
+    def mean_of_ranks(scale):                       # runs on every rank, in an initialized gloo group
+        x = torch.full((2,), scale * dist.get_rank())
+        dist.all_reduce(x)
+        return x
+
+    def test_ranks_agree(ranks):
+        first, second = ranks(2).run(mean_of_ranks, 3.0)
+        assert torch.equal(first, second)
+
+A case costs about a millisecond. It ends in one of four ways: a list of values; the exception that a rank raised, with
+the traceback of the rank as its cause; `RankDied`; or `RankHung`, with the stacks of the ranks that did not return in
+time. After anything but values the processes are killed, and the next case gets fresh ones from the warm fork server
+(0.1 s), so that a failing example of Hypothesis cannot poison the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from zero_fn.local.ranks import LocalRanks
+
+__all__ = ["Case", "Ranks", "axis"]
+
+R = TypeVar("R")
+
+_COLLECTIVE_TIMEOUT_S = 20.0
+
+
+@functools.cache
+def axis() -> DeviceMesh:
+    """The mesh axis "dp" over all ranks of the pool, on the CPU. To be called on the ranks."""
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+
+
+class Ranks:
+    """The fixture `ranks`: `ranks(2).run(fn, *args, **kwargs)` runs a case on 2 persistent ranks.
+
+    Attributes:
+        executed: Cases that were given to ranks so far, whatever came of them.
+        generations: How often processes were started, for each number of ranks.
+    """
+
+    def __init__(self) -> None:
+        self.executed = 0
+        self.generations: dict[int, int] = {}
+        self._pools: dict[int, LocalRanks] = {}
+
+    def __call__(self, n: int, *, deadline_s: float = 60.0) -> Case:
+        """A case on `n` ranks that must return within `deadline_s` seconds."""
+        return Case(self, n, deadline_s)
+
+    def close(self) -> None:
+        """Ends all processes."""
+        while self._pools:
+            _, pool = self._pools.popitem()
+            pool.close()
+
+    def _run(self, case: Case, fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> list[R]:
+        self.executed += 1
+        pool = self._pools.pop(case.n, None) or self._start(case.n)
+        # A pool that raised has killed its ranks and is not put back.
+        values = pool.run(_isolated, (fn, args, kwargs), timeout_s=case.deadline_s, by_value=_module_of(fn))
+        self._pools[case.n] = pool
+        return values
+
+    def _start(self, n: int) -> LocalRanks:
+        self.generations[n] = self.generations.get(n, 0) + 1
+        return LocalRanks(n, collective_timeout_s=_COLLECTIVE_TIMEOUT_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A number of ranks and a deadline in seconds."""
+
+    ranks: Ranks
+    n: int
+    deadline_s: float
+
+    def run(self, fn: Callable[..., R], *args: object, **kwargs: object) -> list[R]:
+        """Runs `fn(*args, **kwargs)` on every rank.
+
+        Args:
+            fn: Any function; its test module is moved as it is here, not imported by the ranks.
+
+        Returns:
+            The value of each rank, in the order of ranks.
+
+        Raises:
+            Exception: Whatever the first rank that raised has raised.
+            RankDied: A rank was killed or exited.
+            RankHung: The deadline has passed; says where the ranks were.
+        """
+        return self.ranks._run(self, fn, args, kwargs)
+
+
+def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R:
+    """Runs a case as if it were the first of its process."""
+    random.seed(0)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", module=r"zero_fn(\.|$)")
+        return fn(*args, **kwargs)
+
+
+def _module_of(fn: Callable[..., object]) -> ModuleType | None:
+    """The module that defines a case, unless it is this one or part of the library, which ranks import."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = getattr(fn, "__module__", None) or ""
+    is_importable = name in ("__main__", __name__, "builtins") or name.split(".")[0] in ("zero_fn", "torch")
+    return None if is_importable else sys.modules.get(name)

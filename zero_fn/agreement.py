@@ -1,0 +1,76 @@
+"""Ranks agree that they hold the same program before the first collective that would hang if they did not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+
+import torch
+from torch import Tensor
+
+from zero_fn.collectives import Transport
+from zero_fn.errors import DisagreementError
+
+__all__ = ["agree", "content_digest", "digest"]
+
+
+def digest(rows: Sequence[str]) -> bytes:
+    """16 bytes that differ when any row does."""
+    return blake2b("\n".join(rows).encode(), digest_size=16).digest()
+
+
+def content_digest(tensor: Tensor) -> int:
+    """The sum of the bits of a tensor as integers: differs, in practice, between two initialisations."""
+    if tensor.device.type == "meta" or not tensor.numel():
+        return 0
+    itemsize = tensor.element_size()
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(itemsize, torch.int64)
+    whole = tensor.detach().contiguous()
+    bits = torch.view_as_real(whole) if whole.is_complex() else whole
+    return int(bits.view(integer).sum(dtype=torch.int64).item())
+
+
+def agree(
+    transport: Transport, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str
+) -> None:
+    """Raises on every rank if any rank holds other rows.
+
+    Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
+
+    Args:
+        transport: Of the axis.
+        what: What the rows describe, for the message: "layout", "initial values".
+        rows: One line per parameter, in the same order on every rank.
+        device: Where messages are made.
+        why: What would go wrong.
+        fix: How to mend it.
+
+    Raises:
+        DisagreementError: Names the first two ranks and the first row that differ.
+    """
+    own = torch.frombuffer(bytearray(digest(rows)), dtype=torch.uint8).to(device)
+    digests = transport.exchange(own).cpu()
+    differing = [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
+    if not differing:
+        return
+    other = differing[0]
+    texts = _exchange_texts(transport, "\n".join(rows), device)
+    first, second = texts[0].split("\n"), texts[other].split("\n")
+    at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
+    raise DisagreementError(
+        f"Ranks 0 and {other} hold different {what}.",
+        rank_0=first[at] if at < len(first) else f"nothing after {len(first)} parameters",
+        **{f"rank_{other}": second[at] if at < len(second) else f"nothing after {len(second)} parameters"},
+        why=why,
+        fix=fix,
+    )
+
+
+def _exchange_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
+    raw = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    length = torch.tensor([raw.numel()], dtype=torch.int64).view(torch.uint8).to(device)
+    lengths = transport.exchange(length).cpu().view(torch.int64).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: raw.numel()] = raw
+    rows = transport.exchange(padded).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]

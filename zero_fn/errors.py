@@ -1,0 +1,97 @@
+"""The errors a user can meet, each with the facts that led to it and the code that fixes it.
+
+    ZeroError
+    |-- LayoutError        (ValueError)    the layout you asked for cannot exist
+    |   |-- MeshError                      ... because of the mesh axis
+    |   |-- PlacementError                 ... because of what must read or update the tensor
+    |   |-- UnitError                      ... because of how parameters are grouped
+    |   `-- TierError                      ... because of where the bytes should live
+    |-- StateError         (RuntimeError)  a legal call at the wrong moment
+    |   |-- StaleError                     an object older than the transform it meets
+    |   `-- ShardedAccessError             a resting shard used as if it were the whole tensor
+    |-- DisagreementError  (RuntimeError)  ranks do not hold the same program
+    `-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
+
+A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "CheckpointError",
+    "DisagreementError",
+    "LayoutError",
+    "MeshError",
+    "PlacementError",
+    "ShardedAccessError",
+    "StaleError",
+    "StateError",
+    "TierError",
+    "UnitError",
+    "ZeroError",
+]
+
+
+class ZeroError(Exception):
+    """A mistake that zero_fn found, said with its facts and its fix.
+
+    Args:
+        summary: One sentence: what is wrong.
+        fix: What to write instead; code wherever code exists.
+        **facts: Values in reading order, printed as `name : value` lines.
+    """
+
+    def __init__(self, summary: str, *, fix: str, **facts: object) -> None:
+        rows = {**facts, "fix": fix}
+        width = max(map(len, rows))
+        body = (f"  {name:<{width}} : {value}" for name, value in rows.items())
+        super().__init__("\n".join((summary, *body)))
+        self.summary, self.fix, self.facts = summary, fix, facts
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross process boundaries (`launch`, test ranks), so they keep summary, fix and facts."""
+        return _rebuild, (type(self), self.summary, self.fix, {k: str(v) for k, v in self.facts.items()})
+
+
+class LayoutError(ZeroError, ValueError):
+    """The layout you asked for cannot exist."""
+
+
+class MeshError(LayoutError):
+    """The mesh axis cannot carry what was asked of it."""
+
+
+class PlacementError(LayoutError):
+    """A tensor cannot rest as asked because of what must read or update it."""
+
+
+class UnitError(LayoutError):
+    """Parameters cannot be grouped as asked."""
+
+
+class TierError(LayoutError):
+    """Bytes cannot live in the tier asked for."""
+
+
+class StateError(ZeroError, RuntimeError):
+    """A legal call at the wrong moment."""
+
+
+class StaleError(StateError):
+    """An object older than the transform it meets."""
+
+
+class ShardedAccessError(StateError):
+    """A resting shard was used as if it were the whole tensor."""
+
+
+class DisagreementError(ZeroError, RuntimeError):
+    """Ranks do not hold the same program."""
+
+
+class CheckpointError(ZeroError, ValueError):
+    """The bytes on disk do not fit the layout in memory."""
+
+
+def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:
+    return cls(summary, fix=fix, **facts)

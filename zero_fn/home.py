@@ -1,0 +1,96 @@
+"""Where the training state of a parameter rests: the value that transforms join.
+
+ZeRO is three placements per parameter, of the parameter P, its gradient G and its optimizer state O:
+
+    |            | P         | G         | O         |
+    | NOTHING    | Replicate | Replicate | Replicate |  plain data parallelism
+    | OPTIMIZER  | Replicate | Replicate | Shard     |  ZeRO-1
+    | GRADS      | Replicate | Shard     | Shard     |  ZeRO-2
+    | PARAMS     | Shard     | Shard     | Shard     |  ZeRO-3
+
+Sharding P without G, or G without O, would save nothing that the row above does not, so the rows form a chain and the
+join of two is the larger one. Together with the dtypes they form a join-semilattice: joining is idempotent,
+commutative and associative, which is why transforms compose in any order.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 5 (P_os, P_os+g, P_os+g+p).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+from zero_fn.errors import LayoutError
+
+__all__ = ["Home", "ReshardAfter", "Sharded"]
+
+
+class Sharded(IntEnum):
+    """How much of a parameter's state is sharded; each member includes those before it."""
+
+    NOTHING = 0
+    OPTIMIZER = 1
+    GRADS = 2
+    PARAMS = 3
+
+
+class ReshardAfter(IntEnum):
+    """When gathered parameters of `Sharded.PARAMS` are freed; a later one is fewer gathers and more memory."""
+
+    FORWARD = 0
+    BACKWARD = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where P, G and O of one parameter rest, and the dtypes they have in flight.
+
+    Attributes:
+        sharded: How much of the state is sharded over the axis.
+        compute: Dtype of the gathered parameter; None is the dtype at rest.
+        reduce: Dtype in which gradients are summed over ranks and microbatches; None is float32 for
+            16-bit gradients and their own dtype otherwise.
+        reshard_after: When the gathered parameter is freed.
+    """
+
+    sharded: Sharded = Sharded.NOTHING
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    reshard_after: ReshardAfter = ReshardAfter.FORWARD
+
+    def join(self, other: Home) -> Home:
+        """The least home that satisfies both.
+
+        Raises:
+            LayoutError: The two ask for different dtypes.
+        """
+        return Home(
+            max(self.sharded, other.sharded),
+            _agreed("compute", self.compute, other.compute),
+            _agreed("reduce", self.reduce, other.reduce),
+            max(self.reshard_after, other.reshard_after),
+        )
+
+    def compute_dtype(self, resting: torch.dtype) -> torch.dtype:
+        """The dtype in flight of a parameter with this `resting` dtype; only floating point is ever cast."""
+        return self.compute if self.compute is not None and resting.is_floating_point else resting
+
+    def sum_dtype(self, resting: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of this parameter are summed."""
+        computed = self.compute_dtype(resting)
+        if self.reduce is not None and resting.is_floating_point:
+            return self.reduce
+        return torch.float32 if computed.is_floating_point and computed.itemsize < 4 else computed
+
+
+def _agreed(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
+    if one is not None and other is not None and one != other:
+        raise LayoutError(
+            f"Two transforms ask for different {name} dtypes of the same parameter.",
+            first=one,
+            second=other,
+            fix=f"pass one precision(model, {name}=...) per parameter; select parameters with where=",
+        )
+    return one if one is not None else other

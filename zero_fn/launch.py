@@ -1,0 +1,161 @@
+"""N local ranks from a script or a notebook cell: `zf.launch(train, 4)`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zero_fn.errors import LayoutError, StateError
+from zero_fn.local import rank
+from zero_fn.local.ranks import LocalRanks
+
+__all__ = ["launch"]
+
+R = TypeVar("R")
+
+_LINGER_S = 5.0
+_LATER_S = 60.0  # a collective gives up after launch does, which can say where every rank was
+_OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def launch(
+    fn: Callable[..., R],
+    nprocs: int,
+    *args: object,
+    kwargs: Mapping[str, object] | None = None,
+    backend: str | None = None,
+    threads: int = 1,
+    timeout_s: float | None = 600.0,
+    env: Mapping[str, str] | None = None,
+) -> list[R]:
+    """Runs a function on `nprocs` ranks of this machine and returns what each rank returned.
+
+    The function may be a closure, a lambda or defined in a notebook cell or a script; a script is not executed again
+    and needs no `if __name__ == "__main__"`. Ranks are processes forked from a server that has imported torch: the
+    first call takes seconds, later calls tenths. In each rank the default process group is initialized, `RANK`,
+    `LOCAL_RANK`, `WORLD_SIZE` and `LOCAL_WORLD_SIZE` are set, and torch has `threads` threads. What rank 0 prints
+    appears here as it comes; what other ranks print is shown, its last lines, with an error of theirs. Ranks end with
+    the call, whatever ends it: a value, an error, Ctrl-C or the death of this process.
+
+        def train(lr):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+            ...
+            return loss.item()
+
+        losses = zf.launch(train, 4, 1e-3)
+
+    Communicates: nothing but the rendezvous, over a file.
+
+    Args:
+        fn: Called as `fn(*args, **kwargs)` on every rank. Moved by pickling, as are arguments and results.
+        nprocs: Number of ranks, at least 1.
+        *args: Positional arguments of `fn`, the same on every rank.
+        kwargs: Keyword arguments of `fn`.
+        backend: As `init_process_group` takes it. By default gloo, and with it nccl if there is a GPU for every rank.
+        threads: Threads of torch in each rank, at least 1.
+        timeout_s: Seconds until every rank must have returned; None for no limit.
+        env: Added to the environment of this process in every rank. What torch reads while it is imported has to be
+            set before the first call instead.
+
+    Returns:
+        The values, in the order of ranks. A value is a copy: tensors are rebuilt in this process.
+
+    Raises:
+        LayoutError: `nprocs`, `backend`, `threads`, `timeout_s` or `env` is not possible.
+        StateError: This process is a rank already; or ranks cannot be started.
+        TypeError: `fn` cannot be called with these arguments, or something cannot be pickled (`SendError`).
+        RankDied: A rank was killed or exited (a StateError).
+        RankHung: `timeout_s` is over; says where each rank was (a StateError).
+        Exception: What a rank raised, of its type, with the rank's traceback as `__cause__`. Its peers are stopped.
+    """
+    keywords = dict(kwargs or {})
+    _check_moment()
+    _check_call(fn, nprocs, args, keywords)
+    _check_options(nprocs, threads, timeout_s, env or {})
+    with LocalRanks(
+        nprocs,
+        backend=_backend(nprocs, backend),
+        threads=threads,
+        environ=env,
+        collective_timeout_s=None if timeout_s is None else timeout_s + _LATER_S,
+        linger_s=_LINGER_S,
+        is_shown=True,
+    ) as ranks:
+        values = ranks.run(fn, args, keywords, timeout_s=timeout_s)
+        ranks.finish(timeout_s)
+    return values
+
+
+def _check_call(fn: object, nprocs: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"launch takes a function and a number of ranks, got {fn!r}.\n"
+            f"  fix : zf.launch(train, 2, *arguments): the function itself, not what it returned"
+        )
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int):
+        raise TypeError(
+            f"launch takes a whole number of ranks after the function, got {nprocs!r}.\n"
+            f"  fix : zf.launch(train, 2, *arguments)"
+        )
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:
+        return  # some compiled functions have none: the ranks will tell
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(fn, "__name__", "fn")
+        raise TypeError(
+            f"{name}{signature} cannot be called with the given arguments: {error}.\n"
+            f"  fix : zf.launch({name}, {nprocs}, *positional, kwargs={{...}})"
+        ) from None
+
+
+def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapping[str, str]) -> None:
+    if nprocs < 1:
+        raise LayoutError("launch needs at least one rank.", nprocs=nprocs, fix="zf.launch(fn, 1)")
+    if threads < 1:
+        raise LayoutError("A rank needs at least one thread.", threads=threads, fix="zf.launch(fn, nprocs, threads=1)")
+    if timeout_s is not None and not timeout_s > 0:
+        raise LayoutError(
+            "No rank can return in no time.",
+            timeout_s=timeout_s,
+            fix="timeout_s is in seconds; None for no limit: zf.launch(fn, nprocs, timeout_s=None)",
+        )
+    if taken := [name for name in _OWN_VARIABLES if name in env]:
+        raise LayoutError(
+            "launch itself says which rank is which.", env=", ".join(taken), fix="leave these variables out of env"
+        )
+
+
+def _check_moment() -> None:
+    here = rank.seat
+    if here is not None:
+        raise StateError(
+            "launch was called on a rank.",
+            here=f"rank {here.rank} of {here.n}",
+            why="every rank would start ranks of its own",
+            fix="call the function itself here, or launch from outside",
+        )
+    if dist.is_available() and dist.is_torchelastic_launched():
+        raise StateError(
+            "launch was called in a process that torchrun started.",
+            why="every rank of torchrun would start ranks of its own",
+            fix="python train.py, without torchrun; or call the function itself here",
+        )
+
+
+def _backend(nprocs: int, asked: str | None) -> str:
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
+    if asked is not None and "nccl" in asked and gpus < nprocs:
+        raise LayoutError(
+            "nccl needs a GPU for each rank.",
+            nprocs=nprocs,
+            gpus=gpus,
+            fix=f"zf.launch(fn, {nprocs}, backend='gloo'), or at most {gpus} ranks",
+        )
+    return asked or ("cpu:gloo,cuda:nccl" if gpus >= nprocs else "gloo")

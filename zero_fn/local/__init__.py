@@ -1,0 +1,1 @@
+"""Ranks on this machine: processes forked from a warm server, for `launch` and for the tests."""

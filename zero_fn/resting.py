@@ -1,0 +1,50 @@
+"""The registered parameter: a standard DTensor over memory that we own.
+
+The one file that builds DTensors from parts and reads their local tensors, because the public ways
+(`DTensor.from_local`, `to_local`) take 10 times as long and record autograd. `tests/test_torch_assumptions.py`
+checks what is relied on here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from zero_fn.mesh import Axis
+
+__all__ = ["local_of", "resting_parameter", "resting_spec", "resting_tensor", "set_local"]
+
+
+def resting_spec(
+    axis: Axis, dim: int | None, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> DTensorSpec:
+    """How a tensor lies on the axis: `Shard(dim)`, or `Replicate` where `dim` is None."""
+    placement: Placement = Replicate() if dim is None else Shard(dim)
+    return DTensorSpec(axis.mesh, (placement,), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor whose local tensor is `local`, without a copy."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
+    """The parameter to register: a DTensor over `local`, or, on no axis (spec None), `local` itself."""
+    return nn.Parameter(local if spec is None else resting_tensor(local, spec), requires_grad=requires_grad)
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The memory of this rank behind a resting parameter or gradient, outside autograd."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def set_local(parameter: nn.Parameter, local: Tensor) -> None:
+    """Moves a resting parameter onto other memory; optimizers keep the same parameter object."""
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = local
+    else:
+        parameter.data = local

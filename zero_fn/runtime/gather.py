@@ -1,0 +1,154 @@
+"""The autograd function of a unit: one node between the resting parameters and what the forward sees.
+
+Its forward hands out the gathered parameters; its backward receives their gradients and reduces them. Two ways:
+
+    deferred   `loss.backward()`: the reduction is issued and settles later; autograd is given nothing
+    returned   `torch.autograd.grad`, `backward(inputs=...)`, `create_graph=True`: the reduced gradients are returned, so
+               that autograd captures, accumulates or differentiates them as those of any leaf
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from zero_fn.errors import StateError
+from zero_fn.resting import local_of
+from zero_fn.runtime.gradients import Reduction
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["UnitUse", "gather", "returns_gradients", "will_execute"]
+
+will_execute = torch._C._will_engine_execute_node
+
+# A leaf that every node depends on and no user asks for: autograd visits it in a plain backward only.
+_token = torch.zeros((), requires_grad=True)
+_token_node = get_gradient_edge(_token).node
+
+
+def returns_gradients() -> bool:
+    """Whether the running backward wants its gradients returned through autograd."""
+    return torch.is_grad_enabled() or not will_execute(_token_node)
+
+
+class UnitUse:
+    """One forward of a unit.
+
+    Attributes:
+        unit: The unit.
+        number: The `Use` of the schedule is `(unit.index, number)`.
+        generation: Of the unit when its parameters were read.
+        node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
+        has_graph: Whether a backward may pass through this use.
+    """
+
+    __slots__ = ("__weakref__", "generation", "has_graph", "node", "number", "unit")
+
+    def __init__(self, unit: Unit, number: int) -> None:
+        self.unit, self.number = unit, number
+        self.generation = unit.generation
+        self.node: weakref.ref[Any] | None = None
+        self.has_graph = False
+
+
+def gather(use: UnitUse) -> list[Tensor]:
+    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded.
+
+    Args:
+        use: Of a unit whose parameters are gathered. Its `node` is set.
+    """
+    tensors = use.unit.tensors()
+    if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
+        return tensors
+    # Autograd would call hooks of the parameter with None; `settle` calls them with the reduced gradient.
+    leaves = [
+        slot.parameter.detach() if _has_hooks(slot) else slot.parameter for slot in use.unit.slots
+    ]
+    outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
+    for slot, output in zip(use.unit.slots, outputs, strict=True):
+        if slot.parameter.requires_grad:
+            use.node = weakref.ref(output.grad_fn)
+            break
+    return list(outputs)
+
+
+def _has_hooks(slot: Slot) -> bool:
+    return bool(slot.parameter._backward_hooks or slot.parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, use: UnitUse, tensors: list[Tensor], token: Tensor, *resting: Tensor) -> tuple[Tensor, ...]:
+        ctx.use = use
+        ctx.set_materialize_grads(False)
+        slots = use.unit.slots
+        ctx.mark_non_differentiable(
+            *(t for t, slot in zip(tensors, slots, strict=True) if not slot.parameter.requires_grad)
+        )
+        return tuple(tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        use: UnitUse = ctx.use
+        unit = use.unit
+        if use.generation != unit.generation:
+            raise StateError(
+                f"The parameters of unit {unit.name or 'root'!r} changed between forward and backward.",
+                why="an optimizer stepped; the gradient of the old forward would be computed with new parameters",
+                fix="run every backward of a forward before optimizer.step()",
+            )
+        nothing = (None, None, None)
+        if not returns_gradients():
+            unit.step.arrive(use, grads)
+            return nothing + (None,) * len(grads)
+        unit.step.arrive(use, None)
+        return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather, over n."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.unit = unit
+        reduction = Reduction(unit.slots, grads, unit.transport, exact=True)
+        bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
+        unit.transport.any(bits).wait()
+        reduction.wait()
+        reduction.wait_replicated()
+        some = bits.tolist()
+        return tuple(
+            reduction.resting(slot) if present else None for slot, present in zip(unit.slots, some, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        unit: Unit = ctx.unit
+        segments, wholes = [], []
+        for slot, grad in zip(unit.slots, grads, strict=True):
+            if grad is None:
+                wholes.append(None)
+                continue
+            local = local_of(grad)
+            if slot.layout is None:
+                wholes.append(local / slot.size)
+                continue
+            flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
+            flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(
+                local.permute(slot.layout.order).reshape(-1)
+            )
+            segments.append(slot.segment(flat))
+            wholes.append(slot.whole_view(flat))
+        if segments:
+            unit.transport.all_gather(segments).wait()
+        return None, *(
+            whole if whole is None or slot.layout is None else (whole / slot.size).to(slot.compute_dtype)
+            for whole, slot in zip(wholes, unit.slots, strict=True)
+        )

@@ -1,0 +1,66 @@
+"""Which unit a resting parameter belongs to, and what a transform put in place of a parameter.
+
+Both are weak: they keep neither parameters nor units alive. Nothing is written on the user's tensors.
+"""
+
+from __future__ import annotations
+
+import traceback
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
+
+__all__ = ["Replacement", "call_site", "note_replacement", "note_slot", "replacement_of", "slot_of"]
+
+
+class Replacement:
+    """What became of a parameter.
+
+    Attributes:
+        fqn: Its name in the module.
+        parameter: The resting parameter that took its place, weakly.
+        site: The verb and the place it was called from.
+    """
+
+    def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
+        self.fqn, self.parameter, self.site = fqn, weakref.ref(parameter), site
+
+
+_slots: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Slot]]] = {}
+_replaced: dict[int, tuple[weakref.ref[nn.Parameter], Replacement]] = {}
+
+
+def note_slot(parameter: nn.Parameter, slot: Slot) -> None:
+    """Remembers that `parameter` is the resting parameter of `slot`."""
+    key = id(parameter)
+    _slots[key] = (weakref.ref(parameter, lambda _: _slots.pop(key, None)), weakref.ref(slot))
+
+
+def slot_of(parameter: object) -> Slot | None:
+    """The slot of a resting parameter; None for any other tensor."""
+    entry = _slots.get(id(parameter))
+    return entry[1]() if entry is not None and entry[0]() is parameter else None
+
+
+def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
+    """Remembers that a transform put another parameter in place of `old`."""
+    key = id(old)
+    _replaced[key] = (weakref.ref(old, lambda _: _replaced.pop(key, None)), replacement)
+
+
+def replacement_of(parameter: object) -> Replacement | None:
+    """What took the place of a parameter; None if nothing did."""
+    entry = _replaced.get(id(parameter))
+    return entry[1] if entry is not None and entry[0]() is parameter else None
+
+
+def call_site(verb: str) -> str:
+    """Where the user called `verb`: the innermost frame outside this package."""
+    for frame in reversed(traceback.extract_stack(limit=12)):
+        if f"{__package__.partition('.')[0]}/" not in frame.filename.replace("\\", "/"):
+            return f"{verb} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
+    return verb

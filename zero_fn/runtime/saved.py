@@ -1,0 +1,110 @@
+"""Saved-tensor hooks: autograd remembers which gathered tensor it needs, not the tensor.
+
+[Note: freeing is dropping the reference] A gathered parameter that autograd saves for backward is packed as (unit,
+group, size, stride, offset). So nothing but the unit holds a gathered buffer, and freeing it is dropping that reference;
+unpacking in backward finds the buffer gathered again, or gathers it.
+
+[Note: only the innermost hooks apply] Hooks pushed inside a unit hide those around it, of `torch.utils.checkpoint` or
+`save_on_cpu`. What is not ours is therefore handed to the pair that was on top when the unit began.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["forget_buffer", "packing_gathered", "remember_buffer"]
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+_live: dict[int, tuple[weakref.ref[Unit], int, torch.dtype]] = {}
+
+
+def remember_buffer(buffer: Tensor, unit: Unit, group: int) -> None:
+    """From now on, tensors on this buffer are packed as views of group `group` of `unit`."""
+    _live[buffer.untyped_storage().data_ptr()] = (weakref.ref(unit), group, buffer.dtype)
+
+
+def forget_buffer(buffer: Tensor) -> None:
+    """The unit is about to drop this buffer; whoever else holds it keeps it as an ordinary tensor."""
+    _live.pop(buffer.untyped_storage().data_ptr(), None)
+
+
+class _Packed:
+    """A view of a gathered buffer, by address instead of by reference."""
+
+    __slots__ = ("group", "offset", "size", "stride", "unit")
+
+    def __init__(self, unit: Unit, group: int, tensor: Tensor) -> None:
+        self.unit, self.group = unit, group
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+def _find(tensor: Tensor) -> _Packed | None:
+    try:
+        entry = _live.get(tensor.untyped_storage().data_ptr())
+    except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
+        return None
+    if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
+        return None
+    unit = entry[0]()
+    return None if unit is None else _Packed(unit, entry[1], tensor)
+
+
+def _pack(tensor: Tensor) -> Tensor | _Packed:
+    return _find(tensor) or tensor
+
+
+def _unpack(packed: Tensor | _Packed) -> Tensor:
+    if isinstance(packed, _Packed):
+        buffer = packed.unit.buffer_for_backward(packed.group)
+        return buffer.as_strided(packed.size, packed.stride, packed.offset)
+    return packed
+
+
+def packing_gathered() -> AbstractContextManager[Any]:
+    """The context in which the forward of a unit runs. [Note: only the innermost hooks apply]"""
+    top = _top_hooks(False)
+    if top is None:
+        return saved_tensors_hooks(_pack, _unpack)
+    if top[0] is _pack or isinstance(top[0], _PackOr):
+        return nullcontext()
+    return saved_tensors_hooks(_PackOr(top[0]), _UnpackOr(top[1]))
+
+
+class _PackOr:
+    """Packs what is ours and hands the rest to the hooks around the unit."""
+
+    __slots__ = ("_outer",)
+
+    def __init__(self, outer: Callable[[Tensor], Any]) -> None:
+        self._outer = outer
+
+    def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
+        return _find(tensor) or _Delegated(self._outer(tensor))
+
+
+class _UnpackOr:
+    __slots__ = ("_outer",)
+
+    def __init__(self, outer: Callable[[Any], Tensor]) -> None:
+        self._outer = outer
+
+    def __call__(self, packed: _Packed | _Delegated) -> Tensor:
+        return _unpack(packed) if isinstance(packed, _Packed) else self._outer(packed.packed)
+
+
+class _Delegated:
+    __slots__ = ("packed",)
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed

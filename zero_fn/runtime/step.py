@@ -1,0 +1,445 @@
+"""One transformed module while it runs: follows its schedules and falls back when the model leaves them.
+
+A `Step` belongs to the module a transform returned and is shared by its units. It has at most one forward pass and one
+backward pass open.
+
+[Note: every rank runs the same program] Which gradients exist may differ between ranks, so it decides nothing by itself.
+A backward begins by or-ing over ranks which uses will run; the schedule is built from that, and a rank whose graph
+misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
+in the order of arrival.
+
+[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
+they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.agreement import agree
+from zero_fn.assignment import Assignment
+from zero_fn.collectives import Pending, Transport
+from zero_fn.runtime.gather import UnitUse, returns_gradients, will_execute
+from zero_fn.runtime.gradients import Reduction, settle
+from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.schedule import (
+    Await,
+    Enter,
+    Event,
+    Exit,
+    Reduce,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    Use,
+    backward_schedule,
+    backward_trace,
+    forward_schedule,
+    limit_reductions,
+    prefetch,
+)
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["Step"]
+
+PREFETCH_DEPTH = 1
+REDUCTIONS_UNDER_WAY = 2
+_REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
+
+current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+class Step:
+    """The running state of one transformed module.
+
+    Attributes:
+        assignment: What was asked of the module.
+        units: Weak references to its units, by index.
+        accumulating: Depth of open `accumulate` blocks.
+    """
+
+    def __init__(self, transport: Transport, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
+        self.transport, self.assignment, self.depth = transport, assignment, depth
+        self.units: list[Callable[[], Unit | None]] = []
+        self.accumulating = 0
+        self._has_agreed = False
+        self._is_fresh = True  # nothing was gathered yet in this accumulate block
+        self._forward: ForwardPass | None = None
+        self._backward: BackwardPass | None = None
+        self._recorded: dict[tuple[int, bool], tuple[Trace, tuple[Event, ...]]] = {}
+        self._trace: list[Enter | Exit] = []
+        self._uses: dict[Use, UnitUse] = {}
+        self._undecided: list[tuple[Unit, Reduction]] = []
+        self._unread: list[Pending] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        twin = Step(self.transport, self.assignment, depth=self.depth)
+        memo[id(self)] = twin
+        twin.units = [_no_unit] * len(self.units)
+        return twin
+
+    def unit(self, index: int) -> Unit:
+        """The unit of this number."""
+        unit = self.units[index]()
+        assert unit is not None, f"unit {index} is gone"
+        return unit
+
+    def live_units(self) -> list[Unit]:
+        """All units, in order."""
+        return [unit for reference in self.units if (unit := reference()) is not None]
+
+    # -- forward ----------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit) -> UnitUse:
+        """The forward of a unit begins: on return its gathered parameters may be read."""
+        if current_graph_task() != -1:
+            return self._enter_recomputation(unit)
+        if self._forward is None:
+            self._begin_forward(unit)
+        assert self._forward is not None
+        use = UnitUse(unit, self._forward.next_number(unit.index))
+        bracket = Enter(Use(unit.index, use.number))
+        self._forward.note(bracket, use)
+        for event in self._forward.before(bracket):
+            self._run(event)
+        unit.unshard()
+        unit.await_gathered()
+        for event in self._forward.after():
+            self._run(event)
+        unit.open += 1
+        return use
+
+    def leave(self, use: UnitUse, *, failed: bool) -> None:
+        """The forward of a unit has ended."""
+        unit = use.unit
+        unit.open -= 1
+        forward = self._forward
+        if forward is None:  # recomputation: the backward frees it
+            return
+        forward.failed |= failed
+        bracket = Exit(Use(unit.index, use.number))
+        forward.note(bracket, use)
+        is_outermost = forward.depth == 0
+        if not failed:
+            on_schedule = forward.is_on_schedule
+            for event in (*forward.before(bracket), *forward.after()):
+                self._run(event)
+            if not on_schedule and not is_outermost:
+                self._reshard_in_forward(unit)
+        if is_outermost:
+            self._end_forward(forward)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self._recover()
+        if not self._has_agreed:
+            self._agree()
+        for other in self.live_units():
+            if not self.accumulating or self._is_fresh:
+                other.reshard()
+            other.readopt()
+        self._is_fresh = False
+        if len(self._trace) > 2 * _REMEMBERED_USES:
+            self._forget_graphs()
+        grad = torch.is_grad_enabled()
+        recorded = self._recorded.get((unit.index, grad))
+        self._forward = ForwardPass(unit.index, recorded[1] if recorded else None, self._offsets(), grad=grad)
+
+    def _agree(self) -> None:
+        """Compares layout and initial values over ranks, once."""
+        self._has_agreed = True
+        if self.assignment.axis is None:
+            return
+        slots = [(unit, slot) for unit in self.live_units() for slot in unit.slots]
+        agree(
+            self.transport,
+            "layouts",
+            [f"{slot} in unit {unit.name or 'root'!r}, {slot.home.sharded.name}" for unit, slot in slots],
+            device=self._device(),
+            why="the next all-gather would hang or mix parameters",
+            fix="build and transform the same module on every rank",
+        )
+        agree(
+            self.transport,
+            "initial values",
+            [f"{slot}, sum of bits {slot.initial}" for _, slot in slots],
+            device=self._device(),
+            why="each rank cut its shard from another tensor",
+            fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
+        )
+
+    def _reshard_in_forward(self, unit: Unit, *, grad: bool | None = None) -> None:
+        grad = torch.is_grad_enabled() if grad is None else grad
+        if unit.is_transient and not unit.open and not (grad and unit.reshards_after_backward):
+            unit.reshard()
+
+    def _offsets(self) -> dict[int, int]:
+        """Uses of each unit in earlier passes whose backward has not run: numbers of this pass continue there."""
+        offsets: dict[int, int] = {}
+        for bracket in self._trace:
+            if isinstance(bracket, Enter):
+                offsets[bracket.use.unit] = offsets.get(bracket.use.unit, 0) + 1
+        return offsets
+
+    def _end_forward(self, forward: ForwardPass) -> None:
+        self._forward = None
+        if forward.failed:
+            for unit in self.live_units():
+                unit.reshard()
+            return
+        trace = forward.relative_trace()
+        key = (forward.entry, forward.grad)
+        recorded = self._recorded.get(key)
+        if recorded is None or recorded[0] != trace:
+            events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
+            self._recorded[key] = (trace, events)
+        kept = forward.kept_units() if forward.grad else set()
+        for unit in self.live_units():
+            if unit.index not in kept:
+                self._reshard_in_forward(unit, grad=forward.grad)
+        if forward.grad and any(use.has_graph for use in forward.uses.values()):
+            self._trace += forward.trace
+            self._uses.update(forward.uses)
+
+    # -- backward ---------------------------------------------------------------------------------------------------
+
+    def demand(self, unit: Unit, use: UnitUse | None = None) -> None:
+        """Backward needs the gathered parameters of a unit."""
+        backward = self._open_backward()
+        if backward is not None:
+            backward.enter(unit.index, use.number if use is not None else None)
+            self._pump(backward)
+        unit.unshard()
+        unit.await_gathered()
+
+    def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
+        """All gradients of one use are there. `grads` is None if they go back through autograd."""
+        backward = self._open_backward()
+        unit = use.unit
+        key = Use(unit.index, use.number)
+        scheduled = backward is not None and backward.has(key)
+        if grads is not None:
+            exact = bool(self.accumulating) or backward is None or not scheduled or backward.uses_of(unit.index) > 1
+            unit.gradients.add(grads, exact=exact)
+        if backward is None:
+            return
+        backward.arrive(key)
+        use.node = None
+        if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
+            unit.reshard()
+            backward.reductions.append((unit, self._reduction(unit, exact=True)))
+        self._pump(backward)
+
+    def finish_backward(self, backward: BackwardPass) -> None:
+        """Called by the engine when the outermost backward has run all its nodes."""
+        if self._backward is not backward:
+            return
+        backward.closing = True
+        self._pump(backward)
+        for unit, reduction in backward.reductions:
+            self._settle(unit, reduction)
+        if not self.accumulating:
+            for unit in self.live_units():
+                if not unit.gradients.is_empty:
+                    self._settle(unit, self._reduction(unit, exact=True))
+            self._decide()
+        self._end_backward()
+
+    def _open_backward(self) -> BackwardPass | None:
+        if current_graph_task() == -1:
+            return None  # a saved tensor was read outside backward
+        if self._backward is not None and self._backward.is_alive:
+            return self._backward
+        self._recover()
+        uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
+        local = [self._will_run(self._uses[use]) for use in uses]
+        union = self._any(local)
+        taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
+        trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
+        defers = not self.accumulating and not returns_gradients()
+        events = backward_schedule(trace, reduces=lambda index: defers and self.unit(index).requires_grad)
+        events = limit_reductions(prefetch(events, depth=self.depth), limit=REDUCTIONS_UNDER_WAY)
+        running = [use for use, runs in zip(uses, local, strict=True) if runs]
+        frozen = {use for use in running if self._uses[use].node is None}
+        self._backward = backward = BackwardPass(events, awaited=set(running) - frozen, frozen=frozen)
+        backward.register(self)
+        return backward
+
+    @staticmethod
+    def _will_run(use: UnitUse) -> bool:
+        if use.node is None:
+            return use.has_graph
+        node = use.node()
+        return node is not None and bool(will_execute(node))
+
+    def _any(self, local: list[bool]) -> list[bool]:
+        bits = torch.tensor(local, dtype=torch.uint8, device=self._device())
+        pending = self.transport.any(bits)
+        if all(local):
+            self._unread.append(pending)  # nothing to learn: the host need not wait for it now
+            return local
+        pending.wait()
+        return [bool(bit) for bit in bits.tolist()]
+
+    def _device(self) -> torch.device:
+        return next((slot.flat.device for unit in self.live_units() for slot in unit.slots), torch.device("cpu"))
+
+    def _pump(self, backward: BackwardPass) -> None:
+        """Runs the events of the schedule up to the first that must wait for autograd."""
+        while (event := backward.next_event()) is not None:
+            self._run(event)
+
+    def _run(self, event: Event) -> None:
+        if isinstance(event, Enter | Exit):
+            return
+        unit = self.unit(event.unit)
+        match event:
+            case Unshard():
+                if self._forward is not None or unit.is_transient:
+                    unit.unshard()
+            case Await():
+                unit.await_gathered()
+            case Reshard():
+                if self._forward is not None:
+                    self._reshard_in_forward(unit, grad=self._forward.grad)
+                elif not unit.open and (unit.is_transient or not self.accumulating):
+                    unit.reshard()
+            case Reduce():
+                assert self._backward is not None
+                exact = self._backward.uses_of(unit.index) > 1
+                self._backward.reductions.append((unit, self._reduction(unit, exact=exact)))
+            case Settle():
+                assert self._backward is not None
+                self._settle(*self._backward.reductions.pop(0))
+
+    def _reduction(self, unit: Unit, *, exact: bool) -> Reduction:
+        return Reduction(unit.slots, unit.gradients.take(), unit.transport, exact=exact)
+
+    def _settle(self, unit: Unit, reduction: Reduction) -> None:
+        reduction.wait()
+        self._undecided.append((unit, reduction))
+        for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
+            if has_local and slot.layout is not None:
+                grad = reduction.resting(slot)
+                assert grad is not None, f"{slot.fqn} has a gradient but requires none"
+                settle(slot, grad)
+
+    def _decide(self) -> None:
+        """Settles what had to wait: replicated gradients, and those that only other ranks contributed to."""
+        undecided, self._undecided = self._undecided, []
+        local = [bit for _, reduction in undecided for bit in reduction.has_local]
+        if not undecided:
+            return
+        union = iter(self._any(local))
+        for unit, reduction in undecided:
+            reduction.wait_replicated()
+            for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
+                has_any = next(union)
+                grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
+                if grad is not None:
+                    settle(slot, grad)
+
+    def _has_nodes(self, unit: Unit) -> bool:
+        """Whether a graph through this unit is still alive and has not arrived."""
+        return any(
+            use.unit is unit and use.node is not None and use.node() is not None
+            for use in (*self._uses.values(), *self._recomputed)
+        )
+
+    @property
+    def _recomputed(self) -> list[UnitUse]:
+        return self._backward.recomputed if self._backward is not None else []
+
+    def _enter_recomputation(self, unit: Unit) -> UnitUse:
+        """A checkpoint runs a forward inside backward."""
+        backward = self._open_backward()
+        assert backward is not None
+        self.demand(unit)
+        use = UnitUse(unit, -1 - len(backward.recomputed))
+        backward.recomputed.append(use)
+        unit.open += 1
+        return use
+
+    # -- ends and errors --------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Reduces and settles all local gradients: the end of `accumulate`. All ranks call it."""
+        units = self.live_units()
+        local = [not unit.gradients.is_empty for unit in units]
+        if not units:
+            return
+        for unit, has_any in zip(units, self._any(local), strict=True):
+            if has_any:
+                self._settle(unit, self._reduction(unit, exact=True))
+        self._decide()
+
+    def drop_gradients(self) -> None:
+        """Forgets local gradients that were not reduced."""
+        for unit in self.live_units():
+            unit.gradients.take()
+
+    def begin_accumulation(self) -> None:
+        """Entered by `accumulate`."""
+        if not self.accumulating:
+            self._has_agreed = False
+        self._is_fresh = True
+        self.accumulating += 1
+
+    def end_accumulation(self, *, failed: bool) -> None:
+        """Left by `accumulate`: reduces, or after an exception drops, what was accumulated."""
+        self.accumulating -= 1
+        if self.accumulating:
+            return
+        if failed:
+            self._recover()
+            self.drop_gradients()
+        else:
+            self.flush()
+        for unit in self.live_units():
+            unit.reshard()
+
+    def _end_backward(self) -> None:
+        self._backward = None
+        self._forget_graphs()
+        self._read_control()
+        for unit in self.live_units():
+            if unit.is_transient or not self.accumulating:
+                unit.reshard()
+
+    def _read_control(self) -> None:
+        unread, self._unread = self._unread, []
+        for pending in unread:
+            pending.wait()
+
+    def _forget_graphs(self) -> None:
+        self._trace = []
+        self._uses = {}
+
+    def _recover(self) -> None:
+        """Drops what a forward or backward that raised left behind. Ranks that raised alike stay in step."""
+        backward, self._backward = self._backward, None
+        if backward is None:
+            return
+        for _, reduction in backward.reductions:
+            reduction.wait()
+            reduction.wait_replicated()
+        self._undecided = []
+        self._read_control()
+        self._forget_graphs()
+        if not self.accumulating:
+            self.drop_gradients()
+        for unit in self.live_units():
+            unit.open = 0
+            unit.reshard()
+
+
+def _no_unit() -> Unit | None:
+    """In a copy of part of a model, the place of a unit that was not copied."""
+    return None

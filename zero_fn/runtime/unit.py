@@ -1,0 +1,329 @@
+"""A unit: parameters that are gathered, freed and reduced together, and the memory they use.
+
+What a rank holds for each parameter, by home, for `numel` elements over `n` ranks:
+
+    home       at rest                       in flight                     gradient after backward
+    NOTHING    whole                         the same memory               whole
+    OPTIMIZER  a view of the kept buffer     kept buffer, whole            a view of a whole gradient buffer
+    GRADS      a view of the kept buffer     kept buffer, whole            a shard
+    PARAMS     a shard                       whole, freed between uses     a shard
+
+Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
+own and the kept buffer has the compute dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.collectives import Pending, Segment, Transport
+from zero_fn.errors import PlacementError
+from zero_fn.home import ReshardAfter
+from zero_fn.layout import aligned_offsets
+from zero_fn.mesh import Axis
+from zero_fn.resting import local_of, resting_parameter, set_local
+from zero_fn.runtime.gradients import Gradients
+from zero_fn.runtime.saved import forget_buffer, remember_buffer
+from zero_fn.runtime.slot import Slot
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.step import Step
+
+__all__ = ["Group", "Phase", "Unit"]
+
+
+class Phase(Enum):
+    """Where the gathered parameters of a unit are: AT_REST -> GATHERING -> GATHERED -> AT_REST, nothing else."""
+
+    AT_REST = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
+class Group:
+    """Parameters of one compute dtype that are gathered into one buffer.
+
+    Attributes:
+        slots: Its parameters.
+        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
+        kept: The buffer, where it stays in memory between uses; None where it is allocated for each use.
+    """
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+        self.slots, self.dtype, self.device = slots, dtype, device
+        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
+        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
+        for slot, offset in zip(slots, offsets, strict=True):
+            slot.offset = offset
+        self.kept = self.allocate() if is_kept else None
+
+    def allocate(self) -> Tensor:
+        """A buffer for the whole group."""
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def range_of(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of one parameter, padding included."""
+        numel = slot.layout.padded_numel if slot.layout is not None else slot.numel
+        return buffer.narrow(0, slot.offset, numel)
+
+    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of what this rank holds of one parameter at rest."""
+        if slot.layout is None:
+            return buffer.narrow(0, slot.offset, slot.numel)
+        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.local_numel)
+
+
+class Unit:
+    """The parameters of one anchor module over one axis.
+
+    Attributes:
+        name: Name of the anchor module in the transformed module; "" is the root.
+        index: Its number in the step, the same on every rank.
+        slots: Its parameters, in registration order.
+        generation: Counts optimizer steps: a gradient computed with older parameters is refused.
+        open: Forwards of the unit that are running (more than one when a module calls itself).
+    """
+
+    def __init__(
+        self, name: str, index: int, slots: list[Slot], axis: Axis | None, transport: Transport, step: Step
+    ) -> None:
+        self.name, self.index, self.slots, self.axis = name, index, slots, axis
+        self.transport, self.step = transport, step
+        self.phase = Phase.AT_REST
+        self.generation = 0
+        self.open = 0
+        self.pinned: list[Tensor] | None = None
+        self.groups: list[Group] = []
+        self.gradients = Gradients(slots)
+        self._buffers: list[Tensor] = []
+        self._pending: Pending | None = None
+        step.units.append(weakref.ref(self))
+
+    # -- memory at rest ---------------------------------------------------------------------------------------------
+
+    def settle_in(self, sources: list[Tensor]) -> None:
+        """Lays out the memory at rest and fills it from whole tensors or from resting DTensors of the same cut.
+
+        Args:
+            sources: For each slot, its present values: the whole tensor, or this rank's shard in a DTensor.
+        """
+        self._lay_out([source.device for source in sources])
+        for slot, source in zip(self.slots, sources, strict=True):
+            values = local_of(source)
+            if not (isinstance(source, DTensor) and source.placements[0].is_shard()):
+                values = slot.owned(values)
+            elif slot.layout is None or values.shape != slot.local_shape:
+                raise AssertionError(f"{slot.fqn}: a shard cannot rest where the whole is expected")
+            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=source.requires_grad)
+            if values.device.type != "meta":
+                slot.local_view(slot.flat).copy_(values)
+            slot.adopt(parameter, slot.flat)
+            for place in slot.places:
+                place.register(parameter)
+
+    def readopt(self) -> None:
+        """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
+
+        Raises:
+            PlacementError: A parameter was replaced by one that is not sharded as the unit is.
+        """
+        if all(slot.is_current() for slot in self.slots):
+            return
+        self.reshard()
+        moved = [self._resting_successor(slot) for slot in self.slots]
+        for slot, parameter in zip(self.slots, moved, strict=True):
+            slot.set_dtype(parameter.dtype)
+        locals_ = [local_of(parameter) for parameter in moved]
+        self._lay_out([local.device for local in locals_])
+        for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
+            view = slot.local_view(slot.flat)
+            if local.device.type != "meta":
+                view.copy_(local)
+            set_local(parameter, view)
+            slot.adopt(parameter, slot.flat)
+            for place in slot.places:
+                place.register(parameter)
+
+    def _resting_successor(self, slot: Slot) -> nn.Parameter:
+        parameter = slot.places[0].registered
+        if (
+            parameter is None
+            or isinstance(parameter, DTensor) != (self.axis is not None)
+            or tuple(parameter.shape) != slot.shape
+            or local_of(parameter).shape != slot.local_shape
+        ):
+            found = "nothing" if parameter is None else f"{type(parameter.data).__name__} of {list(parameter.shape)}"
+            raise PlacementError(
+                f"{slot.fqn!r} was replaced after the transform.",
+                expected=f"{slot}, {list(slot.local_shape)} of it on this rank",
+                got=found,
+                why="it would be trained on this rank alone and never reduced",
+                fix="replace parameters before the transform, or edit values in `with zf.unsharded(model, writeback=True):`",
+            )
+        return parameter
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        # The copied modules may still be under construction: the twin finds its parameters at its first `readopt`.
+        twin = object.__new__(Unit)
+        memo[id(self)] = twin
+        twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
+        twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
+        twin.groups, twin._buffers, twin._pending = [], [], None
+        twin.slots = [slot.twin(memo) for slot in self.slots]
+        twin.gradients = Gradients(twin.slots)
+        twin.step = copy.deepcopy(self.step, memo)
+        twin.step.units[self.index] = weakref.ref(twin)
+        return twin
+
+    def _lay_out(self, devices: list[torch.device]) -> None:
+        """Chooses the gather groups and points each slot's `flat` at fresh memory."""
+        members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
+        own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        for slot, device in zip(self.slots, devices, strict=True):
+            slot.group = None
+            is_cast = slot.compute_dtype != slot.dtype
+            if slot.layout is not None or is_cast:
+                members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
+            if slot.layout is None or is_cast or not slot.is_kept:
+                own.setdefault((slot.dtype, device), []).append(slot)
+        self.groups = []
+        for (is_kept, dtype, device), slots in members.items():
+            group = Group(slots, dtype, device, is_kept=is_kept)
+            for slot in slots:
+                slot.group = len(self.groups)
+                if group.kept is not None and slot.compute_dtype == slot.dtype:
+                    slot.flat = group.own_range(group.kept, slot)
+            self.groups.append(group)
+        for (dtype, device), slots in own.items():
+            *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+            for slot, offset in zip(slots, offsets, strict=True):
+                slot.flat = buffer.narrow(0, offset, slot.local_numel)
+
+    # -- gathered parameters ----------------------------------------------------------------------------------------
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether any gathered parameter is freed between uses."""
+        return any(group.kept is None for group in self.groups)
+
+    def unshard(self) -> None:
+        """Issues the all-gather; `await_gathered` makes its result readable."""
+        if self.phase is not Phase.AT_REST or self.pinned is not None:
+            return
+        segments: list[Segment] = []
+        for index, group in enumerate(self.groups):
+            buffer = group.allocate() if group.kept is None else group.kept
+            self._buffers.append(buffer)
+            if group.kept is None:
+                remember_buffer(buffer, self, index)
+            for slot in group.slots:
+                own = group.own_range(buffer, slot)
+                if own.data_ptr() != slot.flat.data_ptr():
+                    own.copy_(slot.flat)
+                if slot.layout is not None:
+                    segments.append(slot.segment(group.range_of(buffer, slot)))
+        self._pending = self.transport.all_gather(segments) if segments else None
+        self.phase = Phase.GATHERING
+
+    def await_gathered(self) -> None:
+        """Waits for the all-gather that `unshard` issued."""
+        if self.phase is not Phase.GATHERING:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        self.phase = Phase.GATHERED
+
+    def reshard(self) -> None:
+        """Frees the gathered parameters; kept buffers stay but count as out of date."""
+        if self.phase is Phase.AT_REST:
+            return
+        self.await_gathered()
+        for group, buffer in zip(self.groups, self._buffers, strict=True):
+            if group.kept is None:
+                forget_buffer(buffer)
+        self._buffers = []
+        self.phase = Phase.AT_REST
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters as the forward sees them: whole, in the compute dtype, fresh autograd identities."""
+        if self.pinned is not None:
+            return [
+                whole.to(slot.compute_dtype) if slot.compute_dtype != whole.dtype else whole.data
+                for slot, whole in zip(self.slots, self.pinned, strict=True)
+            ]
+        assert self.phase is Phase.GATHERED, f"unit {self.name!r} is {self.phase}"
+        return [
+            slot.local.data
+            if slot.group is None
+            else self._buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset).data
+            for slot in self.slots
+        ]
+
+    def buffer_for_backward(self, group: int) -> Tensor:
+        """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
+        if self.phase is not Phase.GATHERED:
+            self.step.demand(self)
+        return self._buffers[group]
+
+    # -- whole parameters outside forward ---------------------------------------------------------------------------
+
+    def gather_whole(self) -> list[Tensor]:
+        """New tensors with the whole parameters in the dtype at rest. Communicates one all-gather; waits."""
+        wholes, segments = [], []
+        for slot in self.slots:
+            if slot.layout is None:
+                wholes.append(slot.local.clone())
+                continue
+            flat = torch.empty(slot.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
+            flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(slot.flat)
+            segments.append(slot.segment(flat))
+            wholes.append(slot.whole_view(flat))
+        if segments:
+            self.transport.all_gather(segments).wait()
+        return wholes
+
+    def scatter_whole(self, wholes: list[Tensor]) -> None:
+        """Writes this rank's part of whole parameters back to rest. No communication."""
+        for slot, whole in zip(self.slots, wholes, strict=True):
+            slot.local.copy_(slot.owned(whole.detach()))
+
+    # -- in flight --------------------------------------------------------------------------------------------------
+
+    def shadow(self, tensors: list[Tensor]) -> None:
+        """Lets modules see `tensors` under the names of the parameters."""
+        for slot, tensor in zip(self.slots, tensors, strict=True):
+            for place in slot.places:
+                place.shadow(tensor)
+
+    def unshadow(self) -> None:
+        """Undoes `shadow`."""
+        for slot in self.slots:
+            for place in slot.places:
+                place.unshadow()
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether any parameter of the unit is trained."""
+        return any(slot.parameter.requires_grad for slot in self.slots)
+
+    @property
+    def reshards_after_backward(self) -> bool:
+        """Whether gathered parameters stay from forward to backward."""
+        return any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in self.slots)
+
+    def modules(self) -> list[nn.Module]:
+        """The modules that hold the parameters, each once."""
+        found = {id(place.module): place.module for slot in self.slots for place in slot.places}
+        return list(found.values())
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"

@@ -1,0 +1,213 @@
+"""A step as a list of events: pure values, the same on every rank.
+
+A *trace* is what the model did: the brackets `Enter(use)` and `Exit(use)` of its units, in order, nested as modules
+nest. From a trace the functions below make the events that move bytes around those brackets::
+
+    forward     Unshard(a) Await(a) Enter(a) .. Exit(a) Reshard(a) ...
+    backward    the trace reversed; after the last Exit of a unit: Reshard(unit) Reduce(unit)
+
+`prefetch` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because they are values
+computed from what all ranks share, every rank issues the same collectives in the same order.
+
+A unit may be used several times in a pass (a shared block), so brackets name a use: a unit and a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+__all__ = [
+    "Await",
+    "Enter",
+    "Event",
+    "Exit",
+    "Reduce",
+    "Reshard",
+    "Settle",
+    "Trace",
+    "Unshard",
+    "Use",
+    "backward_schedule",
+    "backward_trace",
+    "forward_schedule",
+    "limit_reductions",
+    "prefetch",
+    "text",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """The `count`-th time that unit number `unit` runs in a pass."""
+
+    unit: int
+    count: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.unit}" if not self.count else f"{self.unit}#{self.count}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unshard:
+    """Issue the all-gather of a unit."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait until the gathered parameters of a unit may be read."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Enter:
+    """Compute of this use begins."""
+
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Compute of this use has ended; in backward, its gradients are complete."""
+
+    use: Use
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Drop the gathered parameters of a unit."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Issue the reduce-scatter of the gradients of a unit."""
+
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Wait for the reduction of a unit and hand its gradients to the resting parameters."""
+
+    unit: int
+
+
+Event = Unshard | Await | Enter | Exit | Reshard | Reduce | Settle
+Trace = tuple[Enter | Exit, ...]
+
+
+def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
+    """Gather before each use, free after it.
+
+    Args:
+        trace: Brackets of a forward pass.
+        keeps_last: A backward follows: units after whose last Exit nothing else begins (the last block and the
+            modules around it) are needed next and stay gathered.
+    """
+    events: list[Event] = []
+    open_units: list[int] = []
+    last_enter = max((i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1)
+    for i, bracket in enumerate(trace):
+        unit = bracket.use.unit
+        if isinstance(bracket, Enter):
+            if unit not in open_units:
+                events += (Unshard(unit), Await(unit))
+            open_units.append(unit)
+            events.append(bracket)
+        else:
+            events.append(bracket)
+            open_units.remove(unit)
+            if unit not in open_units and not (keeps_last and i > last_enter):
+                events.append(Reshard(unit))
+    return tuple(events)
+
+
+def backward_trace(trace: Trace) -> Trace:
+    """The brackets of the backward pass of a forward trace: reversed, with Enter and Exit exchanged."""
+    return tuple(
+        Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use) for bracket in reversed(trace)
+    )
+
+
+def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[Event, ...]:
+    """Gather before each use, then free and reduce after the last use of a unit.
+
+    Args:
+        trace: Brackets of a backward pass.
+        reduces: Whether the gradients of a unit are reduced in this pass (not while accumulating, not if frozen).
+    """
+    events: list[Event] = []
+    open_units: list[int] = []
+    last_exit = {bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)}
+    for i, bracket in enumerate(trace):
+        unit = bracket.use.unit
+        if isinstance(bracket, Enter):
+            if unit not in open_units:
+                events += (Unshard(unit), Await(unit))
+            open_units.append(unit)
+            events.append(bracket)
+            continue
+        events.append(bracket)
+        open_units.remove(unit)
+        if unit not in open_units:
+            events.append(Reshard(unit))
+        if last_exit[unit] == i and reduces(unit):
+            events.append(Reduce(unit))
+    return tuple(events)
+
+
+def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
+    """Moves each Unshard before the `depth` Enters that precede it, so that it runs beside their compute.
+
+    An Unshard does not move before a Reshard of the same unit.
+    """
+    moved: list[Event] = []
+    for event in events:
+        if not isinstance(event, Unshard) or depth == 0:
+            moved.append(event)
+            continue
+        at, passed = len(moved), 0
+        place = at
+        while at and passed < depth:
+            before = moved[at - 1]
+            if isinstance(before, Reshard) and before.unit == event.unit:
+                break
+            at -= 1
+            if isinstance(before, Enter):
+                passed += 1
+                place = at
+        moved.insert(place, event)
+    return tuple(moved)
+
+
+def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:
+    """Settles the oldest reduction before a new one would make more than `limit`, and the rest at the end."""
+    bounded: list[Event] = []
+    under_way: list[int] = []
+    for event in events:
+        if isinstance(event, Reduce):
+            if len(under_way) == limit:
+                bounded.append(Settle(under_way.pop(0)))
+            under_way.append(event.unit)
+        bounded.append(event)
+    return (*bounded, *map(Settle, under_way))
+
+
+def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
+    """One event a line, as golden tests and `describe` show a schedule."""
+    lines = []
+    indent = 0
+    for event in events:
+        unit = event.use.unit if isinstance(event, Enter | Exit) else event.unit
+        name = names[unit] if names else str(unit)
+        if isinstance(event, Enter | Exit) and event.use.count:
+            name += f"#{event.use.count}"
+        indent -= isinstance(event, Exit)
+        lines.append(f"{'  ' * indent}{type(event).__name__.lower()} {name}")
+        indent += isinstance(event, Enter)
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Copies a module with other parameters in place of its own: how every transform makes its result.
+
+The copy is `copy.deepcopy` with a memo in which each parameter stands for itself, so names, ties, plain Python lists of
+children, bound hooks and parametrizations survive, and no parameter is copied. Then the units of the copy are built: each
+cuts its shards from the old parameters into memory of its own and registers resting parameters.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.agreement import content_digest
+from zero_fn.assignment import Assignment
+from zero_fn.collectives import Alone, transport
+from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
+from zero_fn.mesh import axes_text
+from zero_fn.resting import local_of, set_local
+from zero_fn.runtime.entry import Entry, entries, units_of
+from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
+from zero_fn.runtime.slot import Place, Slot
+from zero_fn.runtime.step import Step
+from zero_fn.runtime.unit import Unit
+from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
+from zero_fn.whole_entries import accept_whole_entries
+
+__all__ = ["assignment_of", "substitute"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def assignment_of(module: nn.Module) -> Assignment:
+    """What earlier transforms asked of a module and of the modules below it.
+
+    Raises:
+        MeshError: Parts of the module were transformed over axes that do not belong together.
+        StateError: The module was donated.
+    """
+    if isinstance(module.__dict__.get("forward"), _Donated):
+        module.forward()
+    joined = Assignment()
+    steps: dict[int, tuple[str, Step]] = {}
+    for name, entry in entries(module):
+        steps.setdefault(id(entry.unit.step), (name, entry.unit.step))
+    anchors: list[str] = []
+    for name, step in steps.values():
+        below = step.assignment.below(name)
+        if name:
+            anchors += [name, *(below.anchors or ()), *(unit_name for unit_name in _anchor_names(name, step))]
+            below = Assignment(below.axis, below.homes, None, None)
+        joined = joined.join(below)
+    if anchors and joined.anchors is None:
+        outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
+        chosen = {*outside, *anchors}
+        joined = joined.join(Assignment(anchors=tuple(name for name, _ in module.named_modules() if name in chosen)))
+    return joined
+
+
+def _anchor_names(prefix: str, step: Step) -> list[str]:
+    return [f"{prefix}.{unit.name}".rstrip(".") for unit in step.live_units()]
+
+
+def _inside(name: str, root: str) -> bool:
+    return name == root or name.startswith(f"{root}.")
+
+
+def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) -> M:
+    """A copy of `module` whose parameters rest as `assignment` says. `module` is unchanged unless donated.
+
+    Raises:
+        LayoutError: A part of the module cannot be copied.
+        PlacementError: A parameter is a DTensor that zero_fn did not make.
+        StateError: A forward, backward or `accumulate` of the module is still open.
+    """
+    _require_rest(module, verb)
+    shared = shared_parameters(module)
+    sources = [_source(parameter, assignment) for parameter in shared]
+    twin = _copy(module, [parameter.parameter for parameter in shared])
+    anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
+    anchors = tuple(dict.fromkeys(("", *anchors)))
+    step = Step(transport(assignment.axis) if assignment.axis is not None else Alone(), assignment)
+    members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
+    for i, parameter in enumerate(shared):
+        members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
+    site = call_site(verb)
+    modules = dict(twin.named_modules())
+    for anchor in anchors:
+        chosen = [shared[i] for i in members[anchor]]
+        if chosen or not anchor:
+            unit = _build_unit(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, assignment)
+            _attach(modules[anchor], unit, assignment.output if not anchor else None)
+            for parameter, slot in zip(chosen, unit.slots, strict=True):
+                _carry_over(parameter.parameter, slot.parameter)
+                note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
+                if donate:
+                    _release(parameter.parameter)
+    if donate:
+        module.__dict__["forward"] = _Donated(site)
+    return twin
+
+
+def _build_unit(
+    anchor: str,
+    chosen: list[Shared],
+    sources: list[Tensor],
+    modules: dict[str, nn.Module],
+    step: Step,
+    assignment: Assignment,
+) -> Unit:
+    slots = []
+    for parameter, source in zip(chosen, sources, strict=True):
+        places = [Place(modules[name], attribute) for name, attribute in parameter.places]
+        slot = Slot(parameter.fqn, places, assignment.home(parameter.fqn), source, assignment.axis)
+        slot.initial = _initial(source)
+        slots.append(slot)
+    unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+    unit.settle_in(sources)
+    return unit
+
+
+def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
+    """Puts the entries of a unit in place."""
+    computes = {slot.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point}
+    Entry(
+        anchor,
+        unit,
+        is_anchor=True,
+        input_dtype=computes.pop() if len(computes) == 1 else None,
+        output_dtype=output,
+    )
+    for module in unit.modules():
+        accept_whole_entries(module)
+        if not isinstance(module.__dict__.get("forward"), Entry):
+            Entry(module, unit, is_anchor=False)
+
+
+def _source(shared: Shared, assignment: Assignment) -> Tensor:
+    """The present values of a parameter: a plain tensor, or a DTensor that an earlier transform made."""
+    parameter = shared.parameter
+    if isinstance(parameter, DTensor) and slot_of(parameter) is None:
+        raise PlacementError(
+            f"{shared.fqn!r} is a DTensor already.",
+            placement=f"{parameter.placements} over {axes_text(parameter.device_mesh)}",
+            fix="transform the plain module; tensor parallelism below a data-parallel axis is not supported yet",
+        )
+    device_type = assignment.axis.device_type if assignment.axis is not None else None
+    device = local_of(parameter).device
+    if device_type is not None and device.type not in (device_type, "meta"):
+        raise MeshError(
+            f"{shared.fqn!r} is on another device than the axis.",
+            parameter=device,
+            mesh=axes_text(assignment.axis.mesh) if assignment.axis is not None else None,
+            fix=f"model.to({device_type!r}), or build the mesh with init_device_mesh({device.type!r}, ...)",
+        )
+    return parameter
+
+
+def _require_rest(module: nn.Module, verb: str) -> None:
+    for unit in units_of(module):
+        unit.readopt()
+        if unit.open or unit.step.accumulating or unit.pinned is not None:
+            raise StateError(
+                f"{verb} was called while the module is in use.",
+                unit=unit.name or "root",
+                fix=f"call {verb} outside forward, accumulate() and unsharded()",
+            )
+        unit.reshard()
+
+
+def _copy(module: M, parameters: list[nn.Parameter]) -> M:
+    """A deep copy that shares the parameters and has no entries."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
+    strays: list[Entry] = []
+    for _, entry in entries(module):
+        memo[id(entry)] = entry
+        strays.append(entry)
+    kept = dict(memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except Exception as error:
+        path = _uncopyable(module, kept)
+        raise LayoutError(
+            "A transform returns a copy of the module, and this one cannot be copied.",
+            attribute=path,
+            error=f"{type(error).__name__}: {error}",
+            fix=f"remove or replace {path}, or give its class a __deepcopy__ that returns self to share it",
+        ) from error
+    for child in twin.modules():
+        forward = child.__dict__.get("forward")
+        if isinstance(forward, Entry):
+            if forward.own is None:
+                del child.__dict__["forward"]
+            else:
+                child.__dict__["forward"] = copy.deepcopy(forward.own, memo)
+    return twin
+
+
+def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
+    """The innermost attribute that `deepcopy` fails on, as `layer.attribute`."""
+    for name, child in reversed(list(module.named_modules())):
+        for attribute, value in child.__dict__.items():
+            if attribute == "_modules":
+                continue
+            items = value.items() if attribute in ("_parameters", "_buffers") else [(attribute, value)]
+            for key, item in items:
+                try:
+                    copy.deepcopy(item, dict(memo))
+                except Exception:
+                    return f"{name}.{key}".lstrip(".")
+    return type(module).__name__
+
+
+def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Hooks and attributes that users put on a parameter stay with it."""
+    for attribute, value in vars(old).items():
+        if attribute not in ("_spec", "_local_tensor"):
+            setattr(new, attribute, value)
+    for hook in (old._backward_hooks or {}).values():
+        new.register_hook(hook)
+    for hook in (old._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
+        new.register_post_accumulate_grad_hook(hook)
+
+
+def _initial(source: Tensor) -> int | None:
+    """Tells the initial values of ranks apart; None for shards, which differ by design."""
+    known = slot_of(source)
+    if known is not None:
+        return known.initial
+    return content_digest(source)
+
+
+def _release(parameter: nn.Parameter) -> None:
+    local = local_of(parameter)
+    set_local(parameter, local.new_empty(0))
+
+
+class _Donated:
+    """The forward of a module whose parameters were given away."""
+
+    def __init__(self, site: str) -> None:
+        self._site = site
+
+    def __call__(self, *args: object, **kwargs: object) -> None:
+        raise StateError(
+            "This module was donated: its parameters live on in the module that the transform returned.",
+            donated=self._site,
+            fix="use the returned module, or leave out donate=True",
+        )

@@ -1,0 +1,60 @@
+"""What this rank sends, counted where it is sent."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["Sent", "count", "traffic"]
+
+
+class Sent:
+    """Bytes this rank sent, by collective.
+
+    Attributes:
+        by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"` and `"control"` (agreement between
+            ranks: a few bytes per step).
+        calls: Number of collectives issued, by the same names.
+    """
+
+    def __init__(self) -> None:
+        self.by_collective: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of parameters and gradients sent: everything but control messages."""
+        return sum(nbytes for name, nbytes in self.by_collective.items() if name != "control")
+
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name} {nbytes} B in {self.calls[name]}" for name, nbytes in self.by_collective.items())
+        return f"Sent({parts or 'nothing'})"
+
+
+_open: list[Sent] = []
+
+
+@contextmanager
+def traffic() -> Iterator[Sent]:
+    """Counts the bytes that this rank sends inside the block.
+
+    Counted are the bytes handed to the transport, on every axis: for an exchange the pieces sent, for a native
+    all-gather or reduce-scatter over `n` ranks `(n - 1)/n` of the gathered buffer, what a ring sends.
+
+    Returns:
+        A context manager that yields a `Sent`, which may be read during and after the block.
+    """
+    sent = Sent()
+    _open.append(sent)
+    try:
+        yield sent
+    finally:
+        _open.remove(sent)
+
+
+def count(collective: str, nbytes: int) -> None:
+    """Adds one collective to every open count."""
+    for sent in _open:
+        sent.by_collective[collective] += nbytes
+        sent.calls[collective] += 1

@@ -1,0 +1,1 @@
+"""The verbs: each a function from a module to a new module."""

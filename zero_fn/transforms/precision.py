@@ -1,0 +1,60 @@
+"""Mixed precision as a transform: the dtype coordinate of a home."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from zero_fn.assignment import Assignment
+from zero_fn.errors import LayoutError
+from zero_fn.home import Home
+from zero_fn.substitute import assignment_of, substitute
+from zero_fn.transforms.selection import Where, selected
+from zero_fn.units import shared_parameters
+
+__all__ = ["precision"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def precision(
+    module: M,
+    *,
+    compute: torch.dtype = torch.bfloat16,
+    reduce: torch.dtype = torch.float32,
+    output: torch.dtype | None = None,
+    where: Where = None,
+) -> M:
+    """Computes a module in one dtype while its parameters rest in another.
+
+    The resting parameters keep their dtype and are the masters that the optimizer updates. Gathers move the compute dtype.
+    Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their parameter. Floating
+    point inputs of each unit are cast to its compute dtype; buffers are left alone.
+
+    Communicates: what the placements say, with b the bytes of `compute`. A gradient of a single backward travels in
+    `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`.
+
+    Args:
+        module: Any module, transformed or not, in any order.
+        compute: Dtype of parameters and inputs in flight.
+        reduce: Dtype of gradient sums.
+        output: Floating point outputs of the whole module are cast to this; None leaves them.
+        where: Which parameters; only floating point ones are ever cast.
+
+    Returns:
+        A new module with the type and the parameter names of `module`, which is unchanged.
+
+    Raises:
+        LayoutError: A dtype is not floating point, or contradicts an earlier `precision`.
+    """
+    for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output)):
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise LayoutError(
+                "precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16"
+            )
+    home = Home(compute=compute, reduce=reduce)
+    homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
+    request = Assignment(homes=homes, output=output)
+    return substitute(module, assignment_of(module).join(request), verb="precision", donate=False)

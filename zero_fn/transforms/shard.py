@@ -1,0 +1,212 @@
+"""The four transforms over a mesh axis, each one requirement joined to what the module already satisfies."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_fn.assignment import Assignment
+from zero_fn.errors import LayoutError
+from zero_fn.home import Home, ReshardAfter, Sharded
+from zero_fn.mesh import mesh_axis
+from zero_fn.substitute import assignment_of, substitute
+from zero_fn.transforms.selection import Where, selected
+from zero_fn.units import Units, anchors_of, shared_parameters
+
+__all__ = ["replicate", "shard_grads", "shard_optimizer", "shard_params"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def replicate(module: M, mesh: DeviceMesh, *, units: Units = None, where: Where = None, donate: bool = False) -> M:
+    """Trains replicas of a module over one mesh axis (data parallelism, ZeRO stage 0).
+
+    Every rank holds all parameters, gradients and optimizer states; gradients are averaged while backward runs.
+
+    Shapes: a parameter rests whole, as a DTensor with placement `Replicate`; so does its gradient.
+
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks:
+        reduce-scatter + all-gather of gradients    2 (n - 1)/n Ψ b
+
+    Args:
+        module: Any module. On `meta`, the parameters rest on `meta` too.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        units: What is reduced together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
+        where: Which parameters; the others rest as they do in `module`, or replicated.
+        donate: Free each parameter as soon as it was copied; `module` can no longer run.
+
+    Returns:
+        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
+        (unless donated).
+
+    Raises:
+        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        UnitError: `units` matches nothing, or contradicts an earlier transform.
+        LayoutError: `where` selects nothing, or the module cannot be copied.
+    """
+    return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, donate)
+
+
+def shard_optimizer(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    units: Units = None,
+    where: Where = None,
+    persist_below: int = 0,
+    donate: bool = False,
+) -> M:
+    """Shards the optimizer state of a module over one mesh axis (ZeRO stage 1).
+
+    The resting parameter is this rank's shard, so the states that any torch optimizer makes for it are shards too. The
+    whole parameters stay in memory for compute, gathered again once the step has changed them.
+
+    Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
+        at rest     "s ..."                  a view of the kept whole parameter
+        gradient    "s ..."                  a view of a whole gradient buffer
+
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
+        reduce-scatter of gradients    (n - 1)/n Ψ b
+        all-gather of parameters       (n - 1)/n Ψ b    before the forward that follows a step
+
+    Args:
+        module: Any module. On `meta`, shards are on `meta` too.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
+        where: Which parameters; the others rest as they do in `module`, or replicated.
+        persist_below: Parameters of fewer bytes rest replicated.
+        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
+
+    Returns:
+        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
+        (unless donated).
+
+    Raises:
+        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        UnitError: `units` matches nothing, or contradicts an earlier transform.
+        LayoutError: `where` selects nothing, or the module cannot be copied.
+
+    Source:
+        ZeRO, Rajbhandari et al. 2020, 5.1 (P_os) and 7.2.1 (volume 2Ψ).
+    """
+    return _join(module, mesh, "shard_optimizer", Home(Sharded.OPTIMIZER), units, where, persist_below, donate)
+
+
+def shard_grads(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    units: Units = None,
+    where: Where = None,
+    persist_below: int = 0,
+    donate: bool = False,
+) -> M:
+    """Shards gradients and optimizer state of a module over one mesh axis (ZeRO stage 2).
+
+    As `shard_optimizer`, but a whole gradient lives only until its unit is reduced. Implies `shard_optimizer`.
+
+    Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
+        at rest     "s ..."                  a view of the kept whole parameter
+        gradient    "s ..."
+
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
+        reduce-scatter of gradients    (n - 1)/n Ψ b
+        all-gather of parameters       (n - 1)/n Ψ b    before the forward that follows a step
+
+    Args:
+        module: Any module. On `meta`, shards are on `meta` too.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
+        where: Which parameters; the others rest as they do in `module`, or replicated.
+        persist_below: Parameters of fewer bytes rest replicated.
+        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
+
+    Returns:
+        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
+        (unless donated).
+
+    Raises:
+        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        UnitError: `units` matches nothing, or contradicts an earlier transform.
+        LayoutError: `where` selects nothing, or the module cannot be copied.
+
+    Source:
+        ZeRO, Rajbhandari et al. 2020, 5.2 (P_os+g) and 7.2.1 (volume 2Ψ).
+    """
+    return _join(module, mesh, "shard_grads", Home(Sharded.GRADS), units, where, persist_below, donate)
+
+
+def shard_params(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    units: Units = None,
+    where: Where = None,
+    persist_below: int = 0,
+    reshard_after: Literal["forward", "backward"] = "forward",
+    donate: bool = False,
+) -> M:
+    """Shards the parameters of a module over one mesh axis (ZeRO stage 3).
+
+    Between uses each rank keeps 1/n of every unit. A unit is gathered just before its forward and its backward and freed
+    after. Implies `shard_grads` and `shard_optimizer`.
+
+    Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
+        at rest     "s ..."
+        gathered    "n s ... -> (n s) ..."                  then cut at `rows`
+        reduced     "src (n s) ... -> n s ...", mean        rank keeps its `s` rows
+
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
+        all-gather        2 (n - 1)/n Ψ b    one for the forward, one for the backward; less the units that stay gathered
+                                             from forward to backward (the last block and the root)
+        reduce-scatter    1 (n - 1)/n Ψ b
+
+    Args:
+        module: Any module. On `meta`, shards are on `meta` too.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
+        where: Which parameters; the others rest as they do in `module`, or replicated.
+        persist_below: Parameters of fewer bytes rest replicated.
+        reshard_after: When gathered parameters are freed. "backward" is one all-gather less and more memory.
+        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
+
+    Returns:
+        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
+        (unless donated).
+
+    Raises:
+        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        UnitError: `units` matches nothing, or contradicts an earlier transform.
+        LayoutError: `where` selects nothing, or the module cannot be copied.
+
+    Source:
+        ZeRO, Rajbhandari et al. 2020, 5.3 (P_os+g+p) and 7.2.2 (volume 3Ψ).
+    """
+    moments = {"forward": ReshardAfter.FORWARD, "backward": ReshardAfter.BACKWARD}
+    if reshard_after not in moments:
+        raise LayoutError(
+            "reshard_after names no moment.", got=repr(reshard_after), fix='reshard_after="forward" or "backward"'
+        )
+    home = Home(Sharded.PARAMS, reshard_after=moments[reshard_after])
+    return _join(module, mesh, "shard_params", home, units, where, persist_below, donate)
+
+
+def _join(
+    module: M, mesh: DeviceMesh, verb: str, home: Home, units: Units, where: Where, persist_below: int, donate: bool
+) -> M:
+    axis = mesh_axis(mesh, verb=verb)
+    shared = shared_parameters(module)
+    if persist_below < 0:
+        raise LayoutError("persist_below is a number of bytes.", got=persist_below, fix="persist_below=100_000")
+    replicated = Home()
+    homes = {
+        parameter.fqn: replicated
+        if parameter.parameter.numel() * parameter.parameter.element_size() < persist_below
+        else home
+        for parameter in selected(shared, where)
+    }
+    anchors = None if units is None else tuple(anchors_of(module, units))
+    request = Assignment(axis, homes, anchors)
+    return substitute(module, assignment_of(module).join(request), verb=verb, donate=donate)

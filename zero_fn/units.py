@@ -1,0 +1,184 @@
+"""Which parameters are gathered, freed and reduced together.
+
+A *unit* belongs to a module, its anchor: the unit is gathered when the anchor's forward begins. Parameters outside every
+chosen module belong to the unit of the root. A parameter that several modules share belongs to the innermost unit
+that contains all of them, so ties work within and across units.
+
+By default the anchors are the repeated blocks of the model: the members of `ModuleList`, `Sequential` and `ModuleDict`
+containers with at least two members that have parameters; nested containers are looked through, blocks are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zero_fn.errors import LayoutError, UnitError
+
+__all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters"]
+
+
+@dataclass(frozen=True, slots=True)
+class BySize:
+    """Units of at least `nbytes` bytes of parameters; see `by_size`."""
+
+    nbytes: int
+
+
+Units = type[nn.Module] | str | BySize | Sequence[type[nn.Module] | str] | None
+"""How to choose the anchors: module classes, patterns of module names, `by_size`, or None: the repeated blocks."""
+
+
+def by_size(*, nbytes: int) -> BySize:
+    """Makes a unit of each innermost module whose parameters, outside smaller units, take at least `nbytes` bytes."""
+    if nbytes <= 0:
+        raise UnitError("by_size needs a positive number of bytes.", nbytes=nbytes, fix="by_size(nbytes=40_000_000)")
+    return BySize(nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """One parameter and every place that holds it.
+
+    Attributes:
+        parameter: The parameter.
+        places: `(module name, attribute)` of each place, in registration order; several where weights are tied.
+    """
+
+    parameter: nn.Parameter
+    places: tuple[tuple[str, str], ...]
+
+    @property
+    def fqn(self) -> str:
+        """The first name, the one `named_parameters` gives."""
+        module, attribute = self.places[0]
+        return f"{module}.{attribute}" if module else attribute
+
+
+def shared_parameters(module: nn.Module) -> list[Shared]:
+    """The distinct parameters of a module in registration order, with all their places.
+
+    Raises:
+        LayoutError: A parameter has no shape yet, or its gradient would be sparse.
+    """
+    places: dict[int, list[tuple[str, str]]] = {}
+    parameters: dict[int, nn.Parameter] = {}
+    for module_name, child in module.named_modules():
+        _refuse_sparse(module_name, child)
+        for attribute, parameter in child._parameters.items():
+            if parameter is None:
+                continue
+            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+                raise LayoutError(
+                    "A lazy parameter has no shape yet.",
+                    parameter=f"{module_name}.{attribute}".lstrip("."),
+                    fix="run one forward with a sample batch, then transform",
+                )
+            parameters[id(parameter)] = parameter
+            places.setdefault(id(parameter), []).append((module_name, attribute))
+    return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
+
+
+def _refuse_sparse(name: str, module: nn.Module) -> None:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        raise LayoutError(
+            "Sparse gradients cannot be reduced over an axis.",
+            module=f"{name}: {module}",
+            fix="build the embedding with sparse=False",
+        )
+
+
+def anchors_of(module: nn.Module, units: Units) -> list[str]:
+    """Names of the anchor modules below `module`, in registration order; the root ("") is always the first.
+
+    Raises:
+        UnitError: `units` names a class or a pattern that matches no module, or is of another type.
+    """
+    if units is None:
+        chosen = set(_repeated_blocks("", module))
+    elif isinstance(units, BySize):
+        chosen = set(_of_size(module, units.nbytes))
+    else:
+        rules: Sequence[type[nn.Module] | str] = (units,) if isinstance(units, type | str) else tuple(units)
+        chosen = set()
+        for rule in rules:
+            matched = {name for name, child in module.named_modules() if _matches(rule, name, child)}
+            if not matched:
+                classes = sorted({type(child).__name__ for child in module.modules()})
+                raise UnitError(
+                    "units= matches no module.",
+                    units=rule.__name__ if isinstance(rule, type) else repr(rule),
+                    classes=", ".join(classes[:12]),
+                    fix="name a class or a pattern of module names of this model, or leave units out",
+                )
+            chosen |= matched
+    return ["", *(name for name, _ in module.named_modules() if name and name in chosen)]
+
+
+def innermost_common(anchors: Iterable[str], modules: Iterable[str]) -> str:
+    """The innermost anchor that contains every one of `modules`, by name."""
+    best = ""
+    names = list(modules)
+    for anchor in anchors:
+        if len(anchor) >= len(best) and all(_contains(anchor, name) for name in names):
+            best = anchor
+    return best
+
+
+def _contains(anchor: str, name: str) -> bool:
+    return not anchor or name == anchor or name.startswith(f"{anchor}.")
+
+
+def _matches(rule: object, name: str, module: nn.Module) -> bool:
+    if isinstance(rule, type) and issubclass(rule, nn.Module):
+        return isinstance(module, rule)
+    if isinstance(rule, str):
+        return fnmatchcase(name, rule)
+    raise UnitError(
+        "units= takes module classes, patterns of module names, or by_size(nbytes=...).",
+        got=repr(rule),
+        fix="units=Block, units=(Block, nn.Embedding), units='layers.*'",
+    )
+
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def _repeated_blocks(name: str, module: nn.Module) -> Iterator[str]:
+    children = [
+        (f"{name}.{child_name}" if name else child_name, child)
+        for child_name, child in module.named_children()
+        if next(child.parameters(), None) is not None
+    ]
+    repeats = type(module) in _CONTAINERS and len(children) > 1
+    for child_name, child in children:
+        if repeats and type(child) not in _CONTAINERS:
+            yield child_name
+        else:
+            yield from _repeated_blocks(child_name, child)
+
+
+def _of_size(module: nn.Module, nbytes: int) -> Iterator[str]:
+    seen: set[int] = set()
+
+    def visit(name: str, child: nn.Module) -> Iterator[str]:
+        # Yields the units below, and returns through `loose` what they leave to their parent.
+        own = 0
+        for grandchild_name, grandchild in child.named_children():
+            path = f"{name}.{grandchild_name}" if name else grandchild_name
+            yield from visit(path, grandchild)
+            own += loose.pop(path)
+        for parameter in child._parameters.values():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                own += parameter.numel() * parameter.element_size()
+        is_unit = own >= nbytes and type(child) not in (nn.ModuleList, nn.ModuleDict)
+        loose[name] = 0 if is_unit else own
+        if is_unit:
+            yield name
+
+    loose: dict[str, int] = {}
+    yield from visit("", module)
