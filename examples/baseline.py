@@ -30,7 +30,8 @@ class Autocast(nn.Module):
 def ddp_model(options: Options, device: str) -> nn.Module:
     """The model of the same seed, replicated by DDP with its most frugal buckets."""
     torch.manual_seed(options.seed)
-    module: nn.Module = GPT(options.config).to(device)
+    with torch.device(device):
+        module: nn.Module = GPT(options.config)
     if options.precision == "bf16":
         module = Autocast(module, device)
     return DistributedDataParallel(module, gradient_as_bucket_view=True)

@@ -1,7 +1,7 @@
 """Text as bytes, split by file, and batches that depend on nothing but the step.
 
-The default text needs no download: the source of Python's own standard library, some 11 MB. Whole files go to the training
-or to the validation split, so that no line of a validation file was ever trained on.
+The default text needs no download: the source of Python's own standard library, some 11 MB. Whole files go to the
+training or to the validation split, so that no line of a validation file was ever trained on.
 
 The batch of a step is the same for every number of ranks and microbatches; each takes its rows::
 

@@ -168,7 +168,8 @@ def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turns the feature pairs (i, i + width/2) of each position by its angle; "... seq width" in and out."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = turns
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x.dtype)
+    turned: Tensor = x * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned.to(x.dtype)
 
 
 class RMSNorm(nn.Module):

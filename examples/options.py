@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ __all__ = ["Options", "Precision", "checkpoints", "parse"]
 
 Precision = Literal["fp32", "bf16"]
 
-# What a resumed run must share with the one it continues, or it would not be the same run. The stage, the number of ranks,
-# the microbatches and the precision may change.
+# What a resumed run must share with the one it continues, or it would not be the same run. The stage, the number of
+# ranks, the microbatches and the precision may change.
 _SAME_RUN = ("layers", "dim", "heads", "seq", "text", "batch", "lr", "clip", "seed")
 
 
@@ -64,7 +65,7 @@ class Options:
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: a linear warmup, then 1/sqrt(step), so that it does not depend on `steps`."""
-        return self.lr * min((step + 1) / self.warmup, (3 * self.warmup / (step + 1)) ** 0.5, 1.0)
+        return self.lr * min((step + 1) / self.warmup, math.sqrt(3 * self.warmup / (step + 1)), 1.0)
 
 
 def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
@@ -154,8 +155,8 @@ def _check(options: Options) -> None:
     shares = options.ranks * options.accumulate
     if options.batch % shares:
         raise ValueError(
-            f"--batch {options.batch} sequences cannot be shared equally by {options.ranks} ranks x {options.accumulate} "
-            f"microbatches: give a multiple of {shares}"
+            f"--batch {options.batch} sequences cannot be shared equally by {options.ranks} ranks x "
+            f"{options.accumulate} microbatches: give a multiple of {shares}"
         )
     if options.resume and options.save is None:
         raise ValueError("--resume needs the folder to resume from: add --save DIR")

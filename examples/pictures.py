@@ -21,6 +21,7 @@ __all__ = ["draw_bytes", "draw_losses"]
 INK, FAINT, GRID = "#22252b", "#7d838c", "#e4e7eb"
 TRAINING, VALIDATION = "#4269d0", "#e4572e"
 COLORS = {"parameters": "#4269d0", "gradients": "#efb118", "optimizer": "#3ca951"}
+PALE = {"parameters": "#c3cfef", "gradients": "#f9e3b0", "optimizer": "#bfe2c3"}
 STYLE = {
     "savefig.dpi": 160,
     "font.size": 10,
@@ -43,7 +44,7 @@ STYLE = {
 
 def draw_losses(path: Path, options: Options, corpus: Corpus, zero: Run, ddp: Run | None) -> None:
     """Training and validation loss over steps, with the loss of plain DDP laid over it."""
-    with plt.rc_context(STYLE):
+    with plt.style.context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         steps = range(1, zero.losses.step + 1)
         axes.plot(steps, zero.losses.train, color=TRAINING, linewidth=2, label=f"training, {zero.name}")
@@ -51,22 +52,15 @@ def draw_losses(path: Path, options: Options, corpus: Corpus, zero: Run, ddp: Ru
             theirs = ddp.losses.train
             label = f"training, plain DDP (first {len(theirs)} steps)"
             axes.plot(steps[: len(theirs)], theirs, color=INK, linewidth=1, linestyle=(0, (2, 3)), label=label)
-        validation = zero.losses.validation
-        axes.plot(
-            validation.keys(),
-            validation.values(),
-            "o-",
-            color=VALIDATION,
-            markersize=5,
-            linewidth=1.5,
-            label="validation, other files",
-        )
+        validated_steps, validation = zip(*zero.losses.validation.items(), strict=True)
+        label = "validation, other files"
+        axes.plot(validated_steps, validation, "o-", color=VALIDATION, markersize=5, linewidth=1.5, label=label)
         axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, None))
         _title(
             axes,
             f"The loss of a GPT over bytes, {zero.name}, {options.ranks} ranks",
-            f"{corpus.source}: {len(corpus.train) / 1e6:,.1f} MB to train on, {len(corpus.validation) / 1e6:,.1f} MB to validate; "
-            f"{options.batch} x {options.seq} bytes a step",
+            f"{corpus.source}: {megabytes(len(corpus.train), 1)} to train on, {megabytes(len(corpus.validation), 1)} "
+            f"to validate; {options.batch} x {options.seq} bytes a step",
         )
         axes.legend()
         figure.savefig(path)
@@ -79,8 +73,9 @@ def draw_bytes(path: Path, options: Options, zero: Run, ddp: Run | None, plans: 
     bars.insert(options.stage + 1, (f"{zero.name}\nmeasured", zero.held, True))
     if ddp is not None:
         bars.insert(0, ("plain DDP\nmeasured", ddp.held, True))
-    with plt.rc_context(STYLE):
+    with plt.style.context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+        first_measured = next(place for place, (_, _, is_measured) in enumerate(bars) if is_measured)
         for place, (_, held, is_measured) in enumerate(bars):
             base = 0.0
             for state, label in STATES.items():
@@ -90,10 +85,9 @@ def draw_bytes(path: Path, options: Options, zero: Run, ddp: Run | None, plans: 
                     height,
                     bottom=base,
                     width=0.68,
-                    color=COLORS[state],
-                    alpha=1.0 if is_measured else 0.5,
+                    color=COLORS[state] if is_measured else PALE[state],
                     edgecolor="white",
-                    label=label if place == 0 else None,
+                    label=label if place == first_measured else None,
                 )
                 base += height
             axes.annotate(megabytes(held.total, 1), (place, base), (0, 4), textcoords="offset points", ha="center")
@@ -107,7 +101,7 @@ def draw_bytes(path: Path, options: Options, zero: Run, ddp: Run | None, plans: 
             f"What a rank holds, {options.ranks} ranks",
             "full colour: measured in this run; pale: the formula that the stage promises",
         )
-        axes.legend(loc="upper right")
+        axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=3, columnspacing=1.2, handlelength=1.2)
         figure.savefig(path)
         plt.close(figure)
 

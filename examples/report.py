@@ -12,7 +12,7 @@ from typing import TypedDict
 import torch
 from corpus import Corpus
 from options import Options
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 import zero_fn as zf
 
@@ -20,8 +20,8 @@ __all__ = ["STATES", "Losses", "Run", "megabytes", "progress_bar", "write_report
 
 STATES = {"parameters": "parameters", "gradients": "gradients", "optimizer": "optimizer state"}
 
-# How far two trainings on the same batches may drift apart, in nats: by rounding alone, in fp32; by where autocast rounds to
-# bf16 and where `zf.precision` does, in bf16.
+# How far two trainings on the same batches may drift apart, in nats: by rounding alone, in fp32; by where autocast
+# rounds to bf16 and where `zf.precision` does, in bf16.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 
 
@@ -89,6 +89,7 @@ def progress_bar(run: Run, steps: int, *, quiet: bool) -> tqdm[int]:
         initial=run.losses.step,
         total=steps,
         disable=quiet,
+        mininterval=0.5,
         bar_format=f"{run.name:<9} {{n_fmt}}/{{total_fmt}} |{{bar:20}}| {{elapsed}}<{{remaining}}{{postfix}}",
     )
 
@@ -146,8 +147,8 @@ def _table(options: Options, zero: Run, ddp: Run | None, plans: Sequence[zf.Plan
     for step in sorted({1, last, zero.losses.step}):
         theirs = f"{ddp.losses.train[step - 1]:.6f}" if ddp and step <= last else "not run so far"
         lines.append(_Row(f"training loss at step {step}", f"{zero.losses.train[step - 1]:.6f}", "", theirs))
-    for step in sorted(zero.losses.validation.keys() & (ddp.losses.validation if ddp else zero.losses.validation))[-1:]:
-        theirs = f"{ddp.losses.validation[step]:.6f}" if ddp else ""
+    for step in sorted({last, zero.losses.step} & zero.losses.validation.keys()):
+        theirs = f"{ddp.losses.validation[step]:.6f}" if ddp and step <= last else "not run so far"
         lines.append(_Row(f"validation loss at step {step}", f"{zero.losses.validation[step]:.6f}", "", theirs))
     for state, label in {**STATES, "total": "total"}.items():
         amounts = (megabytes(getattr(each, state)) for each in (zero.held, plan.held, held, replicated.held))
@@ -168,7 +169,7 @@ def _aligned(lines: Sequence[_Row], columns: int) -> str:
         )
         for row in cells
     ]
-    return "\n".join((texts[0], "-" * len(texts[0]), *texts[1:]))
+    return "\n".join(text.rstrip() for text in (texts[0], "-" * len(texts[0]), *texts[1:]))
 
 
 def _judge(options: Options, zero: Run, ddp: Run) -> str | None:

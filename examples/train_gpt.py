@@ -1,11 +1,11 @@
 """Trains a small GPT with ZeRO stage 0, 1, 2 or 3: one switch for the memory, the same losses.
 
-    python examples/train_gpt.py --stage 3                      two local ranks, no launcher
-    torchrun --nproc-per-node 8 examples/train_gpt.py           the ranks it is given; CUDA and NCCL where there are GPUs
+    python examples/train_gpt.py --stage 3               two local ranks, no launcher
+    torchrun --nproc-per-node 8 examples/train_gpt.py    the ranks it is given; CUDA and NCCL where there are GPUs
 
-What there is to learn is the last line of `build`; the rest is PyTorch as ever: a stock optimizer over `model.parameters()`,
-stock `clip_grad_norm_`, stock checkpoints, a loop. At the end plain DDP trains on the same batches, and a table sets losses,
-bytes held, bytes sent and speed side by side, each count beside its formula.
+What there is to learn is the last line of `build`; the rest is PyTorch as ever: a stock optimizer over
+`model.parameters()`, stock `clip_grad_norm_`, stock checkpoints, a loop. At the end plain DDP trains on the same
+batches, and a table sets losses, bytes held, bytes sent and speed side by side, each count beside its formula.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -103,7 +104,7 @@ def fit(
             losses.validation[step + 1] = job.mean(loss)
             if save is not None:
                 save(options, model, optimizer, losses)
-        bar.set_postfix_str(run.progress(options, job.mesh.device_type))
+        bar.set_postfix_str(run.progress(options, job.mesh.device_type), refresh=step + 1 == steps)
     return run
 
 
@@ -123,21 +124,24 @@ def adamw(model: nn.Module, options: Options) -> Optimizer:
     return AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
 
 
+def snapshot(model: nn.Module, optimizer: Optimizer, losses: Losses) -> dict[str, Any]:
+    """All that a run goes on from: the batches and the learning rate follow from the step."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
+
+
 def save(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
     """A stock distributed checkpoint, each in a folder of its own; any stage and number of ranks can load it."""
     if options.save is not None:
-        weights, moments = get_state_dict(model, optimizer)
-        state = {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
-        dcp.save(state, checkpoint_id=options.save / f"step-{losses.step:06d}")
+        folder = options.save / f"step-{losses.step:06d}"
+        dcp.save(snapshot(model, optimizer, losses), checkpoint_id=folder)  # type: ignore[attr-defined]
 
 
 def load(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
     """Continues from the last complete checkpoint."""
     assert options.save is not None
-    found = checkpoints(options.save)
-    weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
-    dcp.load(state, checkpoint_id=found[max(found)])
+    found, state = checkpoints(options.save), snapshot(model, optimizer, losses)
+    dcp.load(state, checkpoint_id=found[max(found)])  # type: ignore[attr-defined]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     losses.load_state_dict(state["losses"])
 

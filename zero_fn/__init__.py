@@ -1,6 +1,69 @@
-"""ZeRO as composable functions on DTensor placements."""
+"""ZeRO as composable functions on DTensor placements.
 
+    model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
+"""
+
+from zero_fn.check import check
+from zero_fn.describe import Description, describe
+from zero_fn.errors import (
+    CheckpointError,
+    DisagreementError,
+    LayoutError,
+    MeshError,
+    PlacementError,
+    ShardedAccessError,
+    StaleError,
+    StateError,
+    TierError,
+    UnitError,
+    ZeroError,
+)
+from zero_fn.held import Held, held
+from zero_fn.launch import launch
+from zero_fn.plan import Plan, plan
 from zero_fn.recipes import zero1, zero2, zero3
-from zero_fn.traffic import traffic
+from zero_fn.traffic import Sent, traffic
+from zero_fn.transforms.accumulate import accumulate
+from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.transforms.unsharded import refresh, unsharded
+from zero_fn.units import by_size
+
+__all__ = [
+    "CheckpointError",
+    "Description",
+    "DisagreementError",
+    "Held",
+    "LayoutError",
+    "MeshError",
+    "PlacementError",
+    "Plan",
+    "Sent",
+    "ShardedAccessError",
+    "StaleError",
+    "StateError",
+    "TierError",
+    "UnitError",
+    "ZeroError",
+    "accumulate",
+    "by_size",
+    "check",
+    "describe",
+    "held",
+    "launch",
+    "materialize",
+    "plan",
+    "precision",
+    "refresh",
+    "replicate",
+    "shard_grads",
+    "shard_optimizer",
+    "shard_params",
+    "traffic",
+    "unsharded",
+    "zero1",
+    "zero2",
+    "zero3",
+]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zero_fn.access import explain_access
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
@@ -21,6 +22,7 @@ from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.entry import Entry, entries, units_of
+from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot
 from zero_fn.runtime.step import Step
@@ -77,6 +79,9 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
         StateError: A forward, backward or `accumulate` of the module is still open.
     """
     _require_rest(module, verb)
+    watch_optimizers()
+    if assignment.axis is not None:
+        explain_access(assignment.axis)
     shared = shared_parameters(module)
     sources = [_source(parameter, assignment) for parameter in shared]
     twin = _copy(module, [parameter.parameter for parameter in shared])

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from zero_fn.collectives import Contribution, Pending, Segment, Transport
-from zero_fn.home import Sharded
 from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["Gradients", "Reduction"]
+__all__ = ["Gradients", "Reduction", "gradient_padding_nbytes", "settle"]
 
 
 class Gradients:
@@ -138,7 +137,7 @@ class Reduction:
         whole = self._ranges[slot]
         if slot.layout is None:
             return Segment(whole, slot.numel, slot.piece_numel).piece(slot.rank)
-        start = slot.rank * slot.layout.shard_numel if _keeps_whole(slot) else 0
+        start = slot.rank * slot.layout.shard_numel if slot.keeps_whole_gradient else 0
         return whole.narrow(0, start, slot.local_numel)
 
 
@@ -156,21 +155,31 @@ def settle(slot: Slot, grad: Tensor) -> None:
         post_hook(parameter)
 
 
-def _keeps_whole(slot: Slot) -> bool:
-    """Whether the gradient of this slot lives in a whole buffer, of which `.grad` is a view (ZeRO-1)."""
-    return slot.home.sharded == Sharded.OPTIMIZER
+def gradient_padding_nbytes(slots: Sequence[Slot]) -> int:
+    """Bytes that alignment and uneven cuts add to the gradients of these slots on this rank."""
+    total = 0
+    for (dtype, _), members in _by_dtype(slots).items():
+        allocated = aligned_offsets([_range_numel(slot) for slot in members], dtype.itemsize)[-1]
+        total += (allocated - sum(slot.gradient_numel for slot in members)) * dtype.itemsize
+    return total
+
+
+def _range_numel(slot: Slot) -> int:
+    return slot.piece_numel * (slot.size if slot.keeps_whole_gradient else 1)
+
+
+def _by_dtype(slots: Sequence[Slot]) -> dict[tuple[torch.dtype, torch.device], list[Slot]]:
+    members: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+    for slot in slots:
+        members.setdefault((slot.dtype, slot.flat.device), []).append(slot)
+    return members
 
 
 def _gradient_memory(slots: Sequence[Slot]) -> dict[Slot, Tensor]:
     """A flat range for the gradient of each slot, back to back in one buffer per dtype."""
     ranges: dict[Slot, Tensor] = {}
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-    for slot in slots:
-        by_kind.setdefault((slot.dtype, slot.flat.device), []).append(slot)
-    for (dtype, device), members in by_kind.items():
-        numels = [
-            slot.piece_numel * (slot.size if slot.layout is None or _keeps_whole(slot) else 1) for slot in members
-        ]
+    for (dtype, device), members in _by_dtype(slots).items():
+        numels = [_range_numel(slot) for slot in members]
         *offsets, total = aligned_offsets(numels, dtype.itemsize)
         buffer = torch.empty(total, dtype=dtype, device=device)
         for slot, offset, numel in zip(members, offsets, numels, strict=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_spec
 from zero_fn.runtime.registry import note_slot
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
 
 __all__ = ["Place", "Slot"]
 
@@ -104,6 +107,7 @@ class Slot:
         layout: How it is cut, None where it rests replicated (by its home, or because it has no rows).
         flat: This rank's elements of the resting parameter, flat, in storage order.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
+        unit: Its unit, weakly.
         group, offset: Its gather group in the unit (None: not gathered) and its first element there.
     """
 
@@ -116,6 +120,7 @@ class Slot:
         self.stride = self.layout.stride if self.layout is not None else tuple(_dense(source).stride())
         self._axis = axis
         self.initial: int | None = None
+        self.unit: Callable[[], Unit | None] | None = None
         self.group: int | None = None
         self.offset = 0
         self.parameter: nn.Parameter
@@ -162,6 +167,25 @@ class Slot:
     def piece_numel(self) -> int:
         """Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated."""
         return self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
+
+    @property
+    def resting_nbytes(self) -> int:
+        """Bytes of the elements held between uses: at rest, and whole where the gathered parameter is kept."""
+        own = self.local_numel * self.dtype.itemsize
+        whole = self.numel * self.compute_dtype.itemsize
+        if self.compute_dtype != self.dtype:
+            return own + (whole if self.is_kept else 0)
+        return whole if self.is_kept else own
+
+    @property
+    def keeps_whole_gradient(self) -> bool:
+        """Whether the gradient lives in a whole buffer, of which `.grad` is a view or all."""
+        return self.layout is None or self.home.sharded == Sharded.OPTIMIZER
+
+    @property
+    def gradient_numel(self) -> int:
+        """Elements of gradient memory, without padding."""
+        return self.numel if self.keeps_whole_gradient else self.local_numel
 
     def adopt(self, parameter: nn.Parameter, flat: Tensor) -> None:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""

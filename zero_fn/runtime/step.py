@@ -14,7 +14,6 @@ they gather on demand, and a unit is reduced as soon as none of its nodes is lef
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -95,6 +94,11 @@ class Step:
     def live_units(self) -> list[Unit]:
         """All units, in order."""
         return [unit for reference in self.units if (unit := reference()) is not None]
+
+    def recorded_trace(self) -> Trace | None:
+        """The longest forward that was recorded for training, if any."""
+        traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
+        return max(traces, key=len, default=None)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 

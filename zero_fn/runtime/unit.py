@@ -29,7 +29,7 @@ from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, set_local
-from zero_fn.runtime.gradients import Gradients
+from zero_fn.runtime.gradients import Gradients, gradient_padding_nbytes
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 
@@ -105,6 +105,8 @@ class Unit:
         self._buffers: list[Tensor] = []
         self._pending: Pending | None = None
         step.units.append(weakref.ref(self))
+        for slot in slots:
+            slot.unit = weakref.ref(self)
 
     # -- memory at rest ---------------------------------------------------------------------------------------------
 
@@ -178,6 +180,8 @@ class Unit:
         twin.groups, twin._buffers, twin._pending = [], [], None
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
+        for slot in twin.slots:
+            slot.unit = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
         twin.step.units[self.index] = weakref.ref(twin)
         return twin
@@ -273,6 +277,26 @@ class Unit:
         if self.phase is not Phase.GATHERED:
             self.step.demand(self)
         return self._buffers[group]
+
+    def buffers(self) -> list[Tensor]:
+        """All memory of parameters that the unit holds beside that of its resting ones."""
+        kept = [group.kept for group in self.groups if group.kept is not None]
+        return [*kept, *self._buffers, *(self.pinned or ())]
+
+    def padding_nbytes(self) -> tuple[int, int]:
+        """Bytes of padding in the memory at rest, and in that of gradients."""
+        resting = 0
+        for flat in {slot.flat.untyped_storage().data_ptr(): slot.flat for slot in self.slots}.values():
+            resting += flat.untyped_storage().nbytes()
+        for group in self.groups:
+            if group.kept is not None and not any(
+                slot.flat.untyped_storage().data_ptr() == group.kept.untyped_storage().data_ptr()
+                for slot in group.slots
+            ):
+                resting += group.kept.untyped_storage().nbytes()
+        needed = sum(slot.resting_nbytes for slot in self.slots)
+        trained = [slot for slot in self.slots if slot.parameter.requires_grad]
+        return resting - needed, gradient_padding_nbytes(trained)
 
     # -- whole parameters outside forward ---------------------------------------------------------------------------
 

@@ -1,0 +1,53 @@
+"""`check(model, optimizer)`: whether the two belong together."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero_fn.errors import StaleError
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.registry import replacement_of
+from zero_fn.transforms.accumulate import steps_of
+
+__all__ = ["check"]
+
+
+def check(module: nn.Module, optimizer: Optimizer) -> None:
+    """Raises if the optimizer would not update exactly the trained parameters of the module.
+
+    Args:
+        module: A transformed module.
+        optimizer: Any torch optimizer, or an object with its `param_groups`.
+
+    Raises:
+        StateError: `module` was not transformed.
+        StaleError: The optimizer holds parameters that the module does not have (it was built before a transform, or for
+            another module), or lacks trained parameters of the module.
+        PlacementError: A parameter was replaced after the transform.
+    """
+    steps_of(module, verb="check")
+    for unit in units_of(module):
+        unit.readopt()
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = [parameter for parameter in groups if id(parameter) not in names]
+    if foreign:
+        replacement = replacement_of(foreign[0])
+        raise StaleError(
+            f"The optimizer holds {len(foreign)} parameters that the model does not have.",
+            first=f"{replacement.fqn}, replaced by {replacement.site}"
+            if replacement is not None
+            else f"{str(foreign[0].dtype).removeprefix('torch.')}{list(foreign[0].shape)}, of no transformed module",
+            why="a transform returns a new module; step() would update the old one and the loss would not move",
+            fix="build the optimizer after the last transform: AdamW(model.parameters())",
+        )
+    known = {id(parameter) for parameter in groups}
+    missing = [name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known]
+    if missing:
+        raise StaleError(
+            f"The optimizer lacks {len(missing)} trained parameters of the model.",
+            first=missing[0],
+            why="they would get gradients and never move",
+            fix="pass all model.parameters() to the optimizer, or freeze these: parameter.requires_grad_(False)",
+        )

@@ -1,0 +1,139 @@
+"""`describe(model)`: a table of what rests where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from zero_fn.home import Sharded
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.unit import Unit
+from zero_fn.transforms.accumulate import steps_of
+
+__all__ = ["Description", "Row", "describe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """The parameters of one unit that rest alike.
+
+    Attributes:
+        unit: Name of the unit; "root" for the module itself.
+        parameters: How many.
+        elements: Elements of the whole parameters.
+        shard_elements: Elements that this rank holds at rest.
+        padding_nbytes: Bytes that alignment and uneven cuts add on this rank, of the whole unit (on its first row).
+        placement: Of parameters, gradients and optimizer state in this order: `R` whole, `S(dim)` sharded.
+        tier: Where they rest.
+        dtypes: At rest, in compute, and of gradient sums.
+        frozen: Parameters that are not trained.
+    """
+
+    unit: str
+    parameters: int
+    elements: int
+    shard_elements: int
+    padding_nbytes: int
+    placement: str
+    tier: str
+    dtypes: str
+    frozen: int
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `describe` returns: rows, and a table when printed.
+
+    Attributes:
+        axis: The data-parallel axis.
+        rows: One per unit and kind of parameter.
+    """
+
+    axis: str
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        header = ("unit", "params", "elements", "here", "padding B", "P G O", "tier", "rest/compute/sum", "frozen")
+        table = [header] + [
+            (
+                row.unit,
+                str(row.parameters),
+                f"{row.elements:,}",
+                f"{row.shard_elements:,}",
+                f"{row.padding_nbytes:,}",
+                row.placement,
+                row.tier,
+                row.dtypes,
+                str(row.frozen or ""),
+            )
+            for row in self.rows
+        ]
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        right = {1, 2, 3, 4, 8}
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column in right else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        return "\n".join([f"axis {self.axis}", *lines])
+
+
+def describe(module: nn.Module) -> Description:
+    """Says of each unit how many elements it has, where its three states rest, and in which dtypes.
+
+    Args:
+        module: A transformed module.
+
+    Returns:
+        A `Description`: rows, printable as a table. Communicates nothing.
+
+    Raises:
+        StateError: `module` was not transformed.
+    """
+    axis = steps_of(module, verb="describe")[0].assignment.axis
+    rows: list[Row] = []
+    for unit in units_of(module):
+        unit.readopt()
+        kinds: dict[tuple[str, str, str], list[Slot]] = {}
+        for slot in unit.slots:
+            kinds.setdefault((_placement(slot), slot.flat.device.type, _dtypes(slot)), []).append(slot)
+        padding = sum(unit.padding_nbytes())
+        for (placement, tier, dtypes), slots in kinds.items():
+            rows.append(_row(unit, slots, padding, placement, tier, dtypes))
+            padding = 0
+    return Description(str(axis) if axis is not None else "none", tuple(rows))
+
+
+def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> Row:
+    return Row(
+        unit.name or "root",
+        len(slots),
+        sum(slot.numel for slot in slots),
+        sum(slot.local_numel for slot in slots),
+        padding,
+        placement,
+        tier,
+        dtypes,
+        sum(not slot.parameter.requires_grad for slot in slots),
+    )
+
+
+def _placement(slot: Slot) -> str:
+    cut = "R" if slot.layout is None else f"S({slot.layout.dim})"
+    at = slot.home.sharded if slot.layout is not None else Sharded.NOTHING
+    states = (Sharded.PARAMS, Sharded.GRADS, Sharded.OPTIMIZER)
+    return " ".join(cut if at >= state else "R" for state in states)
+
+
+def _dtypes(slot: Slot) -> str:
+    return "/".join(_short(dtype) for dtype in (slot.dtype, slot.compute_dtype, slot.sum_dtype))
+
+
+def _short(dtype: torch.dtype) -> str:
+    text = str(dtype).removeprefix("torch.")
+    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}.get(text, text)

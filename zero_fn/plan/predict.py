@@ -1,0 +1,88 @@
+"""`plan(model)`: the prediction a step can be checked against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from zero_fn.held import Held
+from zero_fn.plan.memory import at_rest
+from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.step import Step
+from zero_fn.runtime.unit import Unit
+from zero_fn.transforms.accumulate import steps_of
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What this rank will hold and send.
+
+    Attributes:
+        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`.
+        padding: Bytes that uneven cuts and alignment add to them.
+        sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
+    """
+
+    held: Held
+    padding: Held
+    sent_nbytes: int
+
+    def __str__(self) -> str:
+        rows = [
+            (name, getattr(self.held, name), getattr(self.padding, name))
+            for name in ("parameters", "gradients", "optimizer", "total")
+        ]
+        lines = [f"{name:<10} {nbytes / 1e6:10.3f} MB  + {pad / 1e6:.3f} MB padding" for name, nbytes, pad in rows]
+        return "\n".join([*lines, f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step"])
+
+
+def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards: int = 1) -> Plan:
+    """Predicts the bytes that this rank holds at rest and sends per step. Communicates nothing.
+
+    Args:
+        module: A transformed module; on `meta` too.
+        optimizer_nbytes_per_element: Bytes of optimizer state per element: 8 for Adam in float32, 4 for SGD with momentum.
+        backwards: Backwards inside `accumulate` per step.
+
+    Returns:
+        A `Plan`. The schedule is the one recorded in the last forward, or, before the first, units in registration order.
+
+    Raises:
+        StateError: `module` was not transformed.
+    """
+    steps = steps_of(module, verb="plan")
+    units = units_of(module)
+    slots = [slot for unit in units for slot in unit.slots]
+    return Plan(
+        at_rest(slots, optimizer_nbytes_per_element=optimizer_nbytes_per_element),
+        _padding(units),
+        sum(_sent(step, backwards) for step in steps),
+    )
+
+
+def _sent(step: Step, backwards: int) -> int:
+    units = step.live_units()
+    trace = step.recorded_trace() or nested_trace([unit.index for unit in units])
+    times = gathers(
+        trace,
+        is_transient=lambda index: step.unit(index).is_transient,
+        stays=lambda index: step.unit(index).reshards_after_backward,
+        backwards=backwards,
+    )
+    return sum(
+        sent_nbytes(unit.slots, times_gathered=times[unit.index], backwards=backwards, pads=step.transport.pads)
+        for unit in units
+    )
+
+
+def _padding(units: list[Unit]) -> Held:
+    parameters = gradients = 0
+    for unit in units:
+        resting, gradient = unit.padding_nbytes()
+        parameters += resting
+        gradients += gradient
+    return Held(parameters, gradients, 0)

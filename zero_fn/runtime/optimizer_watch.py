@@ -1,0 +1,71 @@
+"""Notices when any torch optimizer steps: the only moment at which resting parameters change behind our back.
+
+The hooks are torch's public ones for all optimizers and are installed by the first transform, not by importing. They
+cost a dictionary look-up per parameter, and refuse three steps that would be silently wrong:
+
+    a step while gradients are still local (inside `accumulate`)
+    a step of an optimizer whose parameters a transform replaced
+    a backward, after the step, of a forward before it (through `Unit.generation`)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from zero_fn.errors import StaleError, StateError
+from zero_fn.runtime.registry import replacement_of, slot_of
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.unit import Unit
+
+__all__ = ["watch_optimizers"]
+
+_installed: list[Any] = []
+
+
+def watch_optimizers() -> None:
+    """Installs the hooks, once."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_before_step))
+        _installed.append(register_optimizer_step_post_hook(_after_step))
+
+
+def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            unit = _unit_of(slot) if slot is not None else None
+            if unit is not None and unit.step.accumulating and not unit.gradients.is_empty:
+                raise StateError(
+                    "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
+                    parameter=slot,
+                    why="each rank would update its shard with the gradient of its own microbatches",
+                    fix="call step() after the `with zf.accumulate(model):` block",
+                )
+            replacement = replacement_of(parameter) if slot is None and parameter.grad is None else None
+            successor = replacement.parameter() if replacement is not None else None
+            if replacement is not None and successor is not None and successor.grad is not None:
+                raise StaleError(
+                    "The optimizer holds parameters that the model does not have.",
+                    first=f"{replacement.fqn}, replaced by {replacement.site}",
+                    why="a transform returns a new module; step() updates the old one and the loss would not move",
+                    fix="build the optimizer after the last transform: AdamW(model.parameters())",
+                )
+
+
+def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    units: dict[int, Unit] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            unit = _unit_of(slot) if slot is not None else None
+            if unit is not None:
+                units[id(unit)] = unit
+    for unit in units.values():
+        unit.generation += 1
+
+
+def _unit_of(slot: Slot | None) -> Unit | None:
+    return slot.unit() if slot is not None and slot.unit is not None else None

@@ -1,0 +1,128 @@
+"""Whole parameters outside forward, and telling the runtime that resting ones were edited."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zero_fn.agreement import agree, content_digest
+from zero_fn.errors import StateError
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.unit import Unit
+from zero_fn.transforms.accumulate import steps_of
+
+__all__ = ["refresh", "unsharded"]
+
+
+@contextmanager
+def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
+    """Makes the parameters of modules whole, plain tensors inside the block.
+
+        with zf.unsharded(model.head):
+            logits = x @ model.head.weight.T
+
+    Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
+    without communication. They are copies: without `writeback`, edits are dropped with them.
+
+    Communicates: one all-gather of every unit of the modules, and with `writeback` 16 bytes per peer. All ranks enter and
+    leave together.
+
+    Args:
+        *modules: Transformed modules or modules inside them; the whole unit of each is gathered.
+        writeback: Put edits back into the resting parameters. Every rank must have made the same edits.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        StateError: A module was not transformed, or its unit is running, accumulating, or open in another block.
+        DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
+    """
+    steps_of(*modules, verb="unsharded")
+    units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
+    for unit in units:
+        unit.readopt()
+        if unit.open or unit.pinned is not None or not unit.gradients.is_empty:
+            raise StateError(
+                "unsharded() was called while a unit is in use.",
+                unit=unit.name or "root",
+                fix="open it outside forward, accumulate() and other unsharded() blocks of the same unit",
+            )
+    for unit in units:
+        unit.reshard()
+        wholes = unit.gather_whole()
+        for slot, whole in zip(unit.slots, wholes, strict=True):
+            parameter = nn.Parameter(whole, requires_grad=slot.parameter.requires_grad)
+            for place in slot.places:
+                place.register(parameter)
+        unit.pinned = wholes
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        edited = [_close(unit) for unit in units]
+        if writeback and finished:
+            for unit, wholes in zip(units, edited, strict=True):
+                _require_equal_edits(unit, wholes)
+            for unit, wholes in zip(units, edited, strict=True):
+                with torch.no_grad():
+                    unit.scatter_whole(wholes)
+                for slot in unit.slots:
+                    slot.initial = None
+
+
+def _close(unit: Unit) -> list[Tensor]:
+    """Registers the resting parameters again; returns the whole ones, as the user left them."""
+    wholes: list[Tensor] = []
+    unit.pinned = None
+    for slot in unit.slots:
+        registered = slot.places[0].registered
+        wholes.append(registered.detach() if registered is not None else slot.parameter)
+        for place in slot.places:
+            place.register(slot.parameter)
+    return wholes
+
+
+def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
+    for slot, whole in zip(unit.slots, wholes, strict=True):
+        if tuple(whole.shape) != slot.shape:
+            raise StateError(
+                f"{slot.fqn!r} has another shape at the end of unsharded().",
+                before=list(slot.shape),
+                after=list(whole.shape),
+                fix="edit values in place; change shapes before the transform",
+            )
+    if unit.axis is not None:
+        agree(
+            unit.transport,
+            "edits",
+            [f"{slot}, sum of bits {content_digest(whole)}" for slot, whole in zip(unit.slots, wholes, strict=True)],
+            device=wholes[0].device if wholes else torch.device("cpu"),
+            why="each rank would keep its part of another tensor; nothing was written",
+            fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",
+        )
+
+
+def refresh(module: nn.Module) -> None:
+    """Tells the runtime that resting parameters were edited or replaced outside an optimizer.
+
+    Gathered copies are dropped, parameters that `.to()`, `to_empty()` or `load_state_dict(assign=True)` moved to other
+    memory are taken over, and a backward of an earlier forward is refused. A forward does the first two by itself;
+    call it to find errors at once, or between a forward and its backward.
+
+    Args:
+        module: A transformed module.
+
+    Raises:
+        StateError: `module` was not transformed.
+        PlacementError: A parameter was replaced by one that is not sharded as its unit is.
+    """
+    steps_of(module, verb="refresh")
+    for unit in units_of(module):
+        unit.readopt()
+        unit.reshard()
+        unit.generation += 1
