@@ -42,15 +42,16 @@ STYLE = {
 }
 
 
-def draw_losses(path: Path, options: Options, corpus: Corpus, zero: Run, ddp: Run | None) -> None:
+def draw_losses(path: Path, options: Options, corpus: Corpus, runs: Sequence[Run]) -> None:
     """Training and validation loss over steps, with the loss of plain DDP laid over it."""
     with plt.style.context(STYLE):
+        zero, *others = runs
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         steps = range(1, zero.losses.step + 1)
         axes.plot(steps, zero.losses.train, color=TRAINING, linewidth=2, label=f"training, {zero.name}")
-        if ddp is not None:
-            theirs = ddp.losses.train
-            label = f"training, plain DDP (first {len(theirs)} steps)"
+        for other in others:
+            theirs = other.losses.train
+            label = f"training, {other.name} (first {len(theirs)} steps)"
             axes.plot(steps[: len(theirs)], theirs, color=INK, linewidth=1, linestyle=(0, (2, 3)), label=label)
         validated_steps, validation = zip(*zero.losses.validation.items(), strict=True)
         label = "validation, other files"
@@ -67,12 +68,12 @@ def draw_losses(path: Path, options: Options, corpus: Corpus, zero: Run, ddp: Ru
         plt.close(figure)
 
 
-def draw_bytes(path: Path, options: Options, zero: Run, ddp: Run | None, plans: Sequence[zf.Plan]) -> None:
+def draw_bytes(path: Path, options: Options, runs: Sequence[Run], plans: Sequence[zf.Plan]) -> None:
     """What each stage holds by formula, beside what was measured."""
     bars = [(f"stage {stage}\nformula", plan.held, False) for stage, plan in enumerate(plans)]
-    bars.insert(options.stage + 1, (f"{zero.name}\nmeasured", zero.held, True))
-    if ddp is not None:
-        bars.insert(0, ("plain DDP\nmeasured", ddp.held, True))
+    places = (options.stage + 1, 0)
+    for place, run in zip(places, runs, strict=False):
+        bars.insert(place, (f"{run.name}\nmeasured", run.held, True))
     with plt.style.context(STYLE):
         figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
         first_measured = next(place for place, (_, _, is_measured) in enumerate(bars) if is_measured)

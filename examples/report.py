@@ -6,6 +6,7 @@ import resource
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TypedDict
 
@@ -59,6 +60,7 @@ class Run:
 
     Attributes:
         name: How the table calls it.
+        formula: For what a rank holds and sends.
         losses: Of all steps.
         seconds: Duration of each step of this process.
         sent_nbytes: Bytes that zero_fn sent from this rank in the last step.
@@ -66,6 +68,7 @@ class Run:
     """
 
     name: str
+    formula: zf.Plan
     losses: Losses
     seconds: list[float] = field(default_factory=list)
     sent_nbytes: int = 0
@@ -95,15 +98,14 @@ def progress_bar(run: Run, steps: int, *, quiet: bool) -> tqdm[int]:
 
 
 def write_report(
-    options: Options, corpus: Corpus, zero: Run, ddp: Run | None, plans: Sequence[zf.Plan], sample: bytes
+    options: Options, corpus: Corpus, runs: Sequence[Run], plans: Sequence[zf.Plan], sample: bytes
 ) -> str | None:
     """Prints the sample and the table, and writes `loss.png` and `bytes.png`.
 
     Args:
         options: Of the run.
         corpus: That it trained on.
-        zero: The training with zero_fn.
-        ddp: The training with plain DDP on the same batches, if there was one.
+        runs: The training with zero_fn, then the one with plain DDP if there was one.
         plans: The formulas for stages 0 to 3.
         sample: Text that the model wrote.
 
@@ -113,14 +115,14 @@ def write_report(
     # Only the rank that writes needs matplotlib.
     from pictures import draw_bytes, draw_losses
 
-    if sample:
+    if options.sample:
         print(f"\n{' the model writes ':-^79}\n{_readable(sample)}\n{'':-^79}")
-    print(f"\n{_table(options, zero, ddp, plans)}")
+    print(f"\n{_table(options, runs)}")
     loss_png, bytes_png = options.out / "loss.png", options.out / "bytes.png"
-    draw_losses(loss_png, options, corpus, zero, ddp)
-    draw_bytes(bytes_png, options, zero, ddp, plans)
+    draw_losses(loss_png, options, corpus, runs)
+    draw_bytes(bytes_png, options, runs, plans)
     print(f"\nwrote {loss_png} and {bytes_png}")
-    return None if ddp is None else _judge(options, zero, ddp)
+    return None if len(runs) == 1 else _judge(options, *runs)
 
 
 def megabytes(nbytes: float, digits: int = 3) -> str:
@@ -128,48 +130,39 @@ def megabytes(nbytes: float, digits: int = 3) -> str:
     return f"{nbytes / 1e6:,.{digits}f} MB"
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """A line of the table."""
-
-    label: str
-    zero: str = ""
-    zero_formula: str = ""
-    ddp: str = ""
-    ddp_formula: str = ""
-
-
-def _table(options: Options, zero: Run, ddp: Run | None, plans: Sequence[zf.Plan]) -> str:
-    plan, replicated = plans[options.stage], plans[0]
-    last = ddp.losses.step if ddp else zero.losses.step
-    held = ddp.held if ddp else zf.Held(0, 0, 0)
-    lines = [_Row("", zero.name, "by formula", "plain DDP", "by formula")]
-    for step in sorted({1, last, zero.losses.step}):
-        theirs = f"{ddp.losses.train[step - 1]:.6f}" if ddp and step <= last else "not run so far"
-        lines.append(_Row(f"training loss at step {step}", f"{zero.losses.train[step - 1]:.6f}", "", theirs))
-    for step in sorted({last, zero.losses.step} & zero.losses.validation.keys()):
-        theirs = f"{ddp.losses.validation[step]:.6f}" if ddp and step <= last else "not run so far"
-        lines.append(_Row(f"validation loss at step {step}", f"{zero.losses.validation[step]:.6f}", "", theirs))
+def _table(options: Options, runs: Sequence[Run]) -> str:
+    """What was measured beside what the formula says, for each run."""
+    rows = [_row("", [(run.name, "by formula") for run in runs])]
+    ends = sorted({run.losses.step for run in runs})
+    for step in dict.fromkeys((1, *ends)):
+        losses = [_loss(dict(enumerate(run.losses.train, 1)).get(step)) for run in runs]
+        rows.append(_row(f"training loss at step {step}", [(loss, "") for loss in losses]))
+    for step in ends:
+        losses = [_loss(run.losses.validation.get(step)) for run in runs]
+        rows.append(_row(f"validation loss at step {step}", [(loss, "") for loss in losses]))
     for state, label in {**STATES, "total": "total"}.items():
-        amounts = (megabytes(getattr(each, state)) for each in (zero.held, plan.held, held, replicated.held))
-        lines.append(_Row(f"held per rank: {label}", *amounts))
-    sent = megabytes(zero.sent_nbytes), megabytes(plan.sent_nbytes)
-    lines.append(_Row("sent per rank and step", *sent, "by torch", megabytes(replicated.sent_nbytes)))
-    speed = f"{ddp.tokens_per_second(options):,.0f}" if ddp else ""
-    lines.append(_Row("tokens/s of all ranks", f"{zero.tokens_per_second(options):,.0f}", "", speed))
-    return _aligned(lines, columns=5 if ddp else 3)
+        held = [(megabytes(getattr(run.held, state)), megabytes(getattr(run.formula.held, state))) for run in runs]
+        rows.append(_row(f"held per rank: {label}", held))
+    rows.append(_row("sent per rank and step", [(_sent(run), megabytes(run.formula.sent_nbytes)) for run in runs]))
+    rows.append(_row("tokens/s of all ranks", [(f"{run.tokens_per_second(options):,.0f}", "") for run in runs]))
+
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))).rstrip() for row in rows]
+    return "\n".join((lines[0], "-" * len(lines[0]), *lines[1:]))
 
 
-def _aligned(lines: Sequence[_Row], columns: int) -> str:
-    cells = [(line.label, line.zero, line.zero_formula, line.ddp, line.ddp_formula)[:columns] for line in lines]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    texts = [
-        "  ".join(
-            (row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)))
-        )
-        for row in cells
-    ]
-    return "\n".join(text.rstrip() for text in (texts[0], "-" * len(texts[0]), *texts[1:]))
+def _row(label: str, cells: Sequence[tuple[str, str]]) -> list[str]:
+    return [label, *chain.from_iterable(cells)]
+
+
+def _sent(run: Run) -> str:
+    """What zero_fn counted; torch does not count for DDP."""
+    is_counted = run.sent_nbytes > 0 or run.formula.sent_nbytes == 0
+    return megabytes(run.sent_nbytes) if is_counted else "not counted"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.6f}"
 
 
 def _judge(options: Options, zero: Run, ddp: Run) -> str | None:

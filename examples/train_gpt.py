@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from time import perf_counter
 from typing import Any
 
@@ -48,42 +49,39 @@ def build(options: Options, stage: int, mesh: DeviceMesh, device: str) -> nn.Mod
 def train(options: Options, corpus: Corpus) -> str | None:
     """What every rank runs; rank 0 returns a complaint if the losses differ from those of DDP."""
     with data_parallel_axis() as mesh:
-        job, losses, device = Job(options, corpus, mesh), Losses(), mesh.device_type
+        job, device = Job(options, corpus, mesh), mesh.device_type
+        plans = [zf.plan(build(options, stage, mesh, "meta"), backwards=options.accumulate) for stage in STAGES]
         model = build(options, options.stage, mesh, device)
         optimizer = adamw(model, options)
+        run = Run(f"stage {options.stage}", plans[options.stage], Losses())
         if options.resume:
-            load(options, model, optimizer, losses)
-        zero = fit(f"stage {options.stage}", model, optimizer, backward, job, losses, options.steps, save)
-        zero.held = zf.held(model, optimizer)
+            load(options, model, optimizer, run.losses)
+        fit(run, model, optimizer, backward, job, options.steps, save)
         with zf.unsharded(model):  # whole plain tensors inside: text is drawn without a message
             prompt = torch.tensor(list(b"def "), device=device)
             sample = generate(model, prompt, options.sample, window=options.seq)
         del model, optimizer
 
-        ddp = None
+        runs = [run]
         if options.compare:
             replica = ddp_model(options, device)
-            optimizer, steps = adamw(replica, options), min(options.steps, options.compare_steps)
-            ddp = fit("plain DDP", replica, optimizer, ddp_backward, job, Losses(), steps)
-            ddp.held = zf.held(replica, optimizer)
-        plans = [zf.plan(build(options, stage, mesh, "meta"), backwards=options.accumulate) for stage in STAGES]
-        if not job.is_first:
-            return None
-        return write_report(options, corpus, zero, ddp, plans, bytes(sample.tolist()))
+            runs.append(Run("plain DDP", zf.plan(build(replace(options, precision="fp32"), 0, mesh, "meta")), Losses()))
+            steps = min(options.steps, options.compare_steps)
+            fit(runs[-1], replica, adamw(replica, options), ddp_backward, job, steps)
+        return write_report(options, corpus, runs, plans, bytes(sample.tolist())) if job.is_first else None
 
 
 def fit(
-    name: str,
+    run: Run,
     model: nn.Module,
     optimizer: Optimizer,
     backward: Callable[[nn.Module, Tensor], Tensor],
     job: Job,
-    losses: Losses,
     steps: int,
     save: Callable[[Options, nn.Module, Optimizer, Losses], None] | None = None,
-) -> Run:
-    """The training loop, which knows nothing of how the model rests. It goes on from where `losses` end."""
-    options, run = job.options, Run(name, losses)
+) -> None:
+    """The training loop, which knows nothing of how the model rests. It goes on from where the losses of `run` end."""
+    options, losses = job.options, run.losses
     bar = progress_bar(run, steps, quiet=not job.is_first)
     for step in bar:
         start = perf_counter()
@@ -105,7 +103,7 @@ def fit(
             if save is not None:
                 save(options, model, optimizer, losses)
         bar.set_postfix_str(run.progress(options, job.mesh.device_type), refresh=step + 1 == steps)
-    return run
+    run.held = zf.held(model, optimizer)
 
 
 def backward(model: nn.Module, microbatches: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ __all__ = ["PACKED_NBYTES", "Alone", "Contribution", "Pending", "Segment", "Tran
 
 PACKED_NBYTES = 128 * 1024
 
-_GATHER, _REDUCE, _CONTROL = 1, 2, 3  # message tags: directions never wait for one another
+# Message tags: directions never wait for one another, nor meet messages of the user on the same group.
+_GATHER, _REDUCE, _CONTROL = 0x7A660001, 0x7A660002, 0x7A660003
 
 
 @dataclass(frozen=True, slots=True)

@@ -115,7 +115,14 @@ class Slot:
         self.fqn, self.places, self.home = fqn, places, home
         self.shape = tuple(source.shape)
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
-        sharded = axis is not None and home.sharded > Sharded.NOTHING and is_shardable(self.shape)
+        # torch's optimizers update a complex parameter through view_as_real, which loses the writes to a sharded DTensor
+        # (Adam, 2.13), so complex parameters rest replicated.
+        sharded = (
+            axis is not None
+            and home.sharded > Sharded.NOTHING
+            and is_shardable(self.shape)
+            and not source.dtype.is_complex
+        )
         self.layout: ShardLayout | None = shard_layout(self.shape, source.stride(), self.size) if sharded else None
         self.stride = self.layout.stride if self.layout is not None else tuple(_dense(source).stride())
         self._axis = axis
@@ -212,7 +219,8 @@ class Slot:
     def flatten(self, whole: Tensor) -> Tensor:
         """A whole tensor as one flat range in storage order; a view where its memory allows."""
         if self.layout is not None:
-            return whole.permute(self.layout.order).reshape(-1)
+            flat = whole.permute(self.layout.order).reshape(-1)
+            return flat if flat.stride(0) == 1 else flat.clone()  # an expanded gradient has stride 0
         return whole.as_strided((self.numel,), (1,)) if whole.stride() == self.stride else self._packed(whole)
 
     def whole_view(self, flat: Tensor) -> Tensor:

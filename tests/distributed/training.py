@@ -1,0 +1,109 @@
+"""Training on the ranks of the pool: the same program over any transform, and over DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import zero_fn as zf
+from tests.models import batch
+from tests.ranks import axis
+
+__all__ = ["STAGES", "full", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
+
+STAGES: dict[str, Callable[..., nn.Module]] = {
+    "replicate": zf.replicate,
+    "zero1": zf.zero1,
+    "zero2": zf.zero2,
+    "zero3": zf.zero3,
+}
+
+OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-2),
+    "adamw_foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-2, foreach=True),
+    "adamw_fused": lambda ps: torch.optim.AdamW(ps, lr=1e-2, fused=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=1e-2),
+}
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on every rank."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters by name."""
+    return {name.removeprefix("module."): full(parameter) for name, parameter in model.named_parameters()}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor | None]:
+    """Whole gradients by name."""
+    return {
+        name.removeprefix("module."): None if parameter.grad is None else full(parameter.grad)
+        for name, parameter in model.named_parameters()
+    }
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    tokens, targets = batch(seed, dist.get_rank())
+    return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+def train(
+    build: Callable[[], nn.Module],
+    stage: str,
+    *,
+    steps: int = 20,
+    microbatches: int = 1,
+    optimizer: str = "adamw",
+    clip: float | None = None,
+    options: dict[str, object] | None = None,
+    transform: Callable[[nn.Module], nn.Module] | None = None,
+) -> dict[str, Tensor]:
+    """Trains a seeded model and returns its whole parameters."""
+    torch.manual_seed(0)
+    model = STAGES[stage](build(), axis(), **(options or {}))
+    if transform is not None:
+        model = transform(model)
+    trained = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    for step in range(steps):
+        with zf.accumulate(model) if microbatches > 1 else nullcontext():
+            for microbatch in range(microbatches):
+                (loss_of(model, step * microbatches + microbatch) / microbatches).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        trained.step()
+        trained.zero_grad()
+    return parameters(model)
+
+
+def train_ddp(
+    build: Callable[[], nn.Module], *, steps: int = 20, microbatches: int = 1, optimizer: str = "adamw"
+) -> dict[str, Tensor]:
+    """The same training under DistributedDataParallel."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(build(), find_unused_parameters=True)
+    trained = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            with nullcontext() if microbatch == microbatches - 1 else model.no_sync():
+                (loss_of(model, step * microbatches + microbatch) / microbatches).backward()
+        trained.step()
+        trained.zero_grad()
+    return parameters(model)
+
+
+def gradients_of_ddp(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor | None]:
+    """The gradients of one backward under DistributedDataParallel."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(build(), find_unused_parameters=True)
+    loss_of(model, seed).backward()
+    return gradients(model)

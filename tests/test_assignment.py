@@ -1,0 +1,79 @@
+"""Assignments: what has been asked of a module, joined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.groups import pretended_grid
+from zero_fn.assignment import Assignment
+from zero_fn.errors import LayoutError, MeshError, UnitError
+from zero_fn.home import Home, Sharded
+from zero_fn.mesh import Axis, mesh_axis
+
+
+@pytest.fixture(scope="module")
+def axes() -> Iterator[tuple[Axis, Axis]]:
+    with pretended_grid(4, 2) as mesh:
+        yield mesh_axis(mesh["dp"], verb="test"), mesh_axis(mesh["tp"], verb="test")
+
+
+def test_a_parameter_nobody_asked_about_rests_whole() -> None:
+    assert Assignment().home("layers.0.weight") == Home()
+
+
+def test_join_joins_homes_by_name() -> None:
+    one = Assignment(homes={"a": Home(Sharded.GRADS), "b": Home(Sharded.OPTIMIZER)})
+    other = Assignment(homes={"b": Home(Sharded.PARAMS), "c": Home(compute=torch.bfloat16)})
+    joined = one.join(other)
+    assert joined.homes == {
+        "a": Home(Sharded.GRADS),
+        "b": Home(Sharded.PARAMS),
+        "c": Home(compute=torch.bfloat16),
+    }
+    assert joined == other.join(one)
+    assert one.homes["b"] == Home(Sharded.OPTIMIZER)
+
+
+def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
+    one, other = Assignment(axis=axes[0]), Assignment(anchors=("layers.0",), output=torch.float32)
+    expected = Assignment(axes[0], {}, ("layers.0",), torch.float32)
+    assert one.join(other) == other.join(one) == expected
+
+
+def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
+    assert Assignment(anchors=()).join(Assignment()).anchors == ()
+    with pytest.raises(UnitError, match="different units"):
+        Assignment(anchors=()).join(Assignment(anchors=("a",)))
+
+
+def test_join_refuses_two_axes(axes: tuple[Axis, Axis]) -> None:
+    with pytest.raises(MeshError, match="over one axis, and these are two") as caught:
+        Assignment(axis=axes[0]).join(Assignment(axis=axes[1]))
+    assert caught.value.facts == {"first": "(dp=4) on 'cpu'", "second": "(tp=2) on 'cpu'"}
+
+
+def test_join_refuses_two_choices_of_units() -> None:
+    with pytest.raises(UnitError, match="different units"):
+        Assignment(anchors=("a",)).join(Assignment(anchors=("b",)))
+
+
+def test_join_names_the_parameter_whose_dtypes_differ() -> None:
+    with pytest.raises(LayoutError) as caught:
+        Assignment(homes={"w": Home(compute=torch.bfloat16)}).join(Assignment(homes={"w": Home(compute=torch.float16)}))
+    assert caught.value.facts["parameter"] == "w"
+
+
+def test_join_refuses_two_output_dtypes() -> None:
+    with pytest.raises(LayoutError, match="output dtypes"):
+        Assignment(output=torch.bfloat16).join(Assignment(output=torch.float32))
+
+
+def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
+    part = Assignment(homes={"weight": Home(Sharded.GRADS)}, anchors=("", "layers.0"))
+    whole = part.below("head")
+    assert whole.homes == {"head.weight": Home(Sharded.GRADS)}
+    assert whole.anchors == ("head", "head.layers.0")
+    assert part.below("") == part

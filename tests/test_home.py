@@ -1,0 +1,65 @@
+"""Homes: what transforms join, by example; the laws of joining are in property_tests/test_home_laws.py."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from zero_fn.errors import LayoutError
+from zero_fn.home import Home, ReshardAfter, Sharded
+
+
+def test_a_home_asks_for_nothing_by_default() -> None:
+    assert Home() == Home(Sharded.NOTHING, None, None, ReshardAfter.FORWARD)
+
+
+def test_each_stage_includes_those_before_it() -> None:
+    assert sorted(Sharded) == [Sharded.NOTHING, Sharded.OPTIMIZER, Sharded.GRADS, Sharded.PARAMS]
+    assert Home(Sharded.PARAMS).join(Home(Sharded.OPTIMIZER)) == Home(Sharded.PARAMS)
+
+
+def test_join_collects_what_only_one_side_asks_for() -> None:
+    cast = Home(compute=torch.bfloat16, reduce=torch.float32)
+    cut = Home(Sharded.PARAMS, reshard_after=ReshardAfter.BACKWARD)
+    assert cast.join(cut) == Home(Sharded.PARAMS, torch.bfloat16, torch.float32, ReshardAfter.BACKWARD)
+
+
+@pytest.mark.parametrize("name", ["compute", "reduce"])
+def test_join_refuses_two_dtypes_for_one_parameter(name: str) -> None:
+    one = Home(compute=torch.bfloat16) if name == "compute" else Home(reduce=torch.bfloat16)
+    other = Home(compute=torch.float16) if name == "compute" else Home(reduce=torch.float16)
+    with pytest.raises(LayoutError, match=f"different {name} dtypes") as caught:
+        one.join(other)
+    assert caught.value.facts == {"first": torch.bfloat16, "second": torch.float16}
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8, torch.complex64])
+def test_only_floating_point_is_cast(dtype: torch.dtype) -> None:
+    home = Home(compute=torch.bfloat16, reduce=torch.float64)
+    assert home.compute_dtype(dtype) == dtype
+    assert home.sum_dtype(dtype) == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_compute_dtype_is_the_one_asked_for_or_the_one_at_rest(dtype: torch.dtype) -> None:
+    assert Home().compute_dtype(dtype) == dtype
+    assert Home(compute=torch.bfloat16).compute_dtype(dtype) == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("resting", "home", "expected"),
+    [
+        (torch.float32, Home(), torch.float32),
+        (torch.float64, Home(), torch.float64),
+        (torch.bfloat16, Home(), torch.float32),
+        (torch.float16, Home(), torch.float32),
+        (torch.float32, Home(compute=torch.bfloat16), torch.float32),
+        (torch.float32, Home(compute=torch.bfloat16, reduce=torch.bfloat16), torch.bfloat16),
+        (torch.bfloat16, Home(reduce=torch.float64), torch.float64),
+        (torch.complex64, Home(), torch.complex64),
+    ],
+)
+def test_sixteen_bit_gradients_are_summed_in_float32_unless_asked(
+    resting: torch.dtype, home: Home, expected: torch.dtype
+) -> None:
+    assert home.sum_dtype(resting) == expected

@@ -1,0 +1,293 @@
+"""Schedules are values: printed here and compared with golden files; the laws are in property_tests/test_schedule_laws.py.
+
+`schedules/golden/*.txt` hold three kinds of schedules of a root with three blocks, one event a line:
+
+    forward_*, backward_*    what the pure functions make of a trace
+    zero*                    what a rank really does in its second step under each recipe
+
+    SNAPSHOTS=write python -m pytest tests/test_schedule.py     # writes them again; read the difference before you commit
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+from tests.groups import alone
+from tests.snapshot import assert_matches
+from zero_fn.runtime.step import Step
+from zero_fn.runtime.unit import Phase, Unit
+from zero_fn.schedule import (
+    Await,
+    Enter,
+    Event,
+    Exit,
+    Reduce,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    Use,
+    backward_schedule,
+    backward_trace,
+    forward_schedule,
+    limit_reductions,
+    prefetch,
+    text,
+)
+
+GOLDEN = Path(__file__).parent / "schedules" / "golden"
+NAMES = ("root", "block 0", "block 1", "block 2")
+
+
+def trace_of(brackets: str) -> Trace:
+    """A trace from digits and parentheses: `0(1()2())` is unit 0 around units 1 and 2."""
+    trace: list[Enter | Exit] = []
+    counts: dict[int, int] = {}
+    open_uses: list[Use] = []
+    for sign in brackets:
+        if sign.isdigit():
+            unit = int(sign)
+            use = Use(unit, counts.get(unit, 0))
+            counts[unit] = use.count + 1
+        elif sign == "(":
+            open_uses.append(use)
+            trace.append(Enter(use))
+        else:
+            trace.append(Exit(open_uses.pop()))
+    return tuple(trace)
+
+
+CHAIN = "0(1()2()3())"
+TRACES = {
+    "chain": CHAIN,
+    "nested": "0(1(2())3())",  # block 1 is inside block 0
+    "shared": "0(1()2()1()3())",  # block 0 runs twice
+    "alone": "1()",  # a block called without its root
+}
+
+
+# -- golden -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", TRACES)
+def test_forward_schedule_is_golden(name: str, depth: int) -> None:
+    events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=depth)
+    assert_matches(GOLDEN / f"forward_{name}_prefetch_{depth}.txt", text(events, NAMES))
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("name", TRACES)
+def test_backward_schedule_is_golden(name: str, depth: int) -> None:
+    events = backward_schedule(backward_trace(trace_of(TRACES[name])), reduces=lambda _: True)
+    events = limit_reductions(prefetch(events, depth=depth), limit=2)
+    assert_matches(GOLDEN / f"backward_{name}_prefetch_{depth}.txt", text(events, NAMES))
+
+
+def test_forward_schedule_of_inference_is_golden() -> None:
+    events = forward_schedule(trace_of(CHAIN), keeps_last=False)
+    assert_matches(GOLDEN / "forward_chain_inference.txt", text(events, NAMES))
+
+
+def test_backward_schedule_of_an_accumulated_microbatch_is_golden() -> None:
+    events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda _: False)
+    assert_matches(GOLDEN / "backward_chain_accumulating.txt", text(events, NAMES))
+
+
+class Root(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(2, 2)
+        self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.fixture(scope="module")
+def axis() -> Iterator[DeviceMesh]:
+    with alone() as mesh:
+        yield mesh
+
+
+RECIPES: dict[str, Callable[[nn.Module, DeviceMesh], nn.Module]] = {
+    "zero0": zf.replicate,
+    "zero1": zf.zero1,
+    "zero2": zf.zero2,
+    "zero3": zf.zero3,
+    "zero3_until_backward": lambda module, mesh: zf.zero3(module, mesh, reshard_after="backward"),
+    "zero1_bf16": lambda module, mesh: zf.precision(zf.zero1(module, mesh)),
+}
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_second_step_of_a_recipe_is_golden(
+    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
+) -> None:
+    if depth != 1 and recipe != "zero3":
+        pytest.skip("the depth is pinned for zero3 only")
+    model = RECIPES[recipe](Root(), axis)
+    step_of(model).depth = depth
+    done = record(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        done.clear()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    name = recipe if depth == 1 else f"{recipe}_prefetch_{depth}"
+    assert_matches(GOLDEN / f"{name}.txt", text(done, NAMES))
+
+
+@pytest.mark.parametrize("recipe", ["zero0", "zero1", "zero2", "zero3"])
+def test_an_accumulated_step_of_a_recipe_is_golden(
+    axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str
+) -> None:
+    model = RECIPES[recipe](Root(), axis)
+    model(torch.ones(1, 2)).sum().backward()
+    done = record(monkeypatch)
+    with zf.accumulate(model):
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+    assert_matches(GOLDEN / f"{recipe}_accumulating_2.txt", text(done, NAMES))
+
+
+def step_of(model: nn.Module) -> Step:
+    return zf.transforms.accumulate.steps_of(model, verb="test")[0]
+
+
+def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """From now on, the events that units live through, in a list. What changes nothing is left out."""
+    done: list[Event] = []
+    unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
+    enter, leave, reduction, settle = Step.enter, Step.leave, Step._reduction, Step._settle
+
+    def note(event: Event, unit: Unit, *phases: Phase) -> None:
+        if not phases or unit.phase in phases:
+            done.append(event)
+
+    def unshard_noted(unit: Unit) -> None:
+        note(Unshard(unit.index), unit, Phase.AT_REST)
+        unshard(unit)
+
+    def await_noted(unit: Unit) -> None:
+        note(Await(unit.index), unit, Phase.GATHERING)
+        awaited(unit)
+
+    def reshard_noted(unit: Unit) -> None:
+        note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
+        reshard(unit)
+
+    def enter_noted(step: Step, unit: Unit) -> object:
+        use = enter(step, unit)
+        done.append(Enter(Use(unit.index, use.number)))
+        return use
+
+    def leave_noted(step: Step, use: object, *, failed: bool) -> None:
+        done.append(Exit(Use(use.unit.index, use.number)))  # type: ignore[attr-defined]
+        leave(step, use, failed=failed)  # type: ignore[arg-type]
+
+    def reduction_noted(step: Step, unit: Unit, *, exact: bool) -> object:
+        done.append(Reduce(unit.index))
+        return reduction(step, unit, exact=exact)
+
+    def settle_noted(step: Step, unit: Unit, under_way: object) -> None:
+        done.append(Settle(unit.index))
+        settle(step, unit, under_way)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Unit, "unshard", unshard_noted)
+    monkeypatch.setattr(Unit, "await_gathered", await_noted)
+    monkeypatch.setattr(Unit, "reshard", reshard_noted)
+    monkeypatch.setattr(Step, "enter", enter_noted)
+    monkeypatch.setattr(Step, "leave", leave_noted)
+    monkeypatch.setattr(Step, "_reduction", reduction_noted)
+    monkeypatch.setattr(Step, "_settle", settle_noted)
+    return done
+
+
+# -- by example ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_runs_backwards() -> None:
+    assert backward_trace(trace_of("0(1()2())")) == (
+        Enter(Use(0)), Enter(Use(2)), Exit(Use(2)), Enter(Use(1)), Exit(Use(1)), Exit(Use(0)),
+    )  # fmt: skip
+    assert backward_trace(backward_trace(trace_of(CHAIN))) == trace_of(CHAIN)
+
+
+def test_the_last_block_and_what_is_around_it_stay_when_a_backward_follows() -> None:
+    kept = forward_schedule(trace_of(CHAIN), keeps_last=True)
+    freed = forward_schedule(trace_of(CHAIN), keeps_last=False)
+    assert [event.unit for event in kept if isinstance(event, Reshard)] == [1, 2]
+    assert [event.unit for event in freed if isinstance(event, Reshard)] == [1, 2, 3, 0]
+
+
+def test_a_unit_inside_itself_is_gathered_once() -> None:
+    trace = (Enter(Use(0)), Enter(Use(0, 1)), Exit(Use(0, 1)), Exit(Use(0)))
+    assert text(forward_schedule(trace, keeps_last=False)) == (
+        "unshard 0\nawait 0\nenter 0\n  enter 0#1\n  exit 0#1\nexit 0\nreshard 0"
+    )
+
+
+def test_a_shared_unit_is_reduced_after_its_last_use() -> None:
+    events = backward_schedule(backward_trace(trace_of(TRACES["shared"])), reduces=lambda _: True)
+    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 2, 1, 0]
+    assert events.index(Reduce(1)) > events.index(Exit(Use(1, 0))) > events.index(Exit(Use(1, 1)))
+
+
+def test_frozen_units_are_not_reduced() -> None:
+    events = backward_schedule(backward_trace(trace_of(CHAIN)), reduces=lambda unit: unit != 2)
+    assert [event.unit for event in events if isinstance(event, Reduce)] == [3, 1, 0]
+    assert Reshard(2) in events
+
+
+def test_prefetch_of_depth_0_changes_nothing() -> None:
+    events = forward_schedule(trace_of(CHAIN), keeps_last=True)
+    assert prefetch(events, depth=0) == events
+
+
+def test_prefetch_gathers_a_block_beside_the_one_before_it() -> None:
+    events = prefetch(forward_schedule(trace_of(CHAIN), keeps_last=True), depth=1)
+    for unit in (1, 2, 3):
+        assert events.index(Unshard(unit)) == events.index(Enter(Use(unit - 1))) - 1
+
+
+def test_prefetch_does_not_pass_a_reshard_of_the_same_unit() -> None:
+    events = forward_schedule(trace_of("1()1()"), keeps_last=False)
+    assert prefetch(events, depth=5) == events
+
+
+def test_prefetch_without_an_enter_before_moves_nothing() -> None:
+    events = (Unshard(0), Await(0), Enter(Use(0)), Exit(Use(0)))
+    assert prefetch(events, depth=3) == events
+
+
+def test_limit_reductions_settles_the_oldest_first() -> None:
+    events = limit_reductions([Reduce(0), Reduce(1), Reduce(2)], limit=2)
+    assert events == (Reduce(0), Reduce(1), Settle(0), Reduce(2), Settle(1), Settle(2))
+
+
+def test_limit_reductions_of_nothing_is_nothing() -> None:
+    assert limit_reductions([], limit=2) == ()
+
+
+def test_text_shows_nesting_names_and_the_number_of_a_use() -> None:
+    events = (Unshard(0), Enter(Use(0)), Enter(Use(1, 2)), Exit(Use(1, 2)), Exit(Use(0)), Settle(1))
+    assert text(events) == "unshard 0\nenter 0\n  enter 1#2\n  exit 1#2\nexit 0\nsettle 1"
+    assert text(events, ["root", "block"]).splitlines()[2] == "  enter block#2"
+    assert text([]) == ""
+
+
+def test_a_use_prints_its_unit_and_its_number() -> None:
+    assert [str(Use(3)), str(Use(3, 1))] == ["3", "3#1"]
