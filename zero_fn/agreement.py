@@ -54,8 +54,8 @@ def agree(
     if not differing:
         return
     other = differing[0]
-    texts = _exchange_texts(transport, "\n".join(rows), device)
-    first, second = texts[0].split("\n"), texts[other].split("\n")
+    texts = _exchange_texts(transport, "\n".join(("rows", *rows)), device)
+    first, second = texts[0].split("\n")[1:], texts[other].split("\n")[1:]
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     raise DisagreementError(
         f"Ranks 0 and {other} hold different {what}.",
@@ -67,7 +67,7 @@ def agree(
 
 
 def _exchange_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
-    raw = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([raw.numel()], dtype=torch.int64).view(torch.uint8).to(device)
     lengths = transport.exchange(length).cpu().view(torch.int64).flatten().tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)

@@ -53,8 +53,8 @@ class Assignment:
         if self.anchors is not None and other.anchors is not None and self.anchors != other.anchors:
             raise UnitError(
                 "Two transforms choose different units for the same module.",
-                first=", ".join(self.anchors[:6]),
-                second=", ".join(other.anchors[:6]),
+                first=_names(self.anchors),
+                second=_names(other.anchors),
                 fix="pass the same units= to every transform, or to one of them only",
             )
         if self.output is not None and other.output is not None and self.output != other.output:
@@ -83,3 +83,7 @@ class Assignment:
             return self
         anchors = None if self.anchors is None else tuple(f"{prefix}.{name}".rstrip(".") for name in self.anchors)
         return replace(self, homes={f"{prefix}.{fqn}": home for fqn, home in self.homes.items()}, anchors=anchors)
+
+
+def _names(anchors: tuple[str, ...]) -> str:
+    return ", ".join(name or "root" for name in anchors[:6]) + (", ..." if len(anchors) > 6 else "")

@@ -258,11 +258,12 @@ class _Native:
         self._group, self._rank, self._size = group, rank, size
 
     def all_gather(self, segments: Sequence[Segment]) -> Pending:
-        wholes = [segment.whole.narrow(0, 0, segment.piece_numel * self._size) for segment in segments]
-        pieces = [
-            whole.narrow(0, self._rank * segment.piece_numel, segment.piece_numel)
-            for whole, segment in zip(wholes, segments, strict=True)
-        ]
+        if not segments:
+            return Pending()
+        # As bytes: a group of several dtypes is mixed up by gloo, and not every backend knows every dtype.
+        wholes = [segment.whole.narrow(0, 0, segment.piece_numel * self._size).view(torch.uint8) for segment in segments]
+        nbytes = [whole.numel() // self._size for whole in wholes]
+        pieces = [whole.narrow(0, self._rank * n, n) for whole, n in zip(wholes, nbytes, strict=True)]
         with dist._coalescing_manager(self._group, async_ops=True) as manager:
             for whole, piece in zip(wholes, pieces, strict=True):
                 _all_gather_single(whole, piece, group=self._group, async_op=True)
@@ -281,9 +282,14 @@ class _Native:
                 whole.narrow(0, 0, segment.numel).copy_(source)
             inputs.append(whole)
             outputs.append(whole.new_empty(segment.piece_numel))
-        with dist._coalescing_manager(self._group, async_ops=True) as manager:
-            for whole, piece in zip(inputs, outputs, strict=True):
-                _reduce_scatter_single(piece, whole, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+        managers = []
+        for dtype in dict.fromkeys(whole.dtype for whole in inputs):  # one group each: gloo mixes up dtypes in a group
+            with dist._coalescing_manager(self._group, async_ops=True) as manager:
+                for whole, piece in zip(inputs, outputs, strict=True):
+                    if whole.dtype == dtype:
+                        real = (_real(piece), _real(whole))
+                        _reduce_scatter_single(*real, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
+            managers.append(manager)
 
         def divide() -> None:
             for contribution, piece in zip(contributions, outputs, strict=True):
@@ -291,7 +297,7 @@ class _Native:
                 contribution.out.copy_(mean)
 
         count("reduce-scatter", sum(_nbytes(piece) for piece in outputs) * (self._size - 1))
-        return Pending([manager], divide, (inputs, contributions))
+        return Pending(managers, divide, (inputs, contributions))
 
     def any(self, bits: Tensor) -> Pending:
         count("control", 2 * bits.numel() * (self._size - 1) // self._size)
@@ -346,6 +352,10 @@ def _by_size(items: Sequence[_Item], segment_of: Callable[[_Item], Segment]) -> 
 
 def _nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
+
+
+def _real(flat: Tensor) -> Tensor:
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
 
 
 def _pack(pieces: Sequence[Tensor]) -> Tensor:

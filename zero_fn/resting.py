@@ -34,7 +34,13 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
     """The parameter to register: a DTensor over `local`, or, on no axis (spec None), `local` itself."""
-    return nn.Parameter(local if spec is None else resting_tensor(local, spec), requires_grad=requires_grad)
+    if spec is None:
+        return nn.Parameter(local, requires_grad=requires_grad)
+    # A DTensor takes over the storage offset of its local tensor and then passes for a tensor with a storage of its own,
+    # which deepcopy fails on (2.13). So it is made over a tensor at offset 0 and moved.
+    parameter = nn.Parameter(resting_tensor(local.new_empty(0), spec), requires_grad=requires_grad)
+    set_local(parameter, local)
+    return parameter
 
 
 def local_of(tensor: Tensor) -> Tensor:

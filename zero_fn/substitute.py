@@ -183,6 +183,10 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
     for _, entry in entries(module):
         memo[id(entry)] = entry
         strays.append(entry)
+    for child in module.modules():
+        for value in vars(child).values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward
+                memo[id(value)] = value.detach()
     kept = dict(memo)
     try:
         twin = copy.deepcopy(module, memo)

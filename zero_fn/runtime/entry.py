@@ -72,9 +72,9 @@ class Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
-        if unit.open:
+        if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
-        use = unit.step.enter(unit)
+        use = unit.step.enter(unit, self)
         failed = True
         try:
             unit.shadow(gather(use))

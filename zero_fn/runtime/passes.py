@@ -155,15 +155,16 @@ class BackwardPass:
         """Uses of a unit in the schedule, the same number on every rank."""
         return sum(use.unit == unit for use in self._uses)
 
-    def enter(self, unit: int, number: int | None) -> None:
-        """Backward has reached a use of a unit; with no number, the next one in the schedule."""
+    def enter(self, unit: int, number: int | None) -> Use | None:
+        """Backward has reached a use of a unit; with no number, the next one in the schedule, which is returned."""
         if number is not None:
             self._entered.add(Use(unit, number))
-            return
+            return Use(unit, number)
         for event in self._events[self._cursor :]:
             if isinstance(event, Enter) and event.use.unit == unit and event.use not in self._entered:
                 self._entered.add(event.use)
-                return
+                return event.use
+        return None
 
     def arrive(self, use: Use) -> None:
         """The gradients of a use are there."""

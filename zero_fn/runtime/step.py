@@ -8,6 +8,10 @@ A backward begins by or-ing over ranks which uses will run; the schedule is buil
 misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
 in the order of arrival.
 
+[Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
+read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
+parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
+
 [Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
 they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them.
 """
@@ -23,7 +27,7 @@ from torch import Tensor
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Pending, Transport
-from zero_fn.runtime.gather import UnitUse, returns_gradients, will_execute
+from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
 from zero_fn.schedule import (
@@ -102,14 +106,14 @@ class Step:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def enter(self, unit: Unit) -> UnitUse:
-        """The forward of a unit begins: on return its gathered parameters may be read."""
+    def enter(self, unit: Unit, entry: object) -> UnitUse:
+        """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
         if current_graph_task() != -1:
-            return self._enter_recomputation(unit)
+            return self._enter_recomputation(unit, entry)
         if self._forward is None:
             self._begin_forward(unit)
         assert self._forward is not None
-        use = UnitUse(unit, self._forward.next_number(unit.index))
+        use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         bracket = Enter(Use(unit.index, use.number))
         self._forward.note(bracket, use)
         for event in self._forward.before(bracket):
@@ -218,10 +222,13 @@ class Step:
         """Backward needs the gathered parameters of a unit."""
         backward = self._open_backward()
         if backward is not None:
-            backward.enter(unit.index, use.number if use is not None else None)
+            key = backward.enter(unit.index, use.number if use is not None else None)
+            use = use or self._uses.get(key)  # type: ignore[arg-type]
             self._pump(backward)
         unit.unshard()
         unit.await_gathered()
+        if use is not None and backward is not None:
+            self._prepare_recomputation(unit, use)
 
     def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
@@ -361,15 +368,25 @@ class Step:
     def _recomputed(self) -> list[UnitUse]:
         return self._backward.recomputed if self._backward is not None else []
 
-    def _enter_recomputation(self, unit: Unit) -> UnitUse:
-        """A checkpoint runs a forward inside backward."""
+    def is_recomputing(self, unit: Unit, entry: object) -> bool:
+        """Whether a checkpoint inside the unit runs `entry` again, with the parameters in place already."""
+        return unit.backward_entry is not None and unit.backward_entry is not entry and current_graph_task() != -1
+
+    def _enter_recomputation(self, unit: Unit, entry: object) -> UnitUse:
+        """A checkpoint around the unit runs its forward inside backward."""
         backward = self._open_backward()
         assert backward is not None
         self.demand(unit)
-        use = UnitUse(unit, -1 - len(backward.recomputed))
+        use = UnitUse(unit, -1, entry)
         backward.recomputed.append(use)
         unit.open += 1
         return use
+
+    def _prepare_recomputation(self, unit: Unit, use: UnitUse) -> None:
+        """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
+        if unit.backward_entry is None:
+            with torch.enable_grad():
+                unit.shadow_for_backward(gather(UnitUse(unit, -1)), use.began_at)
 
     # -- ends and errors --------------------------------------------------------------------------------------------
 

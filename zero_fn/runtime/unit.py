@@ -88,6 +88,7 @@ class Unit:
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
+        backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         open: Forwards of the unit that are running (more than one when a module calls itself).
     """
 
@@ -104,6 +105,8 @@ class Unit:
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
         self._pending: Pending | None = None
+        self._backward_tensors: list[Tensor] = []
+        self.backward_entry: object = None
         step.units.append(weakref.ref(self))
         for slot in slots:
             slot.unit = weakref.ref(self)
@@ -177,7 +180,8 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
-        twin.groups, twin._buffers, twin._pending = [], [], None
+        twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
+        twin.backward_entry = None
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
         for slot in twin.slots:
@@ -248,6 +252,9 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
+        if self.backward_entry is not None:
+            self._backward_tensors, self.backward_entry = [], None
+            self.unshadow()
         if self.phase is Phase.AT_REST:
             return
         self.await_gathered()
@@ -328,8 +335,16 @@ class Unit:
             for place in slot.places:
                 place.shadow(tensor)
 
+    def shadow_for_backward(self, tensors: list[Tensor], entry: object) -> None:
+        """As `shadow`, until the unit is resharded, for the backward of a forward that began at `entry`."""
+        self._backward_tensors, self.backward_entry = tensors, entry
+        self.shadow(tensors)
+
     def unshadow(self) -> None:
         """Undoes `shadow`."""
+        if self._backward_tensors:
+            self.shadow(self._backward_tensors)
+            return
         for slot in self.slots:
             for place in slot.places:
                 place.unshadow()

@@ -1,0 +1,380 @@
+"""Both transports on gloo ranks against the einops patterns of `tests/reference.py`.
+
+All cases of a test run in one call: each rank makes its own inputs from the seed of a case, and the test makes those of
+every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import einops
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import reference
+from tests.ranks import Ranks, axis
+from zero_fn import collectives
+from zero_fn.collectives import Alone, Contribution, Pending, Segment, Transport, transport
+from zero_fn.mesh import mesh_axis
+from zero_fn.traffic import traffic
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
+SMALL, LARGE = 10**9, 1  # values of PACKED_NBYTES by which every piece is packed, or sent alone
+
+
+def values(seed: int, numel: int, dtype: torch.dtype, *, exact: bool = True) -> Tensor:
+    """Values of a case; sums of `exact` ones are exact in any order and every dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    if not exact:
+        return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
+    integers = torch.randint(-4, 5, (numel,), generator=generator)
+    return (12 * integers if dtype.is_floating_point or dtype.is_complex else integers).to(dtype)
+
+
+def is_same(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tensor of `numel` elements, cut into pieces of `piece_numel`."""
+
+    numel: int
+    piece_numel: int
+    dtype: torch.dtype
+    seed: int
+
+    def owned(self, rank: int) -> slice:
+        return slice(min(rank * self.piece_numel, self.numel), min((rank + 1) * self.piece_numel, self.numel))
+
+
+def cases_of(n: int, dtypes: tuple[torch.dtype, ...], *, scale: int = 1) -> list[Case]:
+    """Even, uneven and partly empty cuts, in every dtype. With rows of 3 elements a piece is a multiple of 3."""
+    cuts = [(n * 4, 4), (n * 4 - 1, 4), (n + 1, 2), (1, 1), (3 * (n + 1), 6), (0, 0)]
+    return [
+        Case(scale * numel, scale * piece, dtype, seed)
+        for seed, (dtype, (numel, piece)) in enumerate((d, c) for d in dtypes for c in cuts)
+    ]
+
+
+def open_transport(native: bool) -> Transport:
+    own = mesh_axis(axis(), verb="test")
+    return collectives._Native(own.group, own.rank, own.size) if native else transport(own)
+
+
+def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
+    """`filled` inside memory as large as the transport needs, with another tensor's elements after it."""
+    room = n * case.piece_numel if pads else case.numel
+    whole = filled.new_ones(room + 5)
+    whole[: case.numel] = filled
+    return Segment(whole if not pads else whole[:room], case.numel, case.piece_numel)
+
+
+# -- all-gather ---------------------------------------------------------------------------------------------------------
+
+
+def gathered(cases: list[Case], packed_nbytes: int, native: bool) -> list[Tensor]:
+    """What each segment holds after the all-gather; before it, this rank's piece is right and the rest is not."""
+    own = dist.get_rank()
+    at_rest = open_transport(native)
+    segments = []
+    for case in cases:
+        filled = torch.zeros(case.numel, dtype=case.dtype)
+        filled[case.owned(own)] = values(case.seed, case.numel, case.dtype)[case.owned(own)]
+        segments.append(segment_for(case, dist.get_world_size(), filled, pads=at_rest.pads))
+    before, collectives.PACKED_NBYTES = collectives.PACKED_NBYTES, packed_nbytes
+    try:
+        pending = at_rest.all_gather(segments)
+        pending.wait()
+        pending.wait()
+    finally:
+        collectives.PACKED_NBYTES = before
+    return [segment.whole[: case.numel].clone() for segment, case in zip(segments, cases, strict=True)]
+
+
+@pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, packed_nbytes: int) -> None:
+    cases = cases_of(n, DTYPES)
+    for got in ranks(n).run(gathered, cases, packed_nbytes, False):
+        for case, whole in zip(cases, got, strict=True):
+            assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_all_gather_is_the_pattern(ranks: Ranks, n: int) -> None:
+    case = Case(n * 6, 6, torch.float32, 0)
+    whole = values(case.seed, case.numel, case.dtype)
+    expected = reference.all_gather([reference.shard(whole, rank, n) for rank in range(n)])
+    assert all(is_same(got, expected) for (got,) in ranks(n).run(gathered, [case], SMALL, False))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_native_all_gather_gives_the_same(ranks: Ranks, n: int) -> None:
+    cases = [case for case in cases_of(n, DTYPES) if case.numel]
+    for native, ours in zip(
+        ranks(n).run(gathered, cases, SMALL, True), ranks(n).run(gathered, cases, SMALL, False), strict=True
+    ):
+        assert all(is_same(one, other) for one, other in zip(native, ours, strict=True))
+
+
+def test_all_gather_of_real_sizes_packs_what_is_small(ranks: Ranks) -> None:
+    large = collectives.PACKED_NBYTES // 4  # in elements of float32: exactly the limit, so it travels alone
+    cases = [Case(2 * large - 7, large, torch.float32, 0), Case(9, 5, torch.bfloat16, 1), Case(3, 2, torch.int64, 2)]
+    for got in ranks(2).run(gathered, cases, collectives.PACKED_NBYTES, False):
+        assert all(is_same(whole, values(c.seed, c.numel, c.dtype)) for whole, c in zip(got, cases, strict=True))
+
+
+def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
+    def tail() -> Tensor:
+        case = Case(5, 3, torch.float32, 0)
+        segment = segment_for(case, 2, torch.zeros(5), pads=False)
+        open_transport(False).all_gather([segment]).wait()
+        return segment.whole[5:]
+
+    assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
+
+
+# -- reduce-scatter -----------------------------------------------------------------------------------------------------
+
+
+def reduced(cases: list[Case], packed_nbytes: int, native: bool, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
+    """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
+    own, n = dist.get_rank(), dist.get_world_size()
+    at_rest = open_transport(native)
+    contributions, originals = [], []
+    for case in cases:
+        filled = values(1000 * case.seed + own, case.numel, case.dtype, exact=exact)
+        addend = segment_for(case, n, filled, pads=False)
+        sum_dtype = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else case.dtype
+        piece = addend.piece(own)
+        out = piece if aliased else torch.full_like(piece, 7)
+        contributions.append(Contribution(addend, out, sum_dtype))
+        originals.append(filled)
+    before, collectives.PACKED_NBYTES = collectives.PACKED_NBYTES, packed_nbytes
+    try:
+        at_rest.reduce_scatter(contributions).wait()
+    finally:
+        collectives.PACKED_NBYTES = before
+    answers = []
+    for case, contribution, original in zip(cases, contributions, originals, strict=True):
+        after = contribution.addend.whole[: case.numel].clone()
+        if aliased:
+            after[case.owned(own)] = original[case.owned(own)]
+        answers.append((contribution.out.clone(), torch.equal(after, original)))
+    return answers
+
+
+def expected_means(cases: list[Case], n: int, rank: int, *, exact: bool) -> list[Tensor]:
+    means = []
+    for case in cases:
+        addends = [values(1000 * case.seed + r, case.numel, case.dtype, exact=exact) for r in range(n)]
+        sum_dtype = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else case.dtype
+        means.append(reference.mean_in_rank_order(addends, sum_dtype).to(case.dtype)[case.owned(rank)])
+    return means
+
+
+@pytest.mark.parametrize("aliased", [False, True], ids=["apart", "aliased"])
+@pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
+    ranks: Ranks, n: int, packed_nbytes: int, aliased: bool
+) -> None:
+    """Bitwise, on values whose sum depends on the order of the addends, also where `out` is a part of the addend."""
+    cases = cases_of(n, FLOATS)
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, packed_nbytes, False, False, aliased)):
+        expected = expected_means(cases, n, rank, exact=False)
+        for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
+            assert is_same(mean, right), case
+            assert only_read, case
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_reduce_scatter_is_the_pattern(ranks: Ranks, n: int) -> None:
+    cases = [Case(n * 6, 6, torch.float32, seed) for seed in range(3)]
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, False, True, False)):
+        for case, (mean, _) in zip(cases, answers, strict=True):
+            addends = [values(1000 * case.seed + r, case.numel, case.dtype) for r in range(n)]
+            assert is_same(mean, reference.reduce_scatter(addends, rank))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_native_reduce_scatter_gives_the_same(ranks: Ranks, n: int) -> None:
+    """On values whose sum does not depend on the order, which is the backend's own."""
+    cases = [case for case in cases_of(n, FLOATS) if case.numel]
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, True, True, False)):
+        expected = expected_means(cases, n, rank, exact=True)
+        for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
+            assert is_same(mean, right), case
+            assert only_read, case
+
+
+def test_sums_do_not_depend_on_how_a_tensor_is_cut(ranks: Ranks) -> None:
+    """[Note: direct exchange]: why all stages give bitwise the same numbers."""
+    cuts = [Case(24, piece, torch.float32, 3) for piece in (8, 9, 12, 24)]
+
+    def whole(case: Case) -> Tensor:
+        return torch.cat([answers[0][0] for answers in ranks(3).run(reduced, [case], SMALL, False, False, False)])
+
+    first, *others = [whole(case) for case in cuts]
+    assert all(is_same(first, other) for other in others)
+
+
+def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
+    def mean_of(sum_dtype: torch.dtype) -> Tensor:
+        # In bfloat16 256 + 1 is 256: only a wider sum sees the ones.
+        own = torch.full((2,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+        out = torch.empty(1)
+        open_transport(False).reduce_scatter([Contribution(Segment(own, 2, 1), out, sum_dtype)]).wait()
+        return out
+
+    assert ranks(2).run(mean_of, torch.float32)[0].item() == 128.5
+    assert ranks(2).run(mean_of, torch.bfloat16)[0].item() == 128.0
+
+
+def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:
+    def mean() -> Tensor:
+        out = torch.empty(2, dtype=torch.float64)
+        addend = Segment(torch.full((4,), 1.0 + dist.get_rank()), 4, 2)
+        open_transport(False).reduce_scatter([Contribution(addend, out, torch.float32)]).wait()
+        return out
+
+    assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
+
+
+# -- agreement ----------------------------------------------------------------------------------------------------------
+
+
+def bits_of(rank: int) -> Tensor:
+    return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["exchange", "native"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_any_is_the_pattern(ranks: Ranks, n: int, native: bool) -> None:
+    def ored(native: bool) -> Tensor:
+        bits = bits_of(dist.get_rank())
+        open_transport(native).any(bits).wait()
+        return bits
+
+    expected = reference.any_of([bits_of(rank) for rank in range(n)])
+    assert all(is_same(got, expected) for got in ranks(n).run(ored, native))
+
+
+@pytest.mark.parametrize("native", [False, True], ids=["exchange", "native"])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_exchange_is_the_pattern(ranks: Ranks, n: int, native: bool) -> None:
+    def exchanged(native: bool) -> Tensor:
+        return open_transport(native).exchange(values(dist.get_rank(), 16, torch.uint8))
+
+    expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
+    assert all(is_same(got, expected) for got in ranks(n).run(exchanged, native))
+
+
+def test_any_does_not_see_bits_written_after_it_was_issued(ranks: Ranks) -> None:
+    def ored() -> Tensor:
+        bits = torch.tensor([dist.get_rank(), 0], dtype=torch.uint8)
+        pending = open_transport(False).any(bits)
+        pending.wait()
+        return bits
+
+    assert all(got.tolist() == [1, 0] for got in ranks(2).run(ored))
+
+
+def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
+    """An all-gather, a reduction and a membership are under way at once and finish in another order."""
+
+    def together() -> tuple[Tensor, Tensor, Tensor]:
+        own = dist.get_rank()
+        at_rest = open_transport(False)
+        whole = torch.zeros(4)
+        whole[2 * own : 2 * own + 2] = own + 1.0
+        out, bits = torch.empty(2), torch.tensor([own], dtype=torch.uint8)
+        gather = at_rest.all_gather([Segment(whole, 4, 2)])
+        reduce = at_rest.reduce_scatter([Contribution(Segment(torch.full((4,), own + 1.0), 4, 2), out, torch.float32)])
+        membership = at_rest.any(bits)
+        for pending in (membership, reduce, gather):
+            pending.wait()
+        return whole, out, bits
+
+    for whole, mean, bits in ranks(2).run(together):
+        assert whole.tolist() == [1.0, 1.0, 2.0, 2.0]
+        assert mean.tolist() == [1.5, 1.5]
+        assert bits.tolist() == [1]
+
+
+# -- traffic ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
+    """(n - 1)/n of the whole in each direction, when rows divide."""
+
+    def sent(numel: int) -> dict[str, int]:
+        at_rest = open_transport(False)
+        segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
+        with traffic() as counted:
+            at_rest.all_gather([segment]).wait()
+            contribution = Contribution(segment, segment.piece(dist.get_rank()), torch.float32)
+            at_rest.reduce_scatter([contribution]).wait()
+            at_rest.exchange(torch.zeros(16, dtype=torch.uint8))
+        return dict(counted.by_collective)
+
+    numel = 12 * n
+    share = (n - 1) * numel * 4 // n
+    for counted in ranks(n).run(sent, numel):
+        assert counted == {"all-gather": share, "reduce-scatter": share, "control": 16 * (n - 1)}
+
+
+def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
+    def sent(native: bool) -> int:
+        at_rest = open_transport(native)
+        segment = Segment(torch.zeros(12), 12, 4)
+        with traffic() as counted:
+            at_rest.all_gather([segment]).wait()
+            at_rest.reduce_scatter([Contribution(segment, torch.empty(4), torch.float32)]).wait()
+        return counted.nbytes
+
+    assert ranks(3).run(sent, False) == ranks(3).run(sent, True)
+
+
+# -- without ranks ------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_of_a_segment_partition_its_elements() -> None:
+    segment = Segment(torch.arange(20), 11, 4)
+    pieces = [segment.piece(rank) for rank in range(4)]
+    assert [piece.numel() for piece in pieces] == [4, 4, 3, 0]
+    assert einops.pack(pieces, "*")[0].tolist() == list(range(11))
+
+
+def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
+    lonely = Alone()
+    addend, out = torch.arange(4.0), torch.empty(4)
+    with traffic() as sent:
+        lonely.all_gather([Segment(addend, 4, 4)]).wait()
+        lonely.reduce_scatter([Contribution(Segment(addend, 4, 4), out, torch.float32)]).wait()
+        lonely.any(torch.ones(1, dtype=torch.uint8)).wait()
+        rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
+    assert torch.equal(out, addend)
+    assert rows.shape == (1, 3)
+    assert (sent.nbytes, sent.calls) == (0, {})
+
+
+def test_one_rank_may_reduce_into_its_own_addend() -> None:
+    addend = torch.arange(4.0)
+    Alone().reduce_scatter([Contribution(Segment(addend, 4, 4), addend, torch.float32)]).wait()
+    assert addend.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_a_pending_finishes_once_and_lets_go_of_what_it_kept() -> None:
+    calls: list[str] = []
+    pending = Pending(finish=lambda: calls.append("finished"), kept=[torch.empty(3)])
+    pending.wait()
+    pending.wait()
+    assert calls == ["finished"]
+    assert pending.kept is None

@@ -1,0 +1,175 @@
+"""Imports point down the layers, and one file alone moves bytes between ranks.
+
+    6 surface       recipes, describe, check, held, plan, launch, local
+    5 verbs         transforms, substitute, access, whole_entries
+    4 execution     runtime
+    3 bytes         collectives, resting, agreement
+    2 arithmetic    layout, units, schedule, assignment
+    1 vocabulary    mesh, home, traffic
+    0 words         errors
+
+Imports inside a layer are allowed as long as they make no cycle; imports for type checking count as imports, but may
+point back inside a layer.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "zero_fn"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("errors",),
+    ("mesh", "home", "traffic"),
+    ("layout", "units", "schedule", "assignment"),
+    ("collectives", "resting", "agreement"),
+    ("runtime",),
+    ("transforms", "substitute", "access", "whole_entries"),
+    ("recipes", "describe", "check", "held", "plan", "launch", "local"),
+)
+
+
+def layer_of(module: str) -> int | None:
+    """The layer of a module of the package, by its first name; None if the table does not have it."""
+    first = module.partition(".")[0]
+    return next((number for number, names in enumerate(LAYERS) if first in names), None)
+
+
+def imports_of(source: str, *, with_typing: bool) -> set[str]:
+    """Modules of the package that a source imports, without the name of the package."""
+    found: set[str] = set()
+    todo: list[ast.AST] = [ast.parse(source)]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING") and not with_typing:
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero_fn."):
+            found.add((node.module or "").removeprefix("zero_fn."))
+        elif isinstance(node, ast.ImportFrom) and node.module == "zero_fn":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("zero_fn.") for a in node.names if a.name.startswith("zero_fn.")}
+        todo += ast.iter_child_nodes(node)
+    return found
+
+
+def upward_imports(sources: Mapping[str, str]) -> list[str]:
+    """Imports that point to a higher layer, and modules that have no layer."""
+    wrong: list[str] = []
+    for module, source in sources.items():
+        own = layer_of(module)
+        if own is None:
+            wrong.append(f"{module} has no layer")
+            continue
+        for imported in sorted(imports_of(source, with_typing=True)):
+            other = layer_of(imported)
+            if other is None or other > own:
+                wrong.append(f"{module} (layer {own}) imports {imported} (layer {other})")
+    return wrong
+
+
+def cycle(sources: Mapping[str, str]) -> list[str]:
+    """Modules that import one another in a circle; empty if there is none."""
+    graph = {module: imports_of(source, with_typing=False) & set(sources) for module, source in sources.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return [str(module) for module in error.args[1]]
+    return []
+
+
+def package_sources() -> dict[str, str]:
+    """The text of every module but `zero_fn/__init__.py`, which may import all of them."""
+    sources: dict[str, str] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if module:
+            sources[module] = path.read_text()
+    return sources
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(package_sources()) == []
+
+
+def test_imports_make_no_cycle() -> None:
+    assert cycle(package_sources()) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "complaint"),
+    [
+        ("layout", "from zero_fn.collectives import transport", "layout (layer 2) imports collectives (layer 3)"),
+        ("errors", "import zero_fn.mesh", "errors (layer 0) imports mesh (layer 1)"),
+        ("runtime.step", "def f():\n    from zero_fn.plan import plan", "runtime.step (layer 4) imports plan (layer 6)"),
+        (
+            "home",
+            "if TYPE_CHECKING:\n    from zero_fn.runtime.unit import Unit",
+            "home (layer 1) imports runtime.unit (layer 4)",
+        ),
+        ("mesh", "from zero_fn import describe", "mesh (layer 1) imports describe (layer 6)"),
+        ("mesh", "from zero_fn.novelty import x", "mesh (layer 1) imports novelty (layer None)"),
+        ("novelty", "", "novelty has no layer"),
+    ],
+)
+def test_the_check_fails_when_an_import_points_up(module: str, source: str, complaint: str) -> None:
+    assert upward_imports({module: source}) == [complaint]
+
+
+def test_the_check_passes_what_points_down_or_stays() -> None:
+    assert upward_imports({"runtime.step": "from zero_fn.layout import a\nfrom zero_fn.runtime.unit import b"}) == []
+
+
+def test_the_check_finds_cycles() -> None:
+    one, other = "from zero_fn.runtime.b import x", "from zero_fn.runtime.a import x"
+    assert cycle({"runtime.a": one, "runtime.b": other})
+    assert cycle({"runtime.a": one, "runtime.b": f"if TYPE_CHECKING:\n    {other}"}) == []
+
+
+COLLECTIVES = {
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
+    "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv",
+    "isend", "monitored_barrier", "recv", "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_tensor",
+    "scatter", "send",
+}  # fmt: skip
+
+
+def collective_calls(source: str) -> list[str]:
+    """Calls of collectives of `torch.distributed`, by any name it is imported as."""
+    tree = ast.parse(source)
+    modules = {"torch.distributed", "dist"}
+    bare: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {a.asname for a in node.names if a.asname and a.name.startswith("torch.distributed")}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
+            bare |= {a.asname or a.name for a in node.names if a.name in COLLECTIVES}
+    calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return sorted(
+        call for call in calls if call in bare or (call.rpartition(".")[0] in modules and _last(call) in COLLECTIVES)
+    )
+
+
+def _last(call: str) -> str:
+    return call.rpartition(".")[2]
+
+
+def offenders(sources: Mapping[str, str], *, allowed: Iterable[str]) -> list[str]:
+    return [f"{module}: {call}" for module, s in sources.items() if module not in allowed for call in collective_calls(s)]
+
+
+def test_collectives_is_the_only_file_that_calls_collectives() -> None:
+    assert offenders(package_sources(), allowed=("collectives",)) == []
+
+
+def test_the_check_sees_collectives_by_any_name() -> None:
+    assert collective_calls("import torch.distributed as d\nd.all_reduce(x)") == ["d.all_reduce"]
+    assert collective_calls("from torch.distributed import broadcast as b\nb(x, 0)") == ["b"]
+    assert collective_calls("x.scatter(0, i)") == []

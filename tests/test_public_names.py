@@ -1,0 +1,65 @@
+"""`zero_fn.__all__` is the public interface: sorted, complete, documented, and the same as the table of the README."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import zero_fn
+from zero_fn import errors
+
+_README = Path(__file__).parent.parent / "README.md"
+
+
+def _table(readme: str) -> list[str]:
+    """The names in the first column of the table of public names."""
+    _, _, rest = readme.partition("\n## Public names\n")
+    section, _, _ = rest.partition("\n## ")
+    return [
+        name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+
+
+def test_public_names_are_sorted_and_unique() -> None:
+    assert zero_fn.__all__ == sorted(set(zero_fn.__all__))
+
+
+def test_public_names_are_all_that_the_package_imports() -> None:
+    imported = {
+        name for name, value in vars(zero_fn).items() if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    # A function that is named like its file hides it: `zero_fn.check` is the function.
+    assert set(zero_fn.__all__) == imported
+    assert not any(isinstance(getattr(zero_fn, name), ModuleType) for name in zero_fn.__all__)
+
+
+def test_every_error_is_public() -> None:
+    assert set(errors.__all__) <= set(zero_fn.__all__)
+
+
+@pytest.mark.parametrize("name", zero_fn.__all__)
+def test_public_name_is_documented(name: str) -> None:
+    value = getattr(zero_fn, name)
+    text = value.__doc__ or ""
+    assert text.strip(), f"{name} has no docstring"
+    assert not text.startswith(f"{name}("), f"{name} has only the docstring that dataclasses generate"
+    if inspect.isfunction(value):
+        undocumented = [
+            parameter
+            for parameter in inspect.signature(value).parameters
+            if "Args:" in text and f"{parameter}:" not in text
+        ]
+        assert not undocumented, f"{name} does not say what these are: {undocumented}"
+
+
+def test_public_names_are_those_of_the_readme() -> None:
+    assert sorted(_table(_README.read_text(encoding="utf-8"))) == zero_fn.__all__
+
+
+def test_a_name_missing_from_the_readme_is_noticed() -> None:
+    without = re.sub(r"^\| `accumulate` \|.*\n", "", _README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert set(zero_fn.__all__) - set(_table(without)) == {"accumulate"}

@@ -1,0 +1,386 @@
+"""What we rely on in torch without its promise: one test each, so that a new torch says which one broke."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from tests.groups import pretended
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    with pretended(2) as axis:
+        yield axis
+
+
+def sharded(mesh: DeviceMesh, local: Tensor) -> DTensor:
+    """A DTensor of twice the rows of `local`, which is its part on rank 0."""
+    shape = torch.Size((2 * local.shape[0], *local.shape[1:]))
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(shape, tuple(local.stride()), local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+# -- DTensor (resting.py) -----------------------------------------------------------------------------------------------
+
+
+def test_a_dtensor_aliases_the_local_tensor_it_is_made_of(mesh: DeviceMesh) -> None:
+    local = torch.zeros(2, 3)
+    tensor = sharded(mesh, local)
+    assert tensor._local_tensor is local
+    assert tuple(tensor.shape) == (4, 3)
+    tensor._local_tensor[0, 0] = 5.0
+    assert local[0, 0] == 5.0
+
+
+def test_a_parameter_over_a_dtensor_shares_its_memory_and_is_a_dtensor(mesh: DeviceMesh) -> None:
+    local = torch.zeros(2, 3)
+    parameter = nn.Parameter(sharded(mesh, local))
+    assert isinstance(parameter, DTensor)
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.is_leaf
+    assert parameter._local_tensor.data_ptr() == local.data_ptr()
+    assert not parameter._local_tensor.requires_grad
+
+
+def test_the_local_tensor_of_a_parameter_may_be_replaced(mesh: DeviceMesh) -> None:
+    parameter: Any = nn.Parameter(sharded(mesh, torch.zeros(2, 3)))
+    other = torch.ones(2, 3)
+    parameter._local_tensor = other
+    with torch.no_grad():
+        parameter.add_(1.0)
+    assert torch.equal(other, torch.full((2, 3), 2.0))
+
+
+def test_a_gradient_that_is_a_dtensor_may_be_assigned(mesh: DeviceMesh) -> None:
+    parameter = nn.Parameter(sharded(mesh, torch.zeros(2, 3)))
+    parameter.grad = sharded(mesh, torch.ones(2, 3))
+    assert isinstance(parameter.grad, DTensor)
+
+
+def test_a_dtensor_may_have_an_empty_local_tensor(mesh: DeviceMesh) -> None:
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=TensorMeta(torch.Size((1, 3)), (3, 1), torch.float32))
+    parameter = nn.Parameter(DTensor(torch.empty(0, 3), spec, requires_grad=False))  # type: ignore[no-untyped-call]
+    assert parameter.shape == (1, 3)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+@pytest.mark.parametrize(
+    ("make", "states"),
+    [
+        (lambda p: torch.optim.AdamW([p]), {"exp_avg", "exp_avg_sq"}),
+        (lambda p: torch.optim.AdamW([p], foreach=True), {"exp_avg", "exp_avg_sq"}),
+        (lambda p: torch.optim.AdamW([p], fused=True), {"exp_avg", "exp_avg_sq"}),
+        (lambda p: torch.optim.SGD([p], lr=0.1, momentum=0.9), {"momentum_buffer"}),
+        (lambda p: torch.optim.Adagrad([p]), {"sum"}),
+    ],
+    ids=["AdamW", "AdamW-foreach", "AdamW-fused", "SGD-momentum", "Adagrad"],
+)
+def test_optimizer_states_follow_the_placement_of_their_parameter(
+    mesh: DeviceMesh, make: Any, states: set[str], placement: Any
+) -> None:
+    rows = 4 if placement == Shard(0) else 2
+    spec = DTensorSpec(mesh, (placement,), tensor_meta=TensorMeta(torch.Size((rows, 3)), (3, 1), torch.float32))
+    parameter = nn.Parameter(DTensor(torch.zeros(2, 3), spec, requires_grad=False))  # type: ignore[no-untyped-call]
+    optimizer = make(parameter)
+    parameter.grad = DTensor(torch.ones(2, 3), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    optimizer.step()
+    state = optimizer.state[parameter]
+    assert states <= set(state)
+    for name in states:
+        assert isinstance(state[name], DTensor)
+        assert state[name].placements == (placement,)
+        assert state[name]._local_tensor.shape == (2, 3)
+    assert not torch.equal(parameter._local_tensor, torch.zeros(2, 3))  # type: ignore[attr-defined]
+
+
+def test_versions_do_not_tell_that_an_optimizer_stepped(mesh: DeviceMesh) -> None:
+    """Why `runtime/optimizer_watch.py` uses hooks: `_version` stays where it was under `foreach`."""
+    parameter = nn.Parameter(sharded(mesh, torch.zeros(2, 3)))
+    parameter.grad = sharded(mesh, torch.ones(2, 3))
+    before = parameter._version
+    torch.optim.SGD([parameter], lr=0.1, foreach=True).step()
+    assert parameter._local_tensor[0, 0] != 0  # type: ignore[attr-defined]
+    assert parameter._version == before
+
+
+def test_hooks_for_all_optimizers_exist_and_can_be_removed() -> None:
+    seen: list[str] = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("post")),
+    ]
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert seen == ["pre", "post"]
+
+
+def test_mixing_a_dtensor_and_a_plain_tensor_raises_with_these_words(mesh: DeviceMesh) -> None:
+    with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
+        torch.ones(5, 3) @ sharded(mesh, torch.ones(2, 3)).t()
+
+
+@pytest.mark.xfail(reason="torch 2.13 raises in C++ (libtorch_python, try_replicate_spec_for_scalar_tensor)", strict=True)
+def test_the_dispatcher_refuses_plain_tensors_where_access_explains_it(mesh: DeviceMesh) -> None:
+    """`access.py` wraps this method of the dispatcher."""
+    dispatcher: Any = DTensor._op_dispatcher
+    names = ("_try_replicate_spec_for_scalar_tensor", "try_replicate_spec_for_scalar_tensor")
+    name = next((name for name in names if hasattr(dispatcher, name)), None)
+    assert name is not None
+    original = getattr(dispatcher, name)
+    calls: list[object] = []
+
+    def noted(op_call: object, tensor: Tensor, compute_mesh: DeviceMesh) -> object:
+        calls.append(op_call)
+        return original(op_call, tensor, compute_mesh)
+
+    setattr(dispatcher, name, noted)
+    try:
+        with pytest.raises(RuntimeError):
+            torch.ones(5, 3) @ sharded(mesh, torch.ones(2, 3)).t()
+    finally:
+        setattr(dispatcher, name, original)
+    assert calls
+
+
+# -- autograd (runtime/gather.py, runtime/step.py, runtime/passes.py) ---------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """Doubles; calls `during` in its backward. A leaf `token` hangs on every node."""
+
+    during: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, token: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if Twice.during is not None:
+            Twice.during()
+        return 2 * grad, None
+
+
+@pytest.fixture
+def during() -> Iterator[list[Any]]:
+    """Functions to call in the backward of `Twice`; holds what they returned afterwards."""
+    asked: list[Any] = []
+
+    def call() -> None:
+        asked[:] = [ask() if callable(ask) else ask for ask in asked]
+
+    Twice.during = call
+    yield asked
+    Twice.during = None
+
+
+def test_the_engine_says_whether_it_will_run_a_function_node(during: list[Any]) -> None:
+    x, token = torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True)
+    inside, outside = Twice.apply(x, token), Twice.apply(x, token)
+    last = Twice.apply(inside, token)
+    nodes = inside.grad_fn, outside.grad_fn
+    during += [lambda: [torch._C._will_engine_execute_node(node) for node in nodes]]
+    Twice.during, ask = None, Twice.during
+    last.register_hook(lambda _: ask())  # before any node of `Twice` ran
+    last.sum().backward()
+    assert during == [[True, False]]
+
+
+@pytest.mark.parametrize(("way", "expected"), [("backward", True), ("inputs", False), ("grad", False)])
+def test_the_engine_visits_an_unasked_leaf_in_a_plain_backward_only(
+    during: list[Any], way: str, expected: bool
+) -> None:
+    x, token = torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True)
+    token_node = get_gradient_edge(token).node
+    during += [lambda: torch._C._will_engine_execute_node(token_node)]
+    loss = Twice.apply(x, token).sum()
+    if way == "backward":
+        loss.backward()
+    elif way == "inputs":
+        loss.backward(inputs=[x])
+    else:
+        torch.autograd.grad(loss, [x])
+    assert during == [expected]
+    assert token.grad is None
+
+
+def test_the_graph_task_is_minus_one_outside_backward_only(during: list[Any]) -> None:
+    during += [torch._C._current_graph_task_id]
+    loss = Twice.apply(torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True)).sum()
+    assert torch._C._current_graph_task_id() == -1
+    loss.backward()
+    assert during[0] >= 0
+    assert torch._C._current_graph_task_id() == -1
+
+
+def test_create_graph_enables_grad_inside_backward_and_nothing_else_does(during: list[Any]) -> None:
+    during += [torch.is_grad_enabled]
+    x, token = torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True)
+    Twice.apply(x, token).sum().backward()
+    assert during == [False]
+    during[:] = [torch.is_grad_enabled]
+    torch.autograd.grad(Twice.apply(x, token).sum(), [x], create_graph=True)
+    assert during == [True]
+
+
+class Callback:
+    """What is queued on the engine; `__weakref__` tells whether the engine still holds it."""
+
+    def __init__(self, calls: list[str]) -> None:
+        self._calls = calls
+
+    def __call__(self) -> None:
+        self._calls.append("called")
+
+
+def test_a_queued_callback_runs_once_at_the_end_of_backward(during: list[Any]) -> None:
+    calls: list[str] = []
+    during += [lambda: Variable._execution_engine.queue_callback(Callback(calls))]  # type: ignore[attr-defined]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(lambda _: calls.append("leaf"))
+    Twice.apply(x, torch.zeros((), requires_grad=True)).sum().backward()
+    assert calls == ["leaf", "called"]
+
+
+def test_a_queued_callback_dies_with_a_backward_that_raises(during: list[Any]) -> None:
+    alive: list[weakref.ref[Callback]] = []
+    calls: list[str] = []
+
+    def queue() -> None:
+        callback = Callback(calls)
+        alive.append(weakref.ref(callback))
+        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+    def fail(_: Tensor) -> None:
+        assert alive[0]() is not None, "the engine holds the callback while backward runs"
+        raise RuntimeError("in backward")
+
+    during += [queue]
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(fail)
+    with pytest.raises(RuntimeError, match="in backward"):
+        Twice.apply(x, torch.zeros((), requires_grad=True)).sum().backward()
+    gc.collect()
+    assert alive[0]() is None
+    assert calls == []
+
+
+def test_a_node_can_be_referenced_weakly_and_dies_with_its_graph() -> None:
+    x, token = torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True)
+    output = Twice.apply(x, token)
+    loss = output.sum()
+    node = weakref.ref(output.grad_fn)
+    del output
+    gc.collect()
+    assert node() is not None, "the graph of the loss holds it"
+    del loss
+    gc.collect()
+    assert node() is None
+
+
+def test_a_node_survives_the_backward_that_frees_what_it_saved() -> None:
+    """A second backward of the same graph is torch's error to raise: nodes live as long as the loss does."""
+    output = Twice.apply(torch.ones(2, requires_grad=True), torch.zeros((), requires_grad=True))
+    node = weakref.ref(output.grad_fn)
+    loss = output.sum()
+    del output
+    loss.backward()
+    assert node() is not None
+
+
+# -- saved tensors (runtime/saved.py) -----------------------------------------------------------------------------------
+
+
+def test_the_hooks_on_top_can_be_read() -> None:
+    def pack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    top = torch._C._autograd._top_saved_tensors_default_hooks
+    assert top(False) is None
+    with saved_tensors_hooks(pack, unpack):
+        assert top(False) == (pack, unpack)
+        with saved_tensors_hooks(unpack, pack):
+            assert top(False) == (unpack, pack)
+    assert top(False) is None
+
+
+def test_only_the_innermost_hooks_are_called() -> None:
+    packed: list[str] = []
+
+    def packs(name: str) -> Any:
+        return lambda tensor: (packed.append(name), tensor)[1]
+
+    x = torch.ones(2, requires_grad=True)
+    with saved_tensors_hooks(packs("outer"), lambda t: t), saved_tensors_hooks(packs("inner"), lambda t: t):
+        x.exp()
+    assert packed == ["inner"]
+
+
+def test_data_is_the_same_memory_with_a_version_of_its_own() -> None:
+    """Gathered tensors are `.data` of one buffer: refilling the buffer must not look like an edit of what was saved."""
+    buffer = torch.zeros(4)
+    view = buffer.as_strided((2, 2), (2, 1), 0).data
+    assert view.data_ptr() == buffer.data_ptr()
+    before = view._version
+    buffer.fill_(3.0)
+    assert torch.equal(view, torch.full((2, 2), 3.0))
+    assert view._version == before
+    view.add_(1.0)
+    assert view._version == before + 1
+
+
+def test_autograd_accepts_a_buffer_refilled_between_forward_and_backward() -> None:
+    buffer = torch.full((2,), 3.0)
+    x = torch.ones(2, requires_grad=True)
+    product = x * buffer.as_strided((2,), (1,), 0).data
+    buffer.fill_(5.0)
+    product.sum().backward()
+    assert torch.equal(x.grad, torch.full((2,), 5.0))  # type: ignore[arg-type]
+
+
+# -- modules (runtime/entry.py, runtime/slot.py) ------------------------------------------------------------------------
+
+
+def test_an_instance_attribute_shadows_a_registered_parameter() -> None:
+    linear = nn.Linear(2, 2)
+    registered = linear.weight
+    linear.__dict__["weight"] = shadow = torch.zeros(2, 2)
+    assert linear.weight is shadow
+    assert dict(linear.named_parameters())["weight"] is registered
+    del linear.__dict__["weight"]
+    assert linear.weight is registered
+
+
+def test_calling_a_module_finds_forward_in_the_instance() -> None:
+    linear = nn.Linear(2, 2)
+    linear.__dict__["forward"] = lambda x: "ours"
+    assert linear(torch.zeros(2)) == "ours"
+
+
+def test_deepcopy_keeps_what_the_memo_names() -> None:
+    import copy
+
+    linear = nn.Linear(2, 2)
+    twin = copy.deepcopy(linear, {id(linear.weight): linear.weight})
+    assert twin.weight is linear.weight
+    assert twin.bias is not linear.bias
