@@ -74,7 +74,7 @@ def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
     return Segment(whole if not pads else whole[:room], case.numel, case.piece_numel)
 
 
-# -- all-gather ---------------------------------------------------------------------------------------------------------
+# -- all-gather ------------------------------------------------------------------------------------------------------
 
 
 def gathered(cases: list[Case], packed_nbytes: int, native: bool) -> list[Tensor]:
@@ -139,7 +139,7 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
     assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
 
 
-# -- reduce-scatter -----------------------------------------------------------------------------------------------------
+# -- reduce-scatter --------------------------------------------------------------------------------------------------
 
 
 def reduced(cases: list[Case], packed_nbytes: int, native: bool, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
@@ -246,7 +246,7 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
     assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
 
 
-# -- agreement ----------------------------------------------------------------------------------------------------------
+# -- agreement -------------------------------------------------------------------------------------------------------
 
 
 def bits_of(rank: int) -> Tensor:
@@ -307,7 +307,7 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
         assert bits.tolist() == [1]
 
 
-# -- traffic ------------------------------------------------------------------------------------------------------------
+# -- traffic ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
@@ -342,7 +342,7 @@ def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
     assert ranks(3).run(sent, False) == ranks(3).run(sent, True)
 
 
-# -- without ranks ------------------------------------------------------------------------------------------------------
+# -- without ranks ---------------------------------------------------------------------------------------------------
 
 
 def test_pieces_of_a_segment_partition_its_elements() -> None:

@@ -34,7 +34,7 @@ def sharded(mesh: DeviceMesh, local: Tensor) -> DTensor:
     return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-# -- DTensor (resting.py) -----------------------------------------------------------------------------------------------
+# -- DTensor (resting.py) --------------------------------------------------------------------------------------------
 
 
 def test_a_dtensor_aliases_the_local_tensor_it_is_made_of(mesh: DeviceMesh) -> None:
@@ -159,7 +159,7 @@ def test_the_dispatcher_refuses_plain_tensors_where_access_explains_it(mesh: Dev
     assert calls
 
 
-# -- autograd (runtime/gather.py, runtime/step.py, runtime/passes.py) ---------------------------------------------------
+# -- autograd (runtime/gather.py, runtime/step.py, runtime/passes.py) ------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
@@ -305,7 +305,7 @@ def test_a_node_survives_the_backward_that_frees_what_it_saved() -> None:
     assert node() is not None
 
 
-# -- saved tensors (runtime/saved.py) -----------------------------------------------------------------------------------
+# -- saved tensors (runtime/saved.py) --------------------------------------------------------------------------------
 
 
 def test_the_hooks_on_top_can_be_read() -> None:
@@ -358,7 +358,7 @@ def test_autograd_accepts_a_buffer_refilled_between_forward_and_backward() -> No
     assert torch.equal(x.grad, torch.full((2,), 5.0))  # type: ignore[arg-type]
 
 
-# -- modules (runtime/entry.py, runtime/slot.py) ------------------------------------------------------------------------
+# -- modules (runtime/entry.py, runtime/slot.py) ---------------------------------------------------------------------
 
 
 def test_an_instance_attribute_shadows_a_registered_parameter() -> None:

@@ -44,7 +44,7 @@ def group_parameters(module: nn.Module, anchors: list[str]) -> dict[str, list[st
     return groups
 
 
-# -- the default --------------------------------------------------------------------------------------------------------
+# -- the default -----------------------------------------------------------------------------------------------------
 
 
 def test_blocks_of_a_gpt_are_units_and_the_rest_is_the_root() -> None:
@@ -125,7 +125,7 @@ def test_a_block_used_twice_is_one_unit() -> None:
     assert [shared.places for shared in shared_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
 
 
-# -- ties ---------------------------------------------------------------------------------------------------------------
+# -- ties ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_tied_parameter_is_one_with_all_its_places() -> None:
@@ -166,7 +166,7 @@ def test_names_that_begin_alike_are_not_nested() -> None:
     assert innermost_common(["", "layers.1", "layers.10"], ["layers.10.mlp"]) == "layers.10"
 
 
-# -- chosen by the user -------------------------------------------------------------------------------------------------
+# -- chosen by the user ----------------------------------------------------------------------------------------------
 
 
 def test_units_may_be_a_class_or_several() -> None:
@@ -240,7 +240,7 @@ def test_by_size_needs_a_positive_number_of_bytes(nbytes: int) -> None:
     assert by_size(nbytes=1) == BySize(1)
 
 
-# -- refused ------------------------------------------------------------------------------------------------------------
+# -- refused ---------------------------------------------------------------------------------------------------------
 
 
 def test_lazy_parameters_are_refused_by_name() -> None:

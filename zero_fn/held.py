@@ -22,7 +22,7 @@ class Held:
     Attributes:
         parameters: At rest, and gathered where gathered ones are kept.
         gradients: Of `.grad`, and local sums that were not reduced yet.
-        optimizer: Of the optimizer's state tensors; scalars such as step counts are left out.
+        optimizer: Of the optimizer's state tensors; step counts are left out.
     """
 
     parameters: int
@@ -58,8 +58,8 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
 def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is not None:
         for state in optimizer.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and value.ndim:
+            for name, value in state.items():
+                if isinstance(value, Tensor) and name != "step":
                     yield value._local_tensor if isinstance(value, DTensor) else value
 
 

@@ -72,7 +72,7 @@ def assert_says(name: str, error: ZeroError) -> None:
     assert_matches(SNAPSHOTS / f"{name}.txt", f"{type(error).__name__}: {normalized(text)}")
 
 
-# -- the mesh -----------------------------------------------------------------------------------------------------------
+# -- the mesh --------------------------------------------------------------------------------------------------------
 
 
 def mesh_is_no_mesh() -> object:
@@ -105,7 +105,7 @@ def mesh_is_on_another_device() -> object:
         return zf.shard_params(Model(), mesh)
 
 
-# -- units --------------------------------------------------------------------------------------------------------------
+# -- units -----------------------------------------------------------------------------------------------------------
 
 
 def units_class_matches_nothing() -> object:
@@ -132,7 +132,7 @@ def units_differ_between_transforms() -> object:
         return zf.shard_params(zf.shard_grads(Model(), mesh, units="layers.*"), mesh, units=nn.Linear)
 
 
-# -- options ------------------------------------------------------------------------------------------------------------
+# -- options ---------------------------------------------------------------------------------------------------------
 
 
 def where_pattern_matches_nothing() -> object:
@@ -178,7 +178,7 @@ def precision_twice_with_other_outputs() -> object:
     return zf.precision(zf.precision(Model(), output=torch.float32), output=torch.bfloat16)
 
 
-# -- modules ------------------------------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------------------------
 
 
 def parameter_is_lazy() -> object:
@@ -220,7 +220,7 @@ def parameter_is_a_dtensor_already() -> object:
         return zf.shard_params(model, mesh)
 
 
-# -- the wrong moment ---------------------------------------------------------------------------------------------------
+# -- the wrong moment ------------------------------------------------------------------------------------------------
 
 
 def describe_of_a_plain_module() -> object:
@@ -315,7 +315,7 @@ def forward_is_pickled() -> object:
         return pickle.dumps(zf.shard_params(Model(), mesh).forward)
 
 
-# -- stale objects ------------------------------------------------------------------------------------------------------
+# -- stale objects ---------------------------------------------------------------------------------------------------
 
 
 def check_optimizer_of_the_module_before() -> object:
@@ -346,7 +346,7 @@ def step_of_the_optimizer_before() -> object:
         return optimizer.step()
 
 
-# -- at rest ------------------------------------------------------------------------------------------------------------
+# -- at rest ---------------------------------------------------------------------------------------------------------
 
 
 def parameter_was_replaced() -> object:
@@ -363,7 +363,7 @@ def parameter_was_replaced_by_nothing() -> object:
         return zf.refresh(model)
 
 
-# -- launch -------------------------------------------------------------------------------------------------------------
+# -- launch ----------------------------------------------------------------------------------------------------------
 
 
 def launch_no_rank() -> object:
@@ -453,7 +453,7 @@ def test_a_transformed_module_refuses_pickle_with_advice() -> None:
             pickle.dumps(model)
 
 
-# -- errors that need ranks ---------------------------------------------------------------------------------------------
+# -- errors that need ranks ------------------------------------------------------------------------------------------
 
 
 def layouts_differ() -> None:
@@ -487,7 +487,7 @@ def test_disagreement_of_ranks_is_the_snapshot(ranks: Ranks, mistake: Callable[[
     assert_matches(SNAPSHOTS / f"{mistake.__name__}.txt", f"DisagreementError: {text}")
 
 
-# -- the whole set ------------------------------------------------------------------------------------------------------
+# -- the whole set ---------------------------------------------------------------------------------------------------
 
 
 def summaries_in(source: str) -> list[str]:
@@ -524,7 +524,7 @@ def test_every_snapshot_has_a_case() -> None:
     assert {path.stem for path in SNAPSHOTS.glob("*.txt")} <= cases or is_writing()
 
 
-# -- the base -----------------------------------------------------------------------------------------------------------
+# -- the base --------------------------------------------------------------------------------------------------------
 
 
 def test_an_error_is_a_summary_aligned_facts_and_a_fix() -> None:

@@ -30,20 +30,24 @@ class Replacement:
         self.fqn, self.parameter, self.site = fqn, weakref.ref(parameter), site
 
 
-_slots: dict[int, tuple[weakref.ref[nn.Parameter], weakref.ref[Slot]]] = {}
+_slots: dict[int, weakref.ref[Slot]] = {}
 _replaced: dict[int, tuple[weakref.ref[nn.Parameter], Replacement]] = {}
 
 
 def note_slot(parameter: nn.Parameter, slot: Slot) -> None:
-    """Remembers that `parameter` is the resting parameter of `slot`."""
+    """Remembers that `parameter` is the resting parameter of `slot`.
+
+    The slot holds the parameter; a weak reference to the parameter itself would forbid `Module.to` to swap it.
+    """
     key = id(parameter)
-    _slots[key] = (weakref.ref(parameter, lambda _: _slots.pop(key, None)), weakref.ref(slot))
+    _slots[key] = weakref.ref(slot, lambda _: _slots.pop(key, None))
 
 
 def slot_of(parameter: object) -> Slot | None:
     """The slot of a resting parameter; None for any other tensor."""
-    entry = _slots.get(id(parameter))
-    return entry[1]() if entry is not None and entry[0]() is parameter else None
+    reference = _slots.get(id(parameter))
+    slot = reference() if reference is not None else None
+    return slot if slot is not None and slot.parameter is parameter else None
 
 
 def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:

@@ -400,6 +400,7 @@ class Step:
             if has_any:
                 self._settle(unit, self._reduction(unit, exact=True))
         self._decide()
+        self._read_control()
 
     def drop_gradients(self) -> None:
         """Forgets local gradients that were not reduced."""
@@ -435,6 +436,7 @@ class Step:
                 unit.reshard()
 
     def _read_control(self) -> None:
+        """Waits for control messages nobody had to read: one that is dropped would be taken for the next."""
         unread, self._unread = self._unread, []
         for pending in unread:
             pending.wait()

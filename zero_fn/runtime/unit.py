@@ -139,7 +139,7 @@ class Unit:
         Raises:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if all(slot.is_current() for slot in self.slots):
+        if self.pinned is not None or all(slot.is_current() for slot in self.slots):
             return
         self.reshard()
         moved = [self._resting_successor(slot) for slot in self.slots]

@@ -1,0 +1,15 @@
+"""The fixtures, warnings and Hypothesis profiles of `tests/conftest.py`, also when only these tests run."""
+
+from __future__ import annotations
+
+import pytest
+
+import tests.conftest as suite
+from tests.conftest import _seed, ranks
+
+__all__ = ["_seed", "ranks"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.pluginmanager.is_registered(suite):
+        config.pluginmanager.register(suite, "tests.conftest")

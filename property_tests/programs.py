@@ -1,0 +1,125 @@
+"""What the strategies draw: modules and chains of transforms as values, which print, travel to ranks, and build the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+
+__all__ = ["Chain", "Leaf", "Link", "Node", "Tree", "apply", "batch", "build"]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A parameter: its dims from the outermost in memory to the innermost are `order`."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    trained: bool = True
+
+    def values(self) -> Tensor:
+        """Random values with the strides asked for."""
+        stored = torch.randn([self.shape[dim] for dim in self.order], dtype=torch.float64)
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            stored = stored * 3
+        inverse = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return stored.to(self.dtype).permute(inverse)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A module: parameters `p0`, `p1`, ..., and children in a `ModuleList` or, alone, under names of their own."""
+
+    leaves: tuple[Leaf, ...]
+    children: tuple[Node, ...] = ()
+    listed: bool = True
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A module and its ties: pairs of places, by their number in the order of registration."""
+
+    root: Node
+    ties: tuple[tuple[int, int], ...] = ()
+
+
+class Block(nn.Module):
+    """Multiplies and adds every parameter it has, then calls its children in turn, then itself adds the first again."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        for number, leaf in enumerate(node.leaves):
+            trained = leaf.trained and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+            self.register_parameter(f"p{number}", nn.Parameter(leaf.values(), requires_grad=trained))
+        self.register_buffer("offset", torch.tensor(0.25))
+        children = [Block(child) for child in node.children]
+        if node.listed:
+            self.children_ = nn.ModuleList(children)
+        else:
+            for number, child in enumerate(children):
+                self.add_module(f"c{number}", child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name, _ in self.named_parameters(recurse=False, remove_duplicate=False):
+            x = x + _scalar(getattr(self, name)) * torch.tanh(x)
+        for child in self._blocks():
+            x = torch.tanh(child(x))
+        return x + self.offset
+
+    def _blocks(self) -> Iterator[nn.Module]:
+        yield from (child for name, child in self.named_children() if name != "children_")
+        yield from getattr(self, "children_", ())
+
+
+def _scalar(parameter: Tensor) -> Tensor:
+    real = parameter.abs() if parameter.is_complex() else parameter
+    return real.float().sin().sum()
+
+
+def build(tree: Tree, seed: int = 0) -> Block:
+    """The module of a tree, the same wherever it is built."""
+    torch.manual_seed(seed)
+    model = Block(tree.root)
+    places = [(module, name) for module in model.modules() for name in module._parameters]
+    for one, other in tree.ties:
+        module, name = places[one % len(places)]
+        source = module._parameters[name]
+        module, name = places[other % len(places)]
+        module._parameters[name] = source
+    return model
+
+
+def batch(seed: int, rank: int = 0) -> Tensor:
+    """The input of one rank in one step."""
+    return torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+@dataclass(frozen=True)
+class Link:
+    """One transform and its options."""
+
+    verb: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        transform = getattr(zf, self.verb)
+        if self.verb == "precision":
+            return transform(module, **self.options)
+        return transform(module, mesh, **self.options)
+
+
+Chain = tuple[Link, ...]
+
+
+def apply(chain: Chain, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """The transforms of a chain, the first one first."""
+    for link in chain:
+        module = link(module, mesh)
+    return module

@@ -1,0 +1,181 @@
+"""Laws of schedules: they are values, so their safety is checked without a process group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from property_tests.strategies import traces
+from zero_fn.schedule import (
+    Await,
+    Enter,
+    Event,
+    Exit,
+    Reduce,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    backward_schedule,
+    backward_trace,
+    forward_schedule,
+    limit_reductions,
+    prefetch,
+)
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Trace, tuple[Event, ...]]:
+    """A trace and the forward or backward schedule of it, before prefetching."""
+    trace = draw(traces())
+    if draw(st.booleans()):
+        return trace, forward_schedule(trace, keeps_last=draw(st.booleans()))
+    reduced = draw(st.sets(st.integers(0, 4)))
+    trace = backward_trace(trace)
+    return trace, backward_schedule(trace, reduces=reduced.__contains__)
+
+
+DEPTHS = st.integers(0, 4)
+LIMITS = st.integers(1, 3)
+
+
+def run(events: Iterable[Event]) -> set[int]:
+    """Follows the phases of every unit and fails where a unit is used before its time; returns those left gathered."""
+    gathering: set[int] = set()
+    gathered: set[int] = set()
+    running: list[int] = []
+    for event in events:
+        match event:
+            case Unshard(unit):
+                assert unit not in gathering | gathered, f"{event}: it is gathered already"
+                gathering.add(unit)
+            case Await(unit):
+                assert unit in gathering, f"{event}: nothing to wait for"
+                gathering.remove(unit)
+                gathered.add(unit)
+            case Enter(use):
+                assert use.unit in gathered, f"{event}: its unit was not awaited"
+                running.append(use.unit)
+            case Exit(use):
+                assert running.pop() == use.unit
+            case Reshard(unit):
+                assert unit in gathered, f"{event}: nothing to free"
+                assert unit not in running, f"{event}: it is running"
+                gathered.remove(unit)
+            case Reduce(unit):
+                assert unit not in running, f"{event}: its gradients are not complete"
+    assert not gathering, f"{gathering} were gathered and never awaited"
+    return gathered
+
+
+@given(schedules(), DEPTHS, LIMITS)
+def test_nothing_is_used_before_it_was_awaited(
+    schedule: tuple[Trace, tuple[Event, ...]], depth: int, limit: int
+) -> None:
+    run(limit_reductions(prefetch(schedule[1], depth=depth), limit=limit))
+
+
+@given(traces(), DEPTHS)
+def test_every_unshard_has_one_reshard_or_its_unit_is_kept_for_backward(trace: Trace, depth: int) -> None:
+    freed = prefetch(forward_schedule(trace, keeps_last=False), depth=depth)
+    assert run(freed) == set()
+    kept = run(prefetch(forward_schedule(trace, keeps_last=True), depth=depth))
+    last = max(i for i, bracket in enumerate(trace) if isinstance(bracket, Enter))
+    assert kept == {bracket.use.unit for bracket in trace[last:]}
+
+
+@given(traces(), DEPTHS)
+def test_backward_leaves_nothing_gathered(trace: Trace, depth: int) -> None:
+    assert run(prefetch(backward_schedule(backward_trace(trace), reduces=lambda _: True), depth=depth)) == set()
+
+
+@given(schedules())
+def test_a_schedule_has_the_brackets_of_its_trace(schedule: tuple[Trace, tuple[Event, ...]]) -> None:
+    trace, events = schedule
+    assert tuple(event for event in events if isinstance(event, Enter | Exit)) == trace
+
+
+@given(traces())
+def test_the_backward_of_a_backward_is_the_forward(trace: Trace) -> None:
+    assert backward_trace(backward_trace(trace)) == trace
+
+
+@given(schedules(), DEPTHS)
+def test_prefetch_moves_unshards_only(schedule: tuple[Trace, tuple[Event, ...]], depth: int) -> None:
+    before, after = schedule[1], prefetch(schedule[1], depth=depth)
+    assert others(before) == others(after)
+    assert sorted(map(str, before)) == sorted(map(str, after))
+
+
+def others(events: Sequence[Event]) -> list[Event]:
+    return [event for event in events if not isinstance(event, Unshard)]
+
+
+def passed(events: Sequence[Event], kind: Callable[[Event], bool]) -> dict[tuple[int, int], int]:
+    """For the k-th Unshard of each unit, how many events of a kind come before it."""
+    counts: dict[int, int] = {}
+    seen = 0
+    found: dict[tuple[int, int], int] = {}
+    for event in events:
+        if isinstance(event, Unshard):
+            number = counts[event.unit] = counts.get(event.unit, -1) + 1
+            found[event.unit, number] = seen
+        seen += kind(event)
+    return found
+
+
+@given(schedules(), DEPTHS)
+def test_prefetch_moves_unshards_earlier_and_past_no_more_uses_than_its_depth(
+    schedule: tuple[Trace, tuple[Event, ...]], depth: int
+) -> None:
+    before, after = schedule[1], prefetch(schedule[1], depth=depth)
+
+    def is_other(event: Event) -> bool:
+        return not isinstance(event, Unshard)
+
+    def is_enter(event: Event) -> bool:
+        return isinstance(event, Enter)
+
+    late, early = passed(before, is_other), passed(after, is_other)
+    assert all(early[which] <= late[which] for which in late)
+    late, early = passed(before, is_enter), passed(after, is_enter)
+    assert all(late[which] - early[which] <= depth for which in late)
+
+
+@given(schedules(), DEPTHS)
+def test_prefetch_never_passes_a_reshard_of_the_same_unit(
+    schedule: tuple[Trace, tuple[Event, ...]], depth: int
+) -> None:
+    def own(events: Sequence[Event], unit: int) -> list[Event]:
+        return [event for event in events if isinstance(event, Unshard | Reshard) and event.unit == unit]
+
+    before, after = schedule[1], prefetch(schedule[1], depth=depth)
+    assert all(own(before, unit) == own(after, unit) for unit in range(5))
+
+
+@given(schedules(), LIMITS)
+def test_reductions_under_way_never_exceed_the_limit_and_each_is_settled_once_in_order(
+    schedule: tuple[Trace, tuple[Event, ...]], limit: int
+) -> None:
+    bounded = limit_reductions(schedule[1], limit=limit)
+    under_way: list[int] = []
+    for event in bounded:
+        if isinstance(event, Reduce):
+            under_way.append(event.unit)
+        elif isinstance(event, Settle):
+            assert under_way.pop(0) == event.unit
+        assert len(under_way) <= limit
+    assert under_way == []
+    assert tuple(event for event in bounded if not isinstance(event, Settle)) == schedule[1]
+
+
+@given(traces(), st.sets(st.integers(0, 4)))
+def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace: Trace, reduced: set[int]) -> None:
+    events = backward_schedule(backward_trace(trace), reduces=reduced.__contains__)
+    used = {bracket.use.unit for bracket in trace}
+    assert sorted(event.unit for event in events if isinstance(event, Reduce)) == sorted(used & reduced)
+    for unit in used & reduced:
+        last = max(i for i, event in enumerate(events) if isinstance(event, Exit) and event.use.unit == unit)
+        assert events.index(Reduce(unit)) > last

@@ -1,0 +1,255 @@
+"""Laws 1 to 5, 7 and 8: what every chain of transforms does to every module.
+
+Structure is looked at as one of four pretended ranks; outputs on one real rank; shards on real ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import zero_fn as zf
+from property_tests.programs import Chain, Link, Tree, apply, batch, build
+from property_tests.strategies import chains, links, trees
+from tests.groups import alone, pretended
+from tests.ranks import Ranks, axis
+from zero_fn.errors import LayoutError, ZeroError
+
+HELD = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture
+def four() -> Iterator[DeviceMesh]:
+    """The axis as rank 1 of 4 sees it, for all examples of a test."""
+    with pretended(4, rank=1) as mesh:
+        yield mesh
+
+
+def places(module: nn.Module) -> dict[str, int]:
+    """Every name of every parameter, and which of them are one."""
+    numbers: dict[int, int] = {}
+    named = module.named_parameters(remove_duplicate=False)
+    return {name: numbers.setdefault(id(parameter), len(numbers)) for name, parameter in named}
+
+
+def resting(module: nn.Module) -> dict[str, tuple[object, ...]]:
+    """What rests under each name: placement, local shape and strides, dtype, values."""
+    found: dict[str, tuple[object, ...]] = {}
+    for name, parameter in module.named_parameters():
+        local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        where = parameter.placements if isinstance(parameter, DTensor) else None
+        values = local.detach().clone()
+        found[name] = (where, tuple(local.shape), local.dtype, parameter.requires_grad, repr(values.tolist()))
+    return found
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    assert zf.describe(one) == zf.describe(other)
+    assert resting(one) == resting(other)
+    assert places(one) == places(other)
+
+
+@HELD
+@given(trees(), chains(precise=True))
+def test_names_ties_types_and_placements_survive_any_chain(four: DeviceMesh, tree: Tree, chain: Chain) -> None:
+    plain = build(tree)
+    model = apply(chain, plain, four)
+    assert places(model) == places(plain)
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    assert {name: tuple(value.shape) for name, value in model.state_dict().items()} == {
+        name: tuple(value.shape) for name, value in plain.state_dict().items()
+    }
+    for (name, parameter), (_, before) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(parameter, DTensor), name
+        assert isinstance(parameter.placements[0], Shard | Replicate)
+        assert parameter.requires_grad == before.requires_grad
+        assert parameter.dtype == before.dtype
+        assert parameter.is_leaf
+
+
+@HELD
+@given(trees(), st.data())
+def test_a_transform_twice_is_the_transform_once(four: DeviceMesh, tree: Tree, data: st.DataObject) -> None:
+    link = data.draw(st.one_of(links(units=zf.by_size(nbytes=100)), st.just(Link("precision", {"where": "p0"}))))
+    once = link(build(tree), four)
+    assert_same(link(once, four), once)
+
+
+@HELD
+@given(trees(), chains(min_size=2, max_size=3, precise=True), st.data())
+def test_chains_commute(four: DeviceMesh, tree: Tree, chain: Chain, data: st.DataObject) -> None:
+    shuffled = tuple(data.draw(st.permutations(chain)))
+    assert_same(apply(chain, build(tree), four), apply(shuffled, build(tree), four))
+
+
+STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")
+
+
+@HELD
+@given(trees(), st.integers(0, 3), st.integers(0, 3), st.sampled_from([{}, {"where": "p0"}, {"units": "*"}]))
+def test_a_stage_absorbs_the_stages_below_it(
+    four: DeviceMesh, tree: Tree, one: int, other: int, options: dict[str, object]
+) -> None:
+    low, high = Link(STAGES[min(one, other)], options), Link(STAGES[max(one, other)], options)
+    alone_ = high(build(tree), four)
+    assert_same(apply((low, high), build(tree), four), alone_)
+    assert_same(apply((high, low), build(tree), four), alone_)
+
+
+@HELD
+@given(trees(), chains(precise=True))
+def test_transforming_copies_every_value_that_this_rank_keeps(four: DeviceMesh, tree: Tree, chain: Chain) -> None:
+    plain = build(tree)
+    model = apply(chain, plain, four)
+    for (name, parameter), (_, whole) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert isinstance(parameter, DTensor)
+        expected = whole.detach()
+        if isinstance(parameter.placements[0], Shard):
+            dim = parameter.placements[0].dim
+            chunks = expected.chunk(4, dim)
+            expected = chunks[1] if len(chunks) > 1 else expected.narrow(dim, 0, 0)
+        assert torch.equal(parameter._local_tensor, expected), name
+        assert parameter._local_tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr() or (
+            not whole.numel()
+        )
+
+
+MISTAKES = (
+    Link("shard_params", {"where": "nothing"}),
+    Link("shard_grads", {"units": "nothing"}),
+    Link("shard_grads", {"units": nn.Conv2d}),
+    Link("shard_params", {"persist_below": -1}),
+    Link("shard_params", {"reshard_after": "never"}),
+    Link("shard_params", {"units": nn.Bilinear, "donate": True}),
+    Link("precision", {"compute": torch.int8}),
+    Link("precision", {"where": "nothing"}),
+)
+
+
+@HELD
+@given(trees(), chains(min_size=0, max_size=2), st.sampled_from(MISTAKES))
+def test_a_transform_that_raises_changed_nothing(
+    four: DeviceMesh, tree: Tree, chain: Chain, mistake: Link
+) -> None:
+    model = apply(chain, build(tree), four)
+    before, parameters = snapshot(model), list(model.parameters())
+    with pytest.raises(ZeroError):
+        mistake(model, four)
+    assert snapshot(model) == before
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+
+
+@HELD
+@given(trees(), chains(min_size=0, max_size=2), st.integers(0, 10))
+def test_a_module_that_cannot_be_copied_is_unchanged(
+    four: DeviceMesh, tree: Tree, chain: Chain, at: int
+) -> None:
+    model = apply(chain, build(tree), four)
+    modules = list(model.modules())
+    modules[at % len(modules)].stream = (value for value in ())  # a generator
+    before = snapshot(model)
+    with pytest.raises(LayoutError, match="cannot be copied") as caught:
+        zf.shard_params(model, four, donate=True)
+    assert str(caught.value.facts["attribute"]).endswith("stream")
+    assert snapshot(model) == before
+
+
+def snapshot(module: nn.Module) -> tuple[object, ...]:
+    """All that a transform might change in its argument."""
+    keys = [(name, tuple(child.__dict__)) for name, child in module.named_modules()]
+    described = zf.describe(module) if "forward" in module.__dict__ else None
+    return keys, places(module), resting(module), described
+
+
+# -- outputs, on one rank -----------------------------------------------------------------------------------------------
+
+
+def outputs(module: nn.Module) -> list[Tensor]:
+    return [module(batch(seed)).detach() for seed in range(2)]
+
+
+def gradients(module: nn.Module) -> list[Tensor | None]:
+    module.zero_grad()
+    module(batch(0)).sum().backward()
+    grads = [parameter.grad for parameter in module.parameters()]
+    return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
+
+
+def is_same(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(
+        a is b if a is None or b is None else torch.equal(a, b) for a, b in zip(one, other, strict=True)
+    )
+
+
+@given(st.lists(st.tuples(trees(), chains()), min_size=3, max_size=3))
+def test_outputs_are_unchanged_by_any_chain(programs: list[tuple[Tree, Chain]]) -> None:
+    with alone() as mesh:
+        for tree, chain in programs:
+            plain = build(tree)
+            model = apply(chain, plain, mesh)
+            assert is_same(outputs(model), outputs(plain))
+
+
+@given(st.lists(st.tuples(trees(dtypes=(torch.float32,)), chains(), chains()), min_size=3, max_size=3))
+def test_the_argument_is_unchanged_and_still_runs(programs: list[tuple[Tree, Chain, Chain]]) -> None:
+    with alone() as mesh:
+        for tree, chain, more in programs:
+            plain = build(tree)
+            expected, slopes, before = outputs(plain), gradients(plain), resting(plain)
+            model = apply(chain, plain, mesh)
+            assert is_same(outputs(plain), expected)
+            assert is_same(gradients(plain), slopes)
+            assert resting(plain) == before
+            described = zf.describe(model)
+            further = apply(tuple(Link(link.verb, without_units(link)) for link in more), model, mesh)
+            gradients(further)
+            with torch.no_grad():
+                for parameter in further.parameters():
+                    parameter.zero_()
+            assert zf.describe(model) == described
+            assert is_same(outputs(model), expected)
+            assert is_same(gradients(model), slopes)
+            assert is_same(outputs(plain), expected)
+
+
+def without_units(link: Link) -> dict[str, object]:
+    return {name: value for name, value in link.options.items() if name != "units"}
+
+
+# -- shards, on ranks ---------------------------------------------------------------------------------------------------
+
+
+def shards(programs: list[tuple[Tree, Chain]]) -> list[dict[str, tuple[int | None, Tensor]]]:
+    """This rank's part of every parameter of every program, and the dim along which it is a part."""
+    found = []
+    for tree, chain in programs:
+        model = apply(chain, build(tree), axis())
+        parts: dict[str, tuple[int | None, Tensor]] = {}
+        for name, parameter in model.named_parameters():
+            (placement,) = parameter.placements
+            parts[name] = (placement.dim if placement.is_shard() else None, parameter._local_tensor.clone())
+        found.append(parts)
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@settings(max_examples=5)
+@given(st.lists(st.tuples(trees(), chains()), min_size=4, max_size=6))
+def test_shards_at_rest_partition_each_parameter(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain]]) -> None:
+    by_rank = ranks(n).run(shards, programs)
+    for number, (tree, _) in enumerate(programs):
+        for name, whole in build(tree).named_parameters():
+            parts = [found[number][name] for found in by_rank]
+            (dim,) = {dim for dim, _ in parts}
+            if dim is None:
+                assert all(torch.equal(part, whole) for _, part in parts)
+            else:
+                assert torch.equal(torch.cat([part for _, part in parts], dim), whole)

@@ -1,0 +1,527 @@
+"""The verbs around training: unsharded, materialize, state dicts, checkpoints, check, memory and traffic as planned."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import tempfile
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.distributed.training import OPTIMIZERS, STAGES, full, loss_of, parameters
+from tests.models import Language, Odd
+from tests.ranks import Ranks, axis
+from zero_fn.runtime.entry import units_of
+
+ALL = list(STAGES)
+
+
+def _built(stage: str, build: Callable[[], nn.Module] = Language, **options: object) -> nn.Module:
+    torch.manual_seed(0)
+    return STAGES[stage](build(), axis(), **options)
+
+
+def _plain(build: Callable[[], nn.Module] = Language) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {name: parameter.detach() for name, parameter in build().named_parameters()}
+
+
+def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    loss = loss_of(model, step)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+# -- unsharded ------------------------------------------------------------------------------------------------------
+
+
+def _unsharded(stage: str) -> None:
+    model = _built(stage, Odd)
+    plain = _plain(Odd)
+    with zf.unsharded(model):
+        inside = dict(model.named_parameters())
+        assert all(type(parameter) is nn.Parameter for parameter in inside.values())
+        assert _equal({name: p.detach() for name, p in inside.items()}, plain)
+        assert model.head.weight is model.embedding.weight  # type: ignore[union-attr]
+        with zf.traffic() as sent, torch.no_grad():
+            loss_of(model, 0)
+        assert sent.nbytes == 0
+        with torch.no_grad():
+            model.norm.weight.add_(1)  # type: ignore[union-attr, operator]
+    assert _equal(parameters(model), plain), "edits without writeback are dropped"
+    with zf.unsharded(model.blocks[0], writeback=True), torch.no_grad():  # type: ignore[index]
+        model.blocks[0].down.weight.add_(1)  # type: ignore[index]
+    plain["blocks.0.down.weight"] = plain["blocks.0.down.weight"] + 1
+    assert _equal(parameters(model), plain)
+    before = parameters(model)
+    with pytest.raises(zf.DisagreementError, match="different edits"), zf.unsharded(model, writeback=True):
+        with torch.no_grad():
+            model.norm.bias.add_(dist.get_rank())  # type: ignore[union-attr, operator]
+    assert _equal(parameters(model), before)
+    with pytest.raises(ZeroDivisionError), zf.unsharded(model, writeback=True):
+        with torch.no_grad():
+            model.norm.bias.add_(1)  # type: ignore[union-attr, operator]
+        raise ZeroDivisionError
+    assert _equal(parameters(model), before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _step(model, optimizer, 0)
+    assert not _equal(parameters(model), before)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_unsharded_gives_whole_parameters_and_writes_back_on_request(ranks: Ranks, stage: str) -> None:
+    ranks(3).run(_unsharded, stage)
+
+
+# -- meta -----------------------------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Owns a buffer that only `reset_parameters` can make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("angles", torch.empty(5), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.arange(5, out=self.angles) if not self.angles.is_meta else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.angles.unsqueeze(-1)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(37, 10)
+        self.positions = Positions()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(10), nn.Linear(10, 10)) for _ in range(3))
+        self.head = nn.Linear(10, 37)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.positions(self.embedding(tokens))
+        for block in self.blocks:
+            x = x + block(x)
+        output: Tensor = self.head(x)
+        return output
+
+
+def _materialized(stage: str) -> tuple[dict[str, Tensor], list[int], float]:
+    with torch.device("meta"):
+        model = STAGES[stage](Small(), axis())
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert zf.held(model).parameters == 0
+    torch.manual_seed(3)
+    allocated: list[int] = []
+    model = zf.materialize(model, "cpu")
+    allocated.append(zf.held(model).parameters)
+    loss = _step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    return parameters(model), allocated, loss
+
+
+def _materialized_stages() -> list[bool]:
+    runs = [_materialized(stage) for stage in ALL]
+    return [_equal(runs[0][0], run[0]) and run[2] == runs[0][2] for run in runs]
+
+
+def test_materialize_gives_the_same_values_in_every_stage(ranks: Ranks) -> None:
+    for rank in ranks(3).run(_materialized_stages):
+        assert all(rank)
+
+
+def _materialize_refuses() -> None:
+    with torch.device("meta"):
+        model = zf.zero3(Language(), axis())
+    with pytest.raises(zf.StateError, match="reset_parameters"):
+        zf.materialize(model, "cpu")  # `Block` owns its gate and cannot reset it
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_materialize_refuses_a_module_that_cannot_reset(ranks: Ranks) -> None:
+    ranks(2).run(_materialize_refuses)
+
+
+def _to_empty(stage: str) -> None:
+    with torch.device("meta"):
+        model = STAGES[stage](Small(), axis())
+    model.to_empty(device="cpu")
+    model.positions.reset_parameters()  # type: ignore[union-attr, operator]
+    torch.manual_seed(0)
+    values = Small().state_dict()
+    model.load_state_dict(values)
+    assert _equal(parameters(model), {name: value for name, value in values.items()})
+    _step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_to_empty_and_load_state_dict_start_a_meta_model(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_to_empty, stage)
+
+
+def _to_double(stage: str) -> None:
+    torch.manual_seed(0)
+    reference = STAGES[stage](Language().double(), axis())
+    model = _built(stage).double()
+    first = _step(reference, torch.optim.SGD(reference.parameters(), lr=0.1), 0)
+    second = _step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    assert first == second
+    assert _equal(parameters(reference), parameters(model))
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_transformed_model_can_change_its_dtype(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_to_double, stage)
+
+
+# -- state dicts and checkpoints ------------------------------------------------------------------------------------
+
+
+def _state_dicts(stage: str) -> None:
+    model = _built(stage, Odd)
+    assert list(model.state_dict()) == list(Odd().state_dict())
+    torch.manual_seed(1)
+    whole = Odd().state_dict()
+    model.load_state_dict(whole)
+    assert all(torch.equal(full(value), whole[name]) for name, value in model.state_dict().items())
+    other = _built(stage, Odd)
+    other.load_state_dict(model.state_dict())
+    assert _equal(parameters(model), parameters(other))
+    assigned = _built(stage, Odd)
+    assigned.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    zf.refresh(assigned)  # torch unties tied weights here; a forward or `refresh` ties them again
+    assert _equal(parameters(model), parameters(assigned))
+    losses = {loss_of(each, 0).item() for each in (model, other, assigned)}
+    assert len(losses) == 1
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({**whole, "norm.weight": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_state_dicts_round_trip_and_take_whole_tensors(ranks: Ranks, stage: str) -> None:
+    ranks(3).run(_state_dicts, stage)
+
+
+def _save(path: str, stage: str, steps: int) -> dict[str, Tensor]:
+    """Trains, saves half-way, goes on; returns the final parameters."""
+    model = _built(stage)
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    for step in range(steps):
+        _step(model, optimizer, step)
+    dcp.save({"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}, checkpoint_id=path)
+    for step in range(steps, 2 * steps):
+        _step(model, optimizer, step)
+    return parameters(model)
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return dict(get_optimizer_state_dict(model, optimizer))
+
+
+def _resume(path: str, stage: str, steps: int) -> dict[str, Tensor]:
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    torch.manual_seed(99)
+    model = STAGES[stage](Language(), axis())
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    state = {"model": model.state_dict(), "optimizer": _optimizer_state(model, optimizer)}
+    dcp.load(state, checkpoint_id=path)
+    model.load_state_dict(state["model"])  # type: ignore[arg-type]
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])  # type: ignore[arg-type]
+    for step in range(steps, 2 * steps):
+        _step(model, optimizer, step)
+    return parameters(model)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("zero3", "zero3"), ("zero3", "zero1"), ("replicate", "zero2")])
+def test_a_checkpoint_continues_exactly_in_any_stage(ranks: Ranks, saved: str, resumed: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = ranks(3).run(_save, folder, saved, 3)
+        for one, other in zip(expected, ranks(3).run(_resume, folder, resumed, 3), strict=True):
+            assert _equal(one, other)
+
+
+def test_a_checkpoint_loads_on_another_number_of_ranks(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks(3).run(_save, folder, "zero3", 2)
+        assert Path(folder, ".metadata").exists()
+        ranks(2).run(_resume, folder, "zero2", 2)
+
+
+# -- memory and traffic ---------------------------------------------------------------------------------------------
+
+
+def _held_as_planned(stage: str, build: Callable[[], nn.Module], mixed: bool) -> list[tuple[int, int]]:
+    model = _built(stage, build)
+    if mixed:
+        model = zf.precision(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    _step(model, optimizer, 0)
+    loss_of(model, 1).backward()
+    plan, held = zf.plan(model), zf.held(model, optimizer)
+    return [
+        (getattr(held, name), getattr(plan.held, name) + getattr(plan.padding, name))
+        for name in ("parameters", "gradients", "optimizer")
+    ]
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("stage", ALL)
+def test_bytes_held_are_those_of_the_plan(ranks: Ranks, stage: str, mixed: bool) -> None:
+    for rank in ranks(3).run(_held_as_planned, stage, Language, mixed):
+        for measured, planned in rank:
+            assert measured == planned
+
+
+class Even(nn.Module):
+    """Every parameter divides evenly, and into aligned shards: no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(128, 128) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+def _formulas(stage: str) -> tuple[int, int, list[int]]:
+    model = _built(stage, Even)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        with zf.traffic() as sent:
+            model(torch.randn(2, 128)).square().mean().backward()
+        optimizer.step()
+    held = zf.held(model, optimizer)
+    return sum(p.numel() for p in model.parameters()), sent.nbytes, [held.parameters, held.gradients, held.optimizer]
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_held_and_sent_bytes_follow_the_formulas_of_the_paper(ranks: Ranks, stage: str) -> None:
+    n = 4
+    for numel, sent, held in ranks(n).run(_formulas, stage):
+        whole, shard = 4 * numel, 4 * numel // n
+        assert held == {
+            "replicate": [whole, whole, 2 * whole],
+            "zero1": [whole, whole, 2 * shard],
+            "zero2": [whole, shard, 2 * shard],
+            "zero3": [shard, shard, 2 * shard],
+        }[stage]
+        volume = (n - 1) * shard
+        kept = volume // 4  # the last of four equal layers stays gathered from forward to backward
+        assert sent == {"replicate": 2, "zero1": 2, "zero2": 2, "zero3": 3}[stage] * volume - kept * (stage == "zero3")
+
+
+def _sent_as_planned(stage: str, mixed: bool, microbatches: int) -> list[tuple[int, int]]:
+    model = _built(stage)
+    if mixed:
+        model = zf.precision(model)
+    found = []
+    for step in range(3):
+        with zf.traffic() as sent:
+            if microbatches > 1:
+                with zf.accumulate(model):
+                    for i in range(microbatches):
+                        loss_of(model, 10 * step + i).backward()
+            else:
+                loss_of(model, step).backward()
+        if step:
+            found.append((sent.nbytes, zf.plan(model, backwards=microbatches).sent_nbytes))
+    return found
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("stage", ALL)
+def test_bytes_sent_are_those_of_the_plan(ranks: Ranks, stage: str, mixed: bool, microbatches: int) -> None:
+    for rank in ranks(3).run(_sent_as_planned, stage, mixed, microbatches):
+        for counted, planned in rank:
+            assert counted == planned
+
+
+def _deleted(stage: str) -> list[str]:
+    gc.collect()
+    gc.disable()
+    try:
+        model = _built(stage)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        _step(model, optimizer, 0)
+        watched = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        watched.update({f"unit {unit.name}": weakref.ref(unit) for unit in units_of(model)})
+        del model, optimizer
+        return [name for name, reference in watched.items() if reference() is not None]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_deleted_model_frees_its_memory_without_the_collector(ranks: Ranks, stage: str) -> None:
+    for rank in ranks(2).run(_deleted, stage):
+        assert rank == []
+
+
+def _gathered_after(stage: str) -> list[int]:
+    """Bytes of transient buffers at rest: after a step, after an evaluation, after a failure."""
+    model = _built(stage)
+    resting = zf.held(model).parameters
+    found = []
+    loss_of(model, 0).backward()
+    found.append(zf.held(model).parameters - resting)
+    with torch.no_grad():
+        loss_of(model, 0)
+    found.append(zf.held(model).parameters - resting)
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.tensor([[10**6]]))
+    found.append(zf.held(model).parameters - resting)
+    return found
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_nothing_stays_gathered_at_rest(ranks: Ranks, stage: str) -> None:
+    for rank in ranks(2).run(_gathered_after, stage):
+        assert rank == [0, 0, 0]
+
+
+# -- mistakes -------------------------------------------------------------------------------------------------------
+
+
+def _mistakes() -> None:
+    torch.manual_seed(0)
+    plain = Language()
+    stale = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model = zf.zero3(plain, axis())
+    with pytest.raises(zf.StaleError, match=r"embedding.weight, replaced by shard_params at .*test_verbs.py"):
+        zf.check(model, stale)
+    loss_of(model, 0).backward()
+    with pytest.raises(zf.StaleError, match="build the optimizer after"):
+        stale.step()
+    with pytest.raises(zf.ShardedAccessError, match="unsharded"):
+        torch.randn(3, 10) @ model.head.weight.t()  # type: ignore[union-attr, operator]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    zf.check(model, optimizer)
+    with zf.accumulate(model):
+        loss_of(model, 0).backward()
+        with pytest.raises(zf.StateError, match="inside accumulate"):
+            optimizer.step()
+    loss = loss_of(model, 0)
+    optimizer.step()
+    with pytest.raises(zf.StateError, match="changed between forward and backward"):
+        loss.backward()
+    optimizer.zero_grad()
+    _step(model, optimizer, 1)
+    with pytest.raises(zf.StateError, match="cannot be pickled"):
+        import pickle
+
+        pickle.dumps(model)
+    with pytest.raises(zf.PlacementError, match="replaced after the transform"):
+        model.norm.weight = nn.Parameter(torch.ones(10))  # type: ignore[union-attr]
+        loss_of(model, 0)
+
+
+def test_mistakes_are_named_with_their_fix(ranks: Ranks) -> None:
+    ranks(2).run(_mistakes)
+
+
+def _other_model() -> str:
+    torch.manual_seed(0)
+    model = zf.zero3(Language(blocks=2 + dist.get_rank() % 2), axis())
+    with pytest.raises(zf.DisagreementError) as caught:
+        loss_of(model, 0)
+    return str(caught.value)
+
+
+def _other_values() -> str:
+    torch.manual_seed(dist.get_rank())
+    model = zf.zero3(Language(), axis())
+    with pytest.raises(zf.DisagreementError) as caught:
+        loss_of(model, 0)
+    torch.manual_seed(0)
+    model.load_state_dict(Language().state_dict())  # one way out
+    fresh = zf.zero3(Language(), axis())
+    fresh.load_state_dict(model.state_dict())
+    loss_of(fresh, 0).backward()
+    return str(caught.value)
+
+
+def test_ranks_that_built_different_models_get_the_same_error(ranks: Ranks) -> None:
+    messages = set(ranks(3).run(_other_model))
+    assert len(messages) == 1
+    assert "different layouts" in messages.pop()
+    messages = set(ranks(3).run(_other_values))
+    assert len(messages) == 1
+    assert "torch.manual_seed" in messages.pop()
+
+
+def _hooks(stage: str) -> dict[str, list[str]]:
+    torch.manual_seed(0)
+    plain = Language()
+    fired: dict[str, list[str]] = {"before": [], "after": [], "post": []}
+
+    def note(key: str) -> Callable[[Tensor], None]:
+        def hook(grad: Tensor) -> None:
+            fired[key].append(type(grad).__name__ + str(list(grad.shape)))
+
+        return hook
+
+    plain.head.weight.register_hook(note("before"))
+    model = STAGES[stage](plain, axis())
+    weight = model.blocks[0].up.weight  # type: ignore[index, union-attr]
+    weight.register_hook(lambda grad: grad * 3)
+    reference = _built(stage)
+    model.norm.weight.register_post_accumulate_grad_hook(lambda p: note("post")(p.grad))  # type: ignore[union-attr]
+    loss_of(model, 0).backward()
+    loss_of(reference, 0).backward()
+    assert torch.equal(full(weight.grad), 3 * full(reference.blocks[0].up.weight.grad))  # type: ignore[index, union-attr]
+    return fired
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_hooks_of_parameters_fire_once_with_the_resting_gradient(ranks: Ranks, stage: str) -> None:
+    for fired in ranks(2).run(_hooks, stage):
+        assert fired == {"before": ["DTensor[37, 10]"], "after": [], "post": ["DTensor[10]"]}
+
+
+def _purity(stage: str) -> None:
+    torch.manual_seed(0)
+    plain = Odd()
+    before = copy.deepcopy(plain.state_dict())
+    expected = loss_of(plain, 0).item()
+    model = STAGES[stage](plain, axis())
+    assert loss_of(model, 0).item() == expected
+    _step(model, torch.optim.SGD(model.parameters(), lr=0.1), 0)
+    assert all(torch.equal(value, before[name]) for name, value in plain.state_dict().items())
+    assert loss_of(plain, 0).item() == expected
+    assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
+    assert type(model) is Odd
+    given = STAGES[stage](Odd(), axis(), donate=True)
+    del given
+    donated = Odd()
+    STAGES[stage](donated, axis(), donate=True)
+    assert zf.held(donated).parameters == 0
+    with pytest.raises(zf.StateError, match="donated"):
+        loss_of(donated, 0)
+    with pytest.raises(zf.StateError, match="donated"):
+        zf.zero3(donated, axis())
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_transform_leaves_its_argument_alone_unless_donated(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_purity, stage)
