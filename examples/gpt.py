@@ -230,7 +230,7 @@ def next_byte_loss(model: nn.Module, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: Tensor, length: int, *, window: int, temperature: float = 0.8, seed: int = 0
+    model: nn.Module, prompt: Tensor, length: int, *, window: int, temperature: float = 0.6, seed: int = 0
 ) -> Tensor:
     """Continues a prompt, one byte at a time, through the model's own forward.
 

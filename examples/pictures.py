@@ -63,7 +63,7 @@ def draw_losses(path: Path, options: Options, corpus: Corpus, runs: Sequence[Run
             f"{corpus.source}: {megabytes(len(corpus.train), 1)} to train on, {megabytes(len(corpus.validation), 1)} "
             f"to validate; {options.batch} x {options.seq} bytes a step",
         )
-        axes.legend()
+        axes.legend(frameon=True, facecolor="white", edgecolor="none", framealpha=1)
         figure.savefig(path)
         plt.close(figure)
 
@@ -100,9 +100,9 @@ def draw_bytes(path: Path, options: Options, runs: Sequence[Run], plans: Sequenc
         _title(
             axes,
             f"What a rank holds, {options.ranks} ranks",
-            "full colour: measured in this run; pale: the formula that the stage promises",
+            "full colour: measured in this run; pale: by the formula of the stage",
         )
-        axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.0), ncols=3, columnspacing=1.2, handlelength=1.2)
+        axes.legend(loc="lower right", bbox_to_anchor=(1.01, 1.06), ncols=3, columnspacing=1.2, handlelength=1.2)
         figure.savefig(path)
         plt.close(figure)
 

@@ -177,9 +177,11 @@ def outputs(module: nn.Module) -> list[Tensor]:
 
 
 def gradients(module: nn.Module) -> list[Tensor | None]:
+    """Of the input, which a module without trained parameters has too, and of every parameter."""
     module.zero_grad()
-    module(batch(0)).sum().backward()
-    grads = [parameter.grad for parameter in module.parameters()]
+    x = batch(0).requires_grad_()
+    module(x).sum().backward()
+    grads = [x.grad, *(parameter.grad for parameter in module.parameters())]
     return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads]
 
 

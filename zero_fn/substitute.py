@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.access import explain_access
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
@@ -80,8 +79,6 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     """
     _require_rest(module, verb)
     watch_optimizers()
-    if assignment.axis is not None:
-        explain_access(assignment.axis)
     shared = shared_parameters(module)
     sources = [_source(parameter, assignment) for parameter in shared]
     twin = _copy(module, [parameter.parameter for parameter in shared])

@@ -413,8 +413,12 @@ def _mistakes() -> None:
     loss_of(model, 0).backward()
     with pytest.raises(zf.StaleError, match="build the optimizer after"):
         stale.step()
-    with pytest.raises(zf.ShardedAccessError, match="unsharded"):
-        torch.randn(3, 10) @ model.head.weight.t()  # type: ignore[union-attr, operator]
+    hook = model.norm.register_forward_hook(  # type: ignore[union-attr, operator]
+        lambda module, args, output: output @ model.blocks[0].up.weight.t()  # type: ignore[index, union-attr]
+    )
+    with pytest.raises(zf.ShardedAccessError, match=r"aten.mm.default at test_verbs.py"):
+        loss_of(model, 0)
+    hook.remove()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     zf.check(model, optimizer)
     with zf.accumulate(model):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.access import explained
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.unit import Unit
@@ -90,6 +91,11 @@ class Entry:
             if torch.is_grad_enabled():
                 _watch(output, use)
             failed = False
+        except RuntimeError as error:
+            known = explained(error, unit.name)
+            if known is error:
+                raise
+            raise known from error
         finally:
             unit.unshadow()
             unit.step.leave(use, failed=failed)

@@ -147,12 +147,12 @@ class Step:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._recover()
-        if not self._has_agreed:
-            self._agree()
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
                 other.reshard()
             other.readopt()
+        if not self._has_agreed:
+            self._agree()
         self._is_fresh = False
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
@@ -300,7 +300,9 @@ class Step:
         return [bool(bit) for bit in bits.tolist()]
 
     def _device(self) -> torch.device:
-        return next((slot.flat.device for unit in self.live_units() for slot in unit.slots), torch.device("cpu"))
+        """Where control messages are made."""
+        axis = self.assignment.axis
+        return torch.device(axis.device_type if axis is not None else "cpu")
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
