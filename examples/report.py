@@ -132,7 +132,7 @@ def megabytes(nbytes: float, digits: int = 3) -> str:
 
 def _table(options: Options, runs: Sequence[Run]) -> str:
     """What was measured beside what the formula says, for each run."""
-    rows = [_row("", [(run.name, "by formula") for run in runs])]
+    rows = [_row("", [(f"{run.name}, {run.losses.step} steps", "by formula") for run in runs])]
     ends = sorted({run.losses.step for run in runs})
     for step in dict.fromkeys((1, *ends)):
         losses = [_loss(dict(enumerate(run.losses.train, 1)).get(step)) for run in runs]

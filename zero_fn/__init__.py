@@ -1,7 +1,7 @@
 """ZeRO as composable functions on DTensor placements.
 
-    model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
+model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
 """
 
 from zero_fn.check import check

@@ -30,9 +30,7 @@ def content_digest(tensor: Tensor) -> int:
     return int(bits.view(integer).sum(dtype=torch.int64).item())
 
 
-def agree(
-    transport: Transport, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str
-) -> None:
+def agree(transport: Transport, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str) -> None:
     """Raises on every rank if any rank holds other rows.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.

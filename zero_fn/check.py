@@ -43,7 +43,9 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             fix="build the optimizer after the last transform: AdamW(model.parameters())",
         )
     known = {id(parameter) for parameter in groups}
-    missing = [name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known]
+    missing = [
+        name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known
+    ]
     if missing:
         raise StaleError(
             f"The optimizer lacks {len(missing)} trained parameters of the model.",

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zero_fn.mesh import Axis
 from zero_fn.traffic import count
@@ -77,7 +78,9 @@ class Pending:
 
     __slots__ = ("_finish", "_works", "kept")
 
-    def __init__(self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, kept: object = None) -> None:
+    def __init__(
+        self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, kept: object = None
+    ) -> None:
         self._works, self._finish, self.kept = works, finish, kept
 
     def wait(self) -> None:
@@ -261,10 +264,12 @@ class _Native:
         if not segments:
             return Pending()
         # As bytes: a group of several dtypes is mixed up by gloo, and not every backend knows every dtype.
-        wholes = [segment.whole.narrow(0, 0, segment.piece_numel * self._size).view(torch.uint8) for segment in segments]
+        wholes = [
+            segment.whole.narrow(0, 0, segment.piece_numel * self._size).view(torch.uint8) for segment in segments
+        ]
         nbytes = [whole.numel() // self._size for whole in wholes]
         pieces = [whole.narrow(0, self._rank * n, n) for whole, n in zip(wholes, nbytes, strict=True)]
-        with dist._coalescing_manager(self._group, async_ops=True) as manager:
+        with _coalescing_manager(self._group, async_ops=True) as manager:
             for whole, piece in zip(wholes, pieces, strict=True):
                 _all_gather_single(whole, piece, group=self._group, async_op=True)
         count("all-gather", sum(_nbytes(piece) for piece in pieces) * (self._size - 1))
@@ -284,7 +289,7 @@ class _Native:
             outputs.append(whole.new_empty(segment.piece_numel))
         managers = []
         for dtype in dict.fromkeys(whole.dtype for whole in inputs):  # one group each: gloo mixes up dtypes in a group
-            with dist._coalescing_manager(self._group, async_ops=True) as manager:
+            with _coalescing_manager(self._group, async_ops=True) as manager:
                 for whole, piece in zip(inputs, outputs, strict=True):
                     if whole.dtype == dtype:
                         real = (_real(piece), _real(whole))

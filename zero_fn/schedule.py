@@ -129,9 +129,7 @@ def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
 
 def backward_trace(trace: Trace) -> Trace:
     """The brackets of the backward pass of a forward trace: reversed, with Enter and Exit exchanged."""
-    return tuple(
-        Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use) for bracket in reversed(trace)
-    )
+    return tuple(Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use) for bracket in reversed(trace))
 
 
 def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[Event, ...]:

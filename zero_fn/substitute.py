@@ -126,7 +126,9 @@ def _build_unit(
 
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     """Puts the entries of a unit in place."""
-    computes = {slot.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point}
+    computes = {
+        slot.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
+    }
     Entry(
         anchor,
         unit,
@@ -226,9 +228,9 @@ def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
         if attribute not in ("_spec", "_local_tensor"):
             setattr(new, attribute, value)
     for hook in (old._backward_hooks or {}).values():
-        new.register_hook(hook)
-    for hook in (old._post_accumulate_grad_hooks or {}).values():  # type: ignore[attr-defined]
-        new.register_post_accumulate_grad_hook(hook)
+        new.register_hook(hook)  # type: ignore[no-untyped-call]
+    for hook in (old._post_accumulate_grad_hooks or {}).values():
+        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def _initial(source: Tensor) -> int | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from zero_fn.errors import LayoutError, UnitError
 
@@ -71,7 +72,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
-            if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+            if isinstance(parameter, UninitializedParameter):
                 raise LayoutError(
                     "A lazy parameter has no shape yet.",
                     parameter=f"{module_name}.{attribute}".lstrip("."),

@@ -17,7 +17,7 @@ def accept_whole_entries(module: nn.Module) -> None:
     """Lets `load_state_dict` of this module take whole tensors beside DTensors. No communication."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", hook) is _shard_whole_entries for hook in hooks):
-        module.register_load_state_dict_pre_hook(_shard_whole_entries)
+        module.register_load_state_dict_pre_hook(_shard_whole_entries)  # type: ignore[no-untyped-call]
 
 
 def _shard_whole_entries(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object) -> None:

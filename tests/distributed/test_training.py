@@ -18,7 +18,9 @@ def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [name for name in one if not torch.equal(one[name], other[name])]
 
 
-def _stages_against_the_first(microbatches: int, optimizer: str, clip: float | None, names: list[str]) -> list[list[str]]:
+def _stages_against_the_first(
+    microbatches: int, optimizer: str, clip: float | None, names: list[str]
+) -> list[list[str]]:
     runs = [train(Odd, name, microbatches=microbatches, optimizer=optimizer, clip=clip) for name in names]
     return [_differing(runs[0], run) for run in runs[1:]]
 

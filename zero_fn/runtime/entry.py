@@ -149,7 +149,7 @@ def _watch(output: Any, use: UnitUse) -> None:
     for leaf in leaves:
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             use.has_graph = True
-            leaf.register_hook(hook)
+            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
     if use.node is not None:
         use.has_graph = True
 

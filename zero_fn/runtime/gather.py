@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gradients import Reduction
@@ -69,9 +70,7 @@ def gather(use: UnitUse) -> list[Tensor]:
     if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
         return tensors
     # Autograd would call hooks of the parameter with None; `settle` calls them with the reduced gradient.
-    leaves = [
-        slot.parameter.detach() if _has_hooks(slot) else slot.parameter for slot in use.unit.slots
-    ]
+    leaves = [slot.parameter.detach() if _has_hooks(slot) else slot.parameter for slot in use.unit.slots]
     outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
     for slot, output in zip(use.unit.slots, outputs, strict=True):
         if slot.parameter.requires_grad:
@@ -81,7 +80,7 @@ def gather(use: UnitUse) -> list[Tensor]:
 
 
 def _has_hooks(slot: Slot) -> bool:
-    return bool(slot.parameter._backward_hooks or slot.parameter._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(slot.parameter._backward_hooks or slot.parameter._post_accumulate_grad_hooks)
 
 
 class _Gather(torch.autograd.Function):
@@ -132,7 +131,8 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
-        segments, wholes = [], []
+        segments: list[Segment] = []
+        wholes: list[Tensor | None] = []
         for slot, grad in zip(unit.slots, grads, strict=True):
             if grad is None:
                 wholes.append(None)

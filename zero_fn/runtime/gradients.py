@@ -151,7 +151,7 @@ def settle(slot: Slot, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         local_of(parameter.grad).add_(local_of(grad))
-    for post_hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):  # type: ignore[attr-defined]
+    for post_hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
         post_hook(parameter)
 
 

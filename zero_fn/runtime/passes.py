@@ -31,9 +31,7 @@ class ForwardPass:
         failed: Whether an exception passed through it.
     """
 
-    def __init__(
-        self, entry: int, events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool
-    ) -> None:
+    def __init__(self, entry: int, events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool) -> None:
         self.entry, self.grad = entry, grad
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
@@ -140,7 +138,7 @@ class BackwardPass:
         """Asks the engine to call back when the running backward has ended."""
         callback = _EndOfBackward(step, self)
         self._callback = weakref.ref(callback)
-        Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(callback)
 
     @property
     def is_alive(self) -> bool:

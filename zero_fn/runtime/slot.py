@@ -253,4 +253,3 @@ class Slot:
 def _dense(source: Tensor) -> Tensor:
     """A meta tensor with the strides of `source` if it is dense, contiguous ones otherwise."""
     return torch.empty_like(source, device="meta", memory_format=torch.preserve_format)
-

@@ -51,9 +51,7 @@ def precision(
     """
     for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise LayoutError(
-                "precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16"
-            )
+            raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
     home = Home(compute=compute, reduce=reduce)
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
     request = Assignment(homes=homes, output=output)
