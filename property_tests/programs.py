@@ -97,8 +97,8 @@ def build(tree: Tree, seed: int = 0) -> Block:
 
 
 def batch(seed: int, rank: int = 0) -> Tensor:
-    """The input of one rank in one step."""
-    return torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + rank))
+    """The input of one rank in one step. It requires gradients, so that frozen modules have a backward too."""
+    return torch.randn(3, generator=torch.Generator().manual_seed(100 * seed + rank)).requires_grad_()
 
 
 @dataclass(frozen=True)

@@ -64,30 +64,32 @@ def homes(*, compatible: bool = False) -> st.SearchStrategy[Home]:
 
 
 @st.composite
-def leaves(
-    draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_size: int = 9, frozen: bool = True
-) -> Leaf:
+def leaves(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, max_size: int = 9, frozen: bool = True) -> Leaf:
     """Parameters of every awkward kind."""
     shape = draw(shapes(max_dims=3, max_size=max_size))
     trained = draw(st.booleans()) or draw(st.booleans()) if frozen else True
     return Leaf(shape, draw(memory_orders(len(shape))), draw(st.sampled_from(dtypes)), trained)
 
 
-def trees(
-    *, dtypes: Sequence[torch.dtype] = DTYPES, frozen: bool = True, ties: bool = True, max_leaves: int = 3
-) -> st.SearchStrategy[Tree]:
-    """Modules: a root with a parameter, nested containers, ties anywhere."""
+@st.composite
+def trees(draw: st.DrawFn, *, dtypes: Sequence[torch.dtype] = DTYPES, frozen: bool = True, ties: bool = True) -> Tree:
+    """Modules: a root with a parameter, nested containers, ties anywhere.
+
+    Not with `st.builds`: Hypothesis takes exponential time to print nested calls of it.
+    """
     leaf = leaves(dtypes=dtypes, frozen=frozen)
-    own = st.lists(leaf, max_size=max_leaves).map(tuple)
-    node = st.recursive(
-        st.builds(Node, own),
-        lambda child: st.builds(Node, own, st.lists(child, max_size=3).map(tuple), st.booleans()),
-        max_leaves=5,
-    )
-    first = st.lists(leaf, min_size=1, max_size=max_leaves).map(tuple)
-    root = st.builds(Node, first, st.lists(node, max_size=3).map(tuple), st.booleans())
-    pairs = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=2).map(tuple)
-    return st.builds(Tree, root, pairs if ties else st.just(()))
+    budget = draw(st.integers(0, 6))
+
+    def node(depth: int) -> Node:
+        nonlocal budget
+        own = tuple(draw(leaf) for _ in range(draw(st.integers(0 if depth else 1, 3))))
+        width = min(draw(st.integers(0, 3)), budget) if depth < 3 else 0
+        budget -= width
+        return Node(own, tuple(node(depth + 1) for _ in range(width)), draw(st.booleans()))
+
+    root = node(0)
+    pairs = draw(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=2)) if ties else []
+    return Tree(root, tuple(pairs))
 
 
 _STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")

@@ -88,7 +88,9 @@ def test_an_assignment_seen_from_above_gives_every_parameter_the_same_home(
     assert assignment.below(prefix).home(f"{prefix}.{fqn}".lstrip(".")) == assignment.home(fqn)
 
 
-@given(homes(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64]))
+@given(
+    homes(), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+)
 def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, resting: torch.dtype) -> None:
     computed, summed = home.compute_dtype(resting), home.sum_dtype(resting)
     assert computed.is_floating_point == resting.is_floating_point

@@ -72,7 +72,7 @@ def test_every_place_of_a_parameter_is_found(tree: Tree) -> None:
 def test_units_by_size_are_large_enough(tree: Tree, nbytes: int) -> None:
     model = build(tree)
     anchors = anchors_of(model, zf.by_size(nbytes=nbytes))
-    first_seen: dict[str, int] = {anchor: 0 for anchor in anchors}
+    first_seen: dict[str, int] = dict.fromkeys(anchors, 0)
     for one in shared_parameters(model):
         # A tied parameter counts where it is met first by children before parents: at most once, in any of its places.
         for anchor in {innermost_common(anchors, [name]) for name, _ in one.places}:

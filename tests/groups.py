@@ -1,7 +1,7 @@
 """Process groups inside the process of the tests: one real rank, or many that are only pretended.
 
-    with alone() as axis:            # one gloo rank: everything runs, nothing moves
-    with pretended(4) as axis:       # rank 0 of 4 on torch's fake backend: transforms and predictions, no forward
+with alone() as axis:            # one gloo rank: everything runs, nothing moves
+with pretended(4) as axis:       # rank 0 of 4 on torch's fake backend: transforms and predictions, no forward
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The oracle: each collective as its one-line einops pattern, over the tensors of all ranks.
 
-    shard            "(n rows) ... -> n rows ...", then row `rank`
-    all-gather       "n rows ... -> (n rows) ..."
-    reduce-scatter   "src (n rows) ... -> n rows ...", mean over src, then row `rank`
+shard            "(n rows) ... -> n rows ...", then row `rank`
+all-gather       "n rows ... -> (n rows) ..."
+reduce-scatter   "src (n rows) ... -> n rows ...", mean over src, then row `rank`
 """
 
 from __future__ import annotations

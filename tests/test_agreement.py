@@ -97,7 +97,16 @@ def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:
 
 @pytest.mark.parametrize(
     "dtype",
-    [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128, torch.int64, torch.bool],
+    [
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+        torch.float16,
+        torch.complex64,
+        torch.complex128,
+        torch.int64,
+        torch.bool,
+    ],
 )
 @pytest.mark.parametrize("shape", [(), (3,), (2, 3)])
 def test_the_digest_of_contents_sees_one_changed_element(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -142,7 +142,9 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
 # -- reduce-scatter --------------------------------------------------------------------------------------------------
 
 
-def reduced(cases: list[Case], packed_nbytes: int, native: bool, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
+def reduced(
+    cases: list[Case], packed_nbytes: int, native: bool, exact: bool, aliased: bool
+) -> list[tuple[Tensor, bool]]:
     """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
     own, n = dist.get_rank(), dist.get_world_size()
     at_rest = open_transport(native)

@@ -108,7 +108,11 @@ def test_imports_make_no_cycle() -> None:
     [
         ("layout", "from zero_fn.collectives import transport", "layout (layer 2) imports collectives (layer 3)"),
         ("errors", "import zero_fn.mesh", "errors (layer 0) imports mesh (layer 1)"),
-        ("runtime.step", "def f():\n    from zero_fn.plan import plan", "runtime.step (layer 4) imports plan (layer 6)"),
+        (
+            "runtime.step",
+            "def f():\n    from zero_fn.plan import plan",
+            "runtime.step (layer 4) imports plan (layer 6)",
+        ),
         (
             "home",
             "if TYPE_CHECKING:\n    from zero_fn.runtime.unit import Unit",
@@ -162,7 +166,9 @@ def _last(call: str) -> str:
 
 
 def offenders(sources: Mapping[str, str], *, allowed: Iterable[str]) -> list[str]:
-    return [f"{module}: {call}" for module, s in sources.items() if module not in allowed for call in collective_calls(s)]
+    return [
+        f"{module}: {call}" for module, s in sources.items() if module not in allowed for call in collective_calls(s)
+    ]
 
 
 def test_collectives_is_the_only_file_that_calls_collectives() -> None:

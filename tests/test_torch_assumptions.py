@@ -136,7 +136,9 @@ def test_mixing_a_dtensor_and_a_plain_tensor_raises_with_these_words(mesh: Devic
         torch.ones(5, 3) @ sharded(mesh, torch.ones(2, 3)).t()
 
 
-@pytest.mark.xfail(reason="torch 2.13 raises in C++ (libtorch_python, try_replicate_spec_for_scalar_tensor)", strict=True)
+@pytest.mark.xfail(
+    reason="torch 2.13 raises in C++ (libtorch_python, try_replicate_spec_for_scalar_tensor)", strict=True
+)
 def test_the_dispatcher_refuses_plain_tensors_where_access_explains_it(mesh: DeviceMesh) -> None:
     """`access.py` wraps this method of the dispatcher."""
     dispatcher: Any = DTensor._op_dispatcher
@@ -378,7 +380,6 @@ def test_calling_a_module_finds_forward_in_the_instance() -> None:
 
 
 def test_deepcopy_keeps_what_the_memo_names() -> None:
-    import copy
 
     linear = nn.Linear(2, 2)
     twin = copy.deepcopy(linear, {id(linear.weight): linear.weight})

@@ -41,7 +41,7 @@ def test_inner_blocks_count_for_themselves_and_for_outer_ones() -> None:
 
 
 def test_counts_may_be_read_inside_and_stop_when_the_block_raises() -> None:
-    with pytest.raises(ValueError, match="stop"), traffic() as sent:  # noqa: PT012
+    with pytest.raises(ValueError, match="stop"), traffic() as sent:
         count("all-gather", 5)
         assert sent.nbytes == 5
         raise ValueError("stop")

@@ -84,7 +84,13 @@ def test_layers_of_a_resnet_are_looked_through() -> None:
 
 def test_containers_of_containers_are_looked_through() -> None:
     stages = nn.ModuleList(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(2))
-    assert anchors_of(nn.ModuleDict({"stages": stages}), None) == ["", "stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
+    assert anchors_of(nn.ModuleDict({"stages": stages}), None) == [
+        "",
+        "stages.0.0",
+        "stages.0.1",
+        "stages.1.0",
+        "stages.1.1",
+    ]
 
 
 def test_linears_of_a_plain_mlp_are_units_and_activations_are_not() -> None:
@@ -208,7 +214,7 @@ def test_units_of_another_type_are_refused(units: object) -> None:
 
 def test_units_by_size_are_the_innermost_modules_that_are_large_enough() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    assert (8 * 8 + 8) * 4 == 288 and (4 * 4 + 4) * 4 == 80  # noqa: PT018
+    assert (8 * 8 + 8) * 4 == 288 and (4 * 4 + 4) * 4 == 80
     assert anchors_of(model, by_size(nbytes=288)) == ["", "0", "1"]
     assert anchors_of(model, by_size(nbytes=160)) == ["", "0", "1", "2"]
     assert anchors_of(model, by_size(nbytes=80)) == ["", "0", "1", "2.0", "2.1"]

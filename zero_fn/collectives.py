@@ -19,13 +19,11 @@ what travels as bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from zero_fn.mesh import Axis
 from zero_fn.traffic import count
@@ -38,7 +36,6 @@ PACKED_NBYTES = 128 * 1024
 _GATHER, _REDUCE, _CONTROL = 0x7A660001, 0x7A660002, 0x7A660003
 
 
-@dataclass(frozen=True, slots=True)
 class Segment:
     """The whole of one tensor, of which each rank has filled its own piece.
 
@@ -48,17 +45,26 @@ class Segment:
         piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
     """
 
-    whole: Tensor
-    numel: int
-    piece_numel: int
+    __slots__ = ("numel", "piece_numel", "whole")
+
+    def __init__(self, whole: Tensor, numel: int, piece_numel: int) -> None:
+        self.whole, self.numel, self.piece_numel = whole, numel, piece_numel
+
+    def piece_bounds(self, rank: int) -> tuple[int, int]:
+        """First element and number of elements that `rank` owns; the number may be 0."""
+        start = min(rank * self.piece_numel, self.numel)
+        return start, min(self.piece_numel, self.numel - start)
 
     def piece(self, rank: int) -> Tensor:
         """The elements that `rank` owns; may be empty."""
-        start = min(rank * self.piece_numel, self.numel)
-        return self.whole.narrow(0, start, min(self.piece_numel, self.numel - start))
+        return self.whole.narrow(0, *self.piece_bounds(rank))
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its pieces travel packed with others. The same on every rank."""
+        return self.piece_numel * self.whole.element_size() < PACKED_NBYTES
 
 
-@dataclass(frozen=True, slots=True)
 class Contribution:
     """One tensor to be summed over ranks, and where the mean of this rank's piece goes.
 
@@ -68,9 +74,10 @@ class Contribution:
         sum_dtype: Dtype of the running sum.
     """
 
-    addend: Segment
-    out: Tensor
-    sum_dtype: torch.dtype
+    __slots__ = ("addend", "out", "sum_dtype")
+
+    def __init__(self, addend: Segment, out: Tensor, sum_dtype: torch.dtype) -> None:
+        self.addend, self.out, self.sum_dtype = addend, out, sum_dtype
 
 
 class Pending:
@@ -82,6 +89,10 @@ class Pending:
         self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, kept: object = None
     ) -> None:
         self._works, self._finish, self.kept = works, finish, kept
+
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""
@@ -154,61 +165,69 @@ class _Exchange:
         self._peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
     def all_gather(self, segments: Sequence[Segment]) -> Pending:
-        packed, single = _by_size(segments, lambda segment: segment)
         works: list[Any] = []
+        kept: list[Tensor] = []
         sent_nbytes = 0
-        own = [segment.piece(self._rank) for segment in single]
-        for target, source in self._peers:
-            for segment, piece in zip(single, own, strict=True):
-                self._receive(segment.piece(source), source, _GATHER, works)
-                sent_nbytes += self._send(piece, target, _GATHER, works)
-        arrived: list[tuple[int, Tensor]] = []
-        if packed:
-            message = _pack([segment.piece(self._rank) for segment in packed])
+        for segment in segments:
+            if segment.is_small:
+                continue
+            own = segment.piece(self._rank)
+            kept.append(own)
             for target, source in self._peers:
-                buffer = message.new_empty(sum(_nbytes(segment.piece(source)) for segment in packed))
+                self._receive(segment.piece(source), source, _GATHER, works)
+                sent_nbytes += self._send(own, target, _GATHER, works)
+        arrived: list[tuple[Tensor, list[Tensor]]] = []
+        for pack in _packs(segments):
+            message = torch.cat([segment.piece(self._rank) for segment in pack])
+            kept.append(message)
+            for target, source in self._peers:
+                pieces = [segment.piece(source) for segment in pack]
+                buffer = message.new_empty(sum(piece.numel() for piece in pieces))
                 self._receive(buffer, source, _GATHER, works)
                 sent_nbytes += self._send(message, target, _GATHER, works)
-                arrived.append((source, buffer))
-            own.append(message)
+                arrived.append((buffer, pieces))
 
         def unpack() -> None:
-            for source, buffer in arrived:
-                _unpack(buffer, [segment.piece(source) for segment in packed])
+            for buffer, pieces in arrived:
+                torch._foreach_copy_(pieces, torch.split(buffer, [piece.numel() for piece in pieces]))
 
         count("all-gather", sent_nbytes)
-        return Pending(works, unpack if packed else None, own)
+        return Pending(works, unpack if arrived else None, kept)
 
     def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
-        packed, single = _by_size(contributions, lambda contribution: contribution.addend)
         works: list[Any] = []
-        sent_nbytes = 0
-        addends: list[list[Tensor]] = []
-        for contribution in single:
-            own = contribution.addend.piece(self._rank)
-            addends.append([own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)])
-        for target, source in self._peers:
-            for contribution, parts in zip(single, addends, strict=True):
-                self._receive(parts[source], source, _REDUCE, works)
-                sent_nbytes += self._send(contribution.addend.piece(target), target, _REDUCE, works)
-        arrived: dict[int, Tensor] = {}
         kept: list[Tensor] = []
-        if packed:
-            arrived[self._rank] = _pack([contribution.addend.piece(self._rank) for contribution in packed])
+        sums: list[tuple[list[Tensor], list[Contribution]]] = []
+        sent_nbytes = 0
+        for contribution in contributions:
+            addend = contribution.addend
+            if addend.is_small:
+                continue
+            own = addend.piece(self._rank)
+            parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
             for target, source in self._peers:
-                message = _pack([contribution.addend.piece(target) for contribution in packed])
-                arrived[source] = torch.empty_like(arrived[self._rank])
-                self._receive(arrived[source], source, _REDUCE, works)
-                sent_nbytes += self._send(message, target, _REDUCE, works)
+                self._receive(parts[source], source, _REDUCE, works)
+                sent_nbytes += self._send(addend.piece(target), target, _REDUCE, works)
+            sums.append((parts, [contribution]))
+        for pack in _packs(contributions):
+            own = torch.cat([contribution.addend.piece(self._rank) for contribution in pack])
+            parts = [own if rank == self._rank else torch.empty_like(own) for rank in range(self._size)]
+            for target, source in self._peers:
+                message = torch.cat([contribution.addend.piece(target) for contribution in pack])
                 kept.append(message)
+                self._receive(parts[source], source, _REDUCE, works)
+                sent_nbytes += self._send(message, target, _REDUCE, works)
+            sums.append((parts, pack))
 
         def add() -> None:
-            for contribution, parts in zip(single, addends, strict=True):
-                _mean(parts, contribution, self._rank)
-            if packed:
-                by_rank = [_views(arrived[rank], [c.out.numel() for c in packed], packed) for rank in range(self._size)]
-                for contribution, *parts in zip(packed, *by_rank, strict=True):
-                    _mean(parts, contribution, self._rank)
+            for parts, pack in sums:
+                if len(pack) == 1:
+                    _mean_into(pack[0].out, parts, pack[0].sum_dtype, self._rank)
+                    continue
+                mean = torch.empty_like(parts[0], dtype=pack[0].sum_dtype)
+                _mean_into(mean, parts, pack[0].sum_dtype, self._rank)
+                outs = [contribution.out for contribution in pack]
+                torch._foreach_copy_(outs, torch.split(mean, [out.numel() for out in outs]))
 
         count("reduce-scatter", sent_nbytes)
         return Pending(works, add, (kept, contributions))
@@ -259,6 +278,10 @@ class _Native:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
+        # The group's own methods: dist.all_gather_into_tensor for each tensor costs the host ten times as much. torch 2.13
+        # renamed them.
+        self._gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
     def all_gather(self, segments: Sequence[Segment]) -> Pending:
         if not segments:
@@ -269,11 +292,8 @@ class _Native:
         ]
         nbytes = [whole.numel() // self._size for whole in wholes]
         pieces = [whole.narrow(0, self._rank * n, n) for whole, n in zip(wholes, nbytes, strict=True)]
-        with _coalescing_manager(self._group, async_ops=True) as manager:
-            for whole, piece in zip(wholes, pieces, strict=True):
-                _all_gather_single(whole, piece, group=self._group, async_op=True)
-        count("all-gather", sum(_nbytes(piece) for piece in pieces) * (self._size - 1))
-        return Pending([manager], kept=pieces)
+        count("all-gather", sum(map(_nbytes, pieces)) * (self._size - 1))
+        return Pending([self._gather(wholes, pieces)], kept=pieces)
 
     def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
         inputs, outputs = [], []
@@ -287,22 +307,18 @@ class _Native:
                 whole.narrow(0, 0, segment.numel).copy_(source)
             inputs.append(whole)
             outputs.append(whole.new_empty(segment.piece_numel))
-        managers = []
+        works = []
         for dtype in dict.fromkeys(whole.dtype for whole in inputs):  # one group each: gloo mixes up dtypes in a group
-            with _coalescing_manager(self._group, async_ops=True) as manager:
-                for whole, piece in zip(inputs, outputs, strict=True):
-                    if whole.dtype == dtype:
-                        real = (_real(piece), _real(whole))
-                        _reduce_scatter_single(*real, op=dist.ReduceOp.SUM, group=self._group, async_op=True)
-            managers.append(manager)
+            chosen = [(piece, whole) for piece, whole in zip(outputs, inputs, strict=True) if whole.dtype == dtype]
+            works.append(self._reduce([_real(piece) for piece, _ in chosen], [_real(whole) for _, whole in chosen]))
 
         def divide() -> None:
-            for contribution, piece in zip(contributions, outputs, strict=True):
-                mean = piece.narrow(0, 0, contribution.out.numel()).div_(self._size)
-                contribution.out.copy_(mean)
+            outs = [contribution.out for contribution in contributions]
+            torch._foreach_div_(outputs, self._size)
+            torch._foreach_copy_(outs, [p.narrow(0, 0, out.numel()) for p, out in zip(outputs, outs, strict=True)])
 
-        count("reduce-scatter", sum(_nbytes(piece) for piece in outputs) * (self._size - 1))
-        return Pending(managers, divide, (inputs, contributions))
+        count("reduce-scatter", sum(map(_nbytes, outputs)) * (self._size - 1))
+        return Pending(works, divide if outputs else None, (inputs, contributions))
 
     def any(self, bits: Tensor) -> Pending:
         count("control", 2 * bits.numel() * (self._size - 1) // self._size)
@@ -310,29 +326,30 @@ class _Native:
 
     def exchange(self, message: Tensor) -> Tensor:
         rows = message.new_empty((self._size, message.numel()))
-        _all_gather_single(rows.view(-1), message, group=self._group)
+        self._gather([rows.view(-1)], [message]).wait()
         count("control", message.numel() * (self._size - 1))
         return rows
 
 
-# torch 2.13 renamed these and warns about the old names, which are the only ones in 2.11.
-_all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
+    """The first of these methods that this torch has."""
+    found = next(getattr(group, name) for name in names if hasattr(group, name))
+    return cast(Callable[..., Any], found)
 
 
-def _mean(parts: list[Tensor], contribution: Contribution, rank: int) -> None:
+def _mean_into(out: Tensor, parts: list[Tensor], dtype: torch.dtype, rank: int) -> None:
     """Adds the parts in the order of the ranks and divides; the part of `rank` is only read."""
-    out, dtype = contribution.out, contribution.sum_dtype
     if out.dtype == dtype == parts[0].dtype:
         # `out` may be the part of `rank` itself, so it is not written before that part was read.
-        total = parts[0] if rank else out
-        first, last = (1, parts[-1]) if rank else (2, None)
-        if not rank:
+        if rank == 0:
             torch.add(parts[0], parts[1], out=out)
-        for part in parts[first : len(parts) - (last is not None)]:
-            total.add_(part)
-        if last is not None:
-            torch.add(total, last, out=out)
+            for part in parts[2:]:
+                out.add_(part)
+        else:
+            total = parts[0]
+            for part in parts[1:-1]:
+                total.add_(part)
+            torch.add(total, parts[-1], out=out)
         out.div_(len(parts))
         return
     total = parts[0].to(dtype, copy=True)
@@ -341,18 +358,18 @@ def _mean(parts: list[Tensor], contribution: Contribution, rank: int) -> None:
     out.copy_(total.div_(len(parts)))
 
 
-_Item = TypeVar("_Item")
+_Item = TypeVar("_Item", Segment, Contribution)
 
 
-def _by_size(items: Sequence[_Item], segment_of: Callable[[_Item], Segment]) -> tuple[list[_Item], list[_Item]]:
-    """Items whose pieces travel together, and those that travel alone. The same on every rank."""
-    packed: list[_Item] = []
-    single: list[_Item] = []
+def _packs(items: Sequence[_Item]) -> list[list[_Item]]:
+    """Small items by dtypes: what travels in one message. The same on every rank."""
+    packs: dict[object, list[_Item]] = {}
     for item in items:
-        segment = segment_of(item)
-        nbytes = segment.piece_numel * segment.whole.element_size()
-        (packed if nbytes < PACKED_NBYTES else single).append(item)
-    return packed, single
+        segment = item if isinstance(item, Segment) else item.addend
+        if segment.is_small:
+            key = segment.whole.dtype if isinstance(item, Segment) else (segment.whole.dtype, item.sum_dtype)
+            packs.setdefault(key, []).append(item)
+    return list(packs.values())
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -361,25 +378,3 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _real(flat: Tensor) -> Tensor:
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
-
-
-def _pack(pieces: Sequence[Tensor]) -> Tensor:
-    return torch.cat([piece.view(torch.uint8) for piece in pieces])
-
-
-def _unpack(message: Tensor, pieces: Sequence[Tensor]) -> None:
-    start = 0
-    for piece in pieces:
-        piece.view(torch.uint8).copy_(message.narrow(0, start, _nbytes(piece)))
-        start += _nbytes(piece)
-
-
-def _views(message: Tensor, numels: Sequence[int], contributions: Sequence[Contribution]) -> list[Tensor]:
-    views, start = [], 0
-    for numel, contribution in zip(numels, contributions, strict=True):
-        dtype = contribution.addend.whole.dtype
-        part = message.narrow(0, start, numel * dtype.itemsize)
-        # A part that does not start on a multiple of its item size cannot be viewed in place.
-        views.append((part if start % dtype.itemsize == 0 else part.clone()).view(dtype))
-        start += numel * dtype.itemsize
-    return views

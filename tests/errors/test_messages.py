@@ -423,7 +423,10 @@ KNOWN = {  # bugs, to be taken out when they are gone
     ("kind", "mistake"),
     [
         pytest.param(
-            kind, mistake, id=mistake.__name__, marks=[pytest.mark.xfail(reason=KNOWN[mistake])] if mistake in KNOWN else []
+            kind,
+            mistake,
+            id=mistake.__name__,
+            marks=[pytest.mark.xfail(reason=KNOWN[mistake])] if mistake in KNOWN else [],
         )
         for kind, mistakes in CASES.items()
         for mistake in mistakes

@@ -19,7 +19,6 @@ from torch.autograd.graph import get_gradient_edge
 from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.gradients import Reduction
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
@@ -118,11 +117,12 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
-        reduction = Reduction(unit.slots, grads, unit.transport, exact=True)
+        reduction = unit.reduce(grads, exact=True)
         bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
         unit.transport.any(bits).wait()
         reduction.wait()
-        reduction.wait_replicated()
+        reduction.regather()
+        reduction.wait_regathered()
         some = bits.tolist()
         return tuple(
             reduction.resting(slot) if present else None for slot, present in zip(unit.slots, some, strict=True)

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives import Contribution, Pending, Transport
 from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["Gradients", "Reduction", "gradient_padding_nbytes", "settle"]
+__all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
 
 
 class Gradients:
@@ -68,6 +68,48 @@ class Gradients:
         return all(grad is None for grad in self.local)
 
 
+class _Range:
+    """Where the gradient of one slot lives in the gradient memory of its unit; in elements of its buffer."""
+
+    __slots__ = ("buffer", "numel", "offset", "out_numel", "out_offset")
+
+    def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
+        self.buffer, self.offset, self.numel = buffer, offset, numel
+        start, self.out_numel = 0, slot.local_numel
+        if slot.layout is None:
+            start, self.out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
+        elif slot.keeps_whole_gradient:
+            start = slot.rank * slot.layout.shard_numel
+        self.out_offset = offset + start
+
+
+class GradientMemory:
+    """The gradient memory of the trained slots of a unit: one buffer per dtype, ranges on aligned boundaries."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.ranges: dict[Slot, _Range] = {}
+        self._buffers: list[tuple[int, torch.dtype, torch.device]] = []
+        by_dtype: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        for slot in slots:
+            by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
+        for (dtype, device), members in by_dtype.items():
+            numels = [slot.piece_numel * (slot.size if slot.keeps_whole_gradient else 1) for slot in members]
+            *offsets, total = aligned_offsets(numels, dtype.itemsize)
+            for slot, offset, numel in zip(members, offsets, numels, strict=True):
+                self.ranges[slot] = _Range(slot, len(self._buffers), offset, numel)
+            self._buffers.append((total, dtype, device))
+
+    def allocate(self) -> list[Tensor]:
+        """Fresh buffers."""
+        return [torch.empty(total, dtype=dtype, device=device) for total, dtype, device in self._buffers]
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of the buffers beyond the elements of the gradients."""
+        total = sum(numel * dtype.itemsize for numel, dtype, _ in self._buffers)
+        return total - sum(slot.gradient_numel * slot.dtype.itemsize for slot in self.ranges)
+
+
 class Reduction:
     """One reduction of the gradients of a unit, under way.
 
@@ -76,69 +118,72 @@ class Reduction:
     """
 
     def __init__(
-        self, slots: Sequence[Slot], local: Sequence[Tensor | None], transport: Transport, *, exact: bool
+        self,
+        slots: Sequence[Slot],
+        memory: GradientMemory,
+        local: Sequence[Tensor | None],
+        transport: Transport,
+        *,
+        exact: bool,
     ) -> None:
         """Issues the reduce-scatter.
 
         Args:
             slots: The parameters of a unit.
-            local: Their local gradients; None contributes zeros. Frozen parameters are left out.
+            memory: Of its trained parameters; frozen ones are left out.
+            local: Their local gradients; None contributes zeros.
             transport: Of the unit.
             exact: Whether addends travel in the sum dtype; else in the compute dtype, and are summed in the sum dtype.
         """
         self.has_local = [grad is not None for grad in local]
-        self._transport = transport
-        self._slots = slots
-        self._taking_part = [slot for slot in slots if slot.parameter.requires_grad]
-        self._ranges = _gradient_memory(self._taking_part)
+        self._transport, self._memory = transport, memory
+        self._buffers = memory.allocate()
         self._regathered: Pending | None = None
-        by_slot = dict(zip(slots, local, strict=True))
         contributions = []
-        for slot in self._taking_part:
-            if not slot.numel:
+        for slot, grad in zip(slots, local, strict=True):
+            place = memory.ranges.get(slot)
+            if place is None or not slot.numel:
                 continue
             dtype = slot.sum_dtype if exact else slot.compute_dtype
-            grad = by_slot[slot]
             if grad is None:
                 flat = torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device)
             else:
                 flat = slot.flatten(grad if grad.dtype == dtype else grad.to(dtype))
-            addend = slot.segment(flat)
-            contributions.append(Contribution(addend, self._piece(slot), slot.sum_dtype))
+            out = self._buffers[place.buffer].narrow(0, place.out_offset, place.out_numel)
+            contributions.append(Contribution(slot.segment(flat), out, slot.sum_dtype))
         self._pending = transport.reduce_scatter(contributions)
 
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return self._pending.is_done()
+
     def wait(self) -> None:
-        """Waits for the sums; issues the all-gather of gradients that rest replicated."""
+        """Waits for the sums: gradients that rest sharded are ready."""
         self._pending.wait()
+
+    def regather(self) -> None:
+        """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
         segments = [
-            slot.segment(self._ranges[slot])
-            for slot in self._taking_part
+            slot.segment(self._buffers[place.buffer].narrow(0, place.offset, place.numel))
+            for slot, place in self._memory.ranges.items()
             if slot.layout is None and slot.numel and slot.size > 1
         ]
-        if segments and self._regathered is None:
+        if segments:
             self._regathered = self._transport.all_gather(segments)
 
-    def resting(self, slot: Slot) -> Tensor | None:
-        """The gradient of one slot as it rests, after `wait` and, if it rests replicated, `wait_replicated`."""
-        if slot not in self._ranges:
-            return None
-        whole = self._ranges[slot]
-        flat = whole.narrow(0, 0, slot.numel) if slot.layout is None else self._piece(slot)
-        view = slot.local_view(flat)
-        return view if slot.spec is None else resting_tensor(view, slot.spec)
-
-    def wait_replicated(self) -> None:
-        """Waits until gradients that rest replicated are whole."""
+    def wait_regathered(self) -> None:
+        """Waits for what `regather` issued: gradients that rest replicated are ready."""
         if self._regathered is not None:
             self._regathered.wait()
 
-    def _piece(self, slot: Slot) -> Tensor:
-        """Where the reduced piece of this rank goes."""
-        whole = self._ranges[slot]
-        if slot.layout is None:
-            return Segment(whole, slot.numel, slot.piece_numel).piece(slot.rank)
-        start = slot.rank * slot.layout.shard_numel if slot.keeps_whole_gradient else 0
-        return whole.narrow(0, start, slot.local_numel)
+    def resting(self, slot: Slot) -> Tensor | None:
+        """The gradient of one slot as it rests; None if it is frozen."""
+        place = self._memory.ranges.get(slot)
+        if place is None:
+            return None
+        offset = place.offset if slot.layout is None else place.out_offset
+        view = self._buffers[place.buffer].as_strided(slot.local_shape, slot.local_stride, offset)
+        return view if slot.spec is None else resting_tensor(view, slot.spec)
 
 
 def settle(slot: Slot, grad: Tensor) -> None:
@@ -153,35 +198,3 @@ def settle(slot: Slot, grad: Tensor) -> None:
         local_of(parameter.grad).add_(local_of(grad))
     for post_hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
         post_hook(parameter)
-
-
-def gradient_padding_nbytes(slots: Sequence[Slot]) -> int:
-    """Bytes that alignment and uneven cuts add to the gradients of these slots on this rank."""
-    total = 0
-    for (dtype, _), members in _by_dtype(slots).items():
-        allocated = aligned_offsets([_range_numel(slot) for slot in members], dtype.itemsize)[-1]
-        total += (allocated - sum(slot.gradient_numel for slot in members)) * dtype.itemsize
-    return total
-
-
-def _range_numel(slot: Slot) -> int:
-    return slot.piece_numel * (slot.size if slot.keeps_whole_gradient else 1)
-
-
-def _by_dtype(slots: Sequence[Slot]) -> dict[tuple[torch.dtype, torch.device], list[Slot]]:
-    members: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-    for slot in slots:
-        members.setdefault((slot.dtype, slot.flat.device), []).append(slot)
-    return members
-
-
-def _gradient_memory(slots: Sequence[Slot]) -> dict[Slot, Tensor]:
-    """A flat range for the gradient of each slot, back to back in one buffer per dtype."""
-    ranges: dict[Slot, Tensor] = {}
-    for (dtype, device), members in _by_dtype(slots).items():
-        numels = [_range_numel(slot) for slot in members]
-        *offsets, total = aligned_offsets(numels, dtype.itemsize)
-        buffer = torch.empty(total, dtype=dtype, device=device)
-        for slot, offset, numel in zip(members, offsets, numels, strict=True):
-            ranges[slot] = buffer.narrow(0, offset, numel)
-    return ranges

@@ -104,6 +104,11 @@ class Slot:
         places: Every module attribute that holds it.
         home: Where its state rests.
         parameter: The registered resting parameter.
+        shape, stride, numel: Of the whole parameter.
+        local_shape, local_stride, local_numel: Of what this rank holds at rest.
+        piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
+        is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
+        keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
         layout: How it is cut, None where it rests replicated (by its home, or because it has no rows).
         flat: This rank's elements of the resting parameter, flat, in storage order.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
@@ -125,6 +130,15 @@ class Slot:
         )
         self.layout: ShardLayout | None = shard_layout(self.shape, source.stride(), self.size) if sharded else None
         self.stride = self.layout.stride if self.layout is not None else tuple(_dense(source).stride())
+        rank = self.rank
+        self.numel = prod(self.shape)
+        self.local_shape = self.layout.local_shape(rank) if self.layout is not None else self.shape
+        self.local_stride = self.layout.local_stride(rank) if self.layout is not None else self.stride
+        self.local_numel = prod(self.local_shape)
+        self.piece_numel = self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
+        self.is_kept = home.sharded < Sharded.PARAMS
+        self.keeps_whole_gradient = self.layout is None or home.sharded == Sharded.OPTIMIZER
+        self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         self._axis = axis
         self.initial: int | None = None
         self.unit: Callable[[], Unit | None] | None = None
@@ -146,36 +160,6 @@ class Slot:
         )
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole parameter."""
-        return prod(self.shape)
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS)."""
-        return self.home.sharded < Sharded.PARAMS
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """Shape of what this rank holds at rest."""
-        return self.layout.local_shape(self.rank) if self.layout is not None else self.shape
-
-    @property
-    def local_stride(self) -> tuple[int, ...]:
-        """Strides of what this rank holds at rest."""
-        return self.layout.local_stride(self.rank) if self.layout is not None else self.stride
-
-    @property
-    def local_numel(self) -> int:
-        """Elements that this rank holds at rest."""
-        return prod(self.local_shape)
-
-    @property
-    def piece_numel(self) -> int:
-        """Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated."""
-        return self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
-
-    @property
     def resting_nbytes(self) -> int:
         """Bytes of the elements held between uses: at rest, and whole where the gathered parameter is kept."""
         own = self.local_numel * self.dtype.itemsize
@@ -183,11 +167,6 @@ class Slot:
         if self.compute_dtype != self.dtype:
             return own + (whole if self.is_kept else 0)
         return whole if self.is_kept else own
-
-    @property
-    def keeps_whole_gradient(self) -> bool:
-        """Whether the gradient lives in a whole buffer, of which `.grad` is a view or all."""
-        return self.layout is None or self.home.sharded == Sharded.OPTIMIZER
 
     @property
     def gradient_numel(self) -> int:
@@ -219,7 +198,7 @@ class Slot:
     def flatten(self, whole: Tensor) -> Tensor:
         """A whole tensor as one flat range in storage order; a view where its memory allows."""
         if self.layout is not None:
-            flat = whole.permute(self.layout.order).reshape(-1)
+            flat = (whole if self._in_order else whole.permute(self.layout.order)).reshape(-1)
             return flat if flat.stride(0) == 1 else flat.clone()  # an expanded gradient has stride 0
         return whole.as_strided((self.numel,), (1,)) if whole.stride() == self.stride else self._packed(whole)
 

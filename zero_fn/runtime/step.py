@@ -333,7 +333,7 @@ class Step:
                 self._settle(*self._backward.reductions.pop(0))
 
     def _reduction(self, unit: Unit, *, exact: bool) -> Reduction:
-        return Reduction(unit.slots, unit.gradients.take(), unit.transport, exact=exact)
+        return unit.reduce(unit.gradients.take(), exact=exact)
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
         reduction.wait()
@@ -351,8 +351,10 @@ class Step:
         if not undecided:
             return
         union = iter(self._any(local))
+        for _, reduction in undecided:
+            reduction.regather()
         for unit, reduction in undecided:
-            reduction.wait_replicated()
+            reduction.wait_regathered()
             for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
                 has_any = next(union)
                 grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
@@ -454,7 +456,6 @@ class Step:
             return
         for _, reduction in backward.reductions:
             reduction.wait()
-            reduction.wait_replicated()
         self._undecided = []
         self._read_control()
         self._forget_graphs()

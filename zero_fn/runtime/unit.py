@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, set_local
-from zero_fn.runtime.gradients import Gradients, gradient_padding_nbytes
+from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 
@@ -105,6 +106,7 @@ class Unit:
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
         self._pending: Pending | None = None
+        self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
         step.units.append(weakref.ref(self))
@@ -181,7 +183,7 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
-        twin.backward_entry = None
+        twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
         for slot in twin.slots:
@@ -192,6 +194,7 @@ class Unit:
 
     def _lay_out(self, devices: list[torch.device]) -> None:
         """Chooses the gather groups and points each slot's `flat` at fresh memory."""
+        self._memory = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot, device in zip(self.slots, devices, strict=True):
@@ -302,8 +305,21 @@ class Unit:
             ):
                 resting += group.kept.untyped_storage().nbytes()
         needed = sum(slot.resting_nbytes for slot in self.slots)
-        trained = [slot for slot in self.slots if slot.parameter.requires_grad]
-        return resting - needed, gradient_padding_nbytes(trained)
+        return resting - needed, self.gradient_memory().padding_nbytes
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def gradient_memory(self) -> GradientMemory:
+        """The layout of the gradients of the parameters that are trained now."""
+        trained = tuple(slot.parameter.requires_grad for slot in self.slots)
+        if self._memory is None or self._memory[0] != trained:
+            memory = GradientMemory([slot for slot, flag in zip(self.slots, trained, strict=True) if flag])
+            self._memory = (trained, memory)
+        return self._memory[1]
+
+    def reduce(self, local: Sequence[Tensor | None], *, exact: bool) -> Reduction:
+        """Issues the reduction of these local gradients; see `Reduction`."""
+        return Reduction(self.slots, self.gradient_memory(), local, self.transport, exact=exact)
 
     # -- whole parameters outside forward ---------------------------------------------------------------------------
 
