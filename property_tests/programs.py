@@ -1,4 +1,7 @@
-"""What the strategies draw: modules and chains of transforms as values, which print, travel to ranks, and build the same everywhere."""
+"""What the strategies draw: modules and chains of transforms as values.
+
+They print, travel to ranks, and build the same everywhere.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,8 @@ class Block(nn.Module):
             x = x + _scalar(getattr(self, name)) * torch.tanh(x)
         for child in self._blocks():
             x = torch.tanh(child(x))
-        return x + self.offset
+        offset: Tensor = self.offset  # type: ignore[assignment]
+        return x + offset
 
     def _blocks(self) -> Iterator[nn.Module]:
         yield from (child for name, child in self.named_children() if name != "children_")
@@ -79,8 +83,9 @@ class Block(nn.Module):
 
 
 def _scalar(parameter: Tensor) -> Tensor:
+    """Sums in the order of indices, not of memory: see `test_stages_agree_to_the_bit_when_strides_change`."""
     real = parameter.abs() if parameter.is_complex() else parameter
-    return real.float().sin().sum()
+    return real.float().sin().reshape(-1).sum()
 
 
 def build(tree: Tree, seed: int = 0) -> Block:

@@ -16,8 +16,11 @@ from torch import Tensor
 
 from tests import reference
 from tests.ranks import Ranks, axis
-from zero_fn import collectives
 from zero_fn.collectives import Alone, Contribution, Pending, Segment, Transport, transport
+from zero_fn.collectives import segment as sizes
+from zero_fn.collectives.exchange import Exchange
+from zero_fn.collectives.native import Native
+from zero_fn.collectives.same_host import SameHost
 from zero_fn.mesh import mesh_axis
 from zero_fn.traffic import traffic
 
@@ -61,9 +64,12 @@ def cases_of(n: int, dtypes: tuple[torch.dtype, ...], *, scale: int = 1) -> list
     ]
 
 
-def open_transport(native: bool) -> Transport:
+def open_transport(kind: str) -> Transport:
     own = mesh_axis(axis(), verb="test")
-    return collectives._Native(own.group, own.rank, own.size) if native else transport(own)
+    kinds = {"shared": SameHost, "sockets": Exchange, "native": Native}
+    chosen = kinds[kind](own.group, own.rank, own.size)
+    assert kind != "shared" or type(transport(own)) is SameHost
+    return chosen
 
 
 def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
@@ -77,30 +83,31 @@ def segment_for(case: Case, n: int, filled: Tensor, *, pads: bool) -> Segment:
 # -- all-gather ------------------------------------------------------------------------------------------------------
 
 
-def gathered(cases: list[Case], packed_nbytes: int, native: bool) -> list[Tensor]:
+def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
     """What each segment holds after the all-gather; before it, this rank's piece is right and the rest is not."""
     own = dist.get_rank()
-    at_rest = open_transport(native)
+    at_rest = open_transport(kind)
     segments = []
     for case in cases:
         filled = torch.zeros(case.numel, dtype=case.dtype)
         filled[case.owned(own)] = values(case.seed, case.numel, case.dtype)[case.owned(own)]
         segments.append(segment_for(case, dist.get_world_size(), filled, pads=at_rest.pads))
-    before, collectives.PACKED_NBYTES = collectives.PACKED_NBYTES, packed_nbytes
+    before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
         pending = at_rest.all_gather(segments)
         pending.wait()
         pending.wait()
     finally:
-        collectives.PACKED_NBYTES = before
+        sizes.PACKED_NBYTES = before
     return [segment.whole[: case.numel].clone() for segment, case in zip(segments, cases, strict=True)]
 
 
 @pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("kind", ["shared", "sockets"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, packed_nbytes: int) -> None:
+def test_all_gather_brings_every_piece_to_every_rank(ranks: Ranks, n: int, kind: str, packed_nbytes: int) -> None:
     cases = cases_of(n, DTYPES)
-    for got in ranks(n).run(gathered, cases, packed_nbytes, False):
+    for got in ranks(n).run(gathered, cases, packed_nbytes, kind):
         for case, whole in zip(cases, got, strict=True):
             assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
 
@@ -110,22 +117,22 @@ def test_all_gather_is_the_pattern(ranks: Ranks, n: int) -> None:
     case = Case(n * 6, 6, torch.float32, 0)
     whole = values(case.seed, case.numel, case.dtype)
     expected = reference.all_gather([reference.shard(whole, rank, n) for rank in range(n)])
-    assert all(is_same(got, expected) for (got,) in ranks(n).run(gathered, [case], SMALL, False))
+    assert all(is_same(got, expected) for (got,) in ranks(n).run(gathered, [case], SMALL, "shared"))
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_native_all_gather_gives_the_same(ranks: Ranks, n: int) -> None:
     cases = [case for case in cases_of(n, DTYPES) if case.numel]
     for native, ours in zip(
-        ranks(n).run(gathered, cases, SMALL, True), ranks(n).run(gathered, cases, SMALL, False), strict=True
+        ranks(n).run(gathered, cases, SMALL, "native"), ranks(n).run(gathered, cases, SMALL, "shared"), strict=True
     ):
         assert all(is_same(one, other) for one, other in zip(native, ours, strict=True))
 
 
 def test_all_gather_of_real_sizes_packs_what_is_small(ranks: Ranks) -> None:
-    large = collectives.PACKED_NBYTES // 4  # in elements of float32: exactly the limit, so it travels alone
+    large = sizes.PACKED_NBYTES // 4  # in elements of float32: exactly the limit, so it travels alone
     cases = [Case(2 * large - 7, large, torch.float32, 0), Case(9, 5, torch.bfloat16, 1), Case(3, 2, torch.int64, 2)]
-    for got in ranks(2).run(gathered, cases, collectives.PACKED_NBYTES, False):
+    for got in ranks(2).run(gathered, cases, sizes.PACKED_NBYTES, "sockets"):
         assert all(is_same(whole, values(c.seed, c.numel, c.dtype)) for whole, c in zip(got, cases, strict=True))
 
 
@@ -133,7 +140,7 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
     def tail() -> Tensor:
         case = Case(5, 3, torch.float32, 0)
         segment = segment_for(case, 2, torch.zeros(5), pads=False)
-        open_transport(False).all_gather([segment]).wait()
+        open_transport("shared").all_gather([segment]).wait()
         return segment.whole[5:]
 
     assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
@@ -142,12 +149,10 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
 # -- reduce-scatter --------------------------------------------------------------------------------------------------
 
 
-def reduced(
-    cases: list[Case], packed_nbytes: int, native: bool, exact: bool, aliased: bool
-) -> list[tuple[Tensor, bool]]:
+def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
     """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
     own, n = dist.get_rank(), dist.get_world_size()
-    at_rest = open_transport(native)
+    at_rest = open_transport(kind)
     contributions, originals = [], []
     for case in cases:
         filled = values(1000 * case.seed + own, case.numel, case.dtype, exact=exact)
@@ -157,11 +162,11 @@ def reduced(
         out = piece if aliased else torch.full_like(piece, 7)
         contributions.append(Contribution(addend, out, sum_dtype))
         originals.append(filled)
-    before, collectives.PACKED_NBYTES = collectives.PACKED_NBYTES, packed_nbytes
+    before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
         at_rest.reduce_scatter(contributions).wait()
     finally:
-        collectives.PACKED_NBYTES = before
+        sizes.PACKED_NBYTES = before
     answers = []
     for case, contribution, original in zip(cases, contributions, originals, strict=True):
         after = contribution.addend.whole[: case.numel].clone()
@@ -182,13 +187,14 @@ def expected_means(cases: list[Case], n: int, rank: int, *, exact: bool) -> list
 
 @pytest.mark.parametrize("aliased", [False, True], ids=["apart", "aliased"])
 @pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
+@pytest.mark.parametrize("kind", ["shared", "sockets"])
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
-    ranks: Ranks, n: int, packed_nbytes: int, aliased: bool
+    ranks: Ranks, n: int, kind: str, packed_nbytes: int, aliased: bool
 ) -> None:
     """Bitwise, on values whose sum depends on the order of the addends, also where `out` is a part of the addend."""
     cases = cases_of(n, FLOATS)
-    for rank, answers in enumerate(ranks(n).run(reduced, cases, packed_nbytes, False, False, aliased)):
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, packed_nbytes, kind, False, aliased)):
         expected = expected_means(cases, n, rank, exact=False)
         for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
             assert is_same(mean, right), case
@@ -198,7 +204,7 @@ def test_reduce_scatter_is_the_mean_in_the_order_of_ranks(
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_reduce_scatter_is_the_pattern(ranks: Ranks, n: int) -> None:
     cases = [Case(n * 6, 6, torch.float32, seed) for seed in range(3)]
-    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, False, True, False)):
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, "shared", True, False)):
         for case, (mean, _) in zip(cases, answers, strict=True):
             addends = [values(1000 * case.seed + r, case.numel, case.dtype) for r in range(n)]
             assert is_same(mean, reference.reduce_scatter(addends, rank))
@@ -208,7 +214,7 @@ def test_reduce_scatter_is_the_pattern(ranks: Ranks, n: int) -> None:
 def test_native_reduce_scatter_gives_the_same(ranks: Ranks, n: int) -> None:
     """On values whose sum does not depend on the order, which is the backend's own."""
     cases = [case for case in cases_of(n, FLOATS) if case.numel]
-    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, True, True, False)):
+    for rank, answers in enumerate(ranks(n).run(reduced, cases, SMALL, "native", True, False)):
         expected = expected_means(cases, n, rank, exact=True)
         for case, (mean, only_read), right in zip(cases, answers, expected, strict=True):
             assert is_same(mean, right), case
@@ -220,7 +226,7 @@ def test_sums_do_not_depend_on_how_a_tensor_is_cut(ranks: Ranks) -> None:
     cuts = [Case(24, piece, torch.float32, 3) for piece in (8, 9, 12, 24)]
 
     def whole(case: Case) -> Tensor:
-        return torch.cat([answers[0][0] for answers in ranks(3).run(reduced, [case], SMALL, False, False, False)])
+        return torch.cat([answers[0][0] for answers in ranks(3).run(reduced, [case], SMALL, "shared", False, False)])
 
     first, *others = [whole(case) for case in cuts]
     assert all(is_same(first, other) for other in others)
@@ -231,7 +237,7 @@ def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
         # In bfloat16 256 + 1 is 256: only a wider sum sees the ones.
         own = torch.full((2,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         out = torch.empty(1)
-        open_transport(False).reduce_scatter([Contribution(Segment(own, 2, 1), out, sum_dtype)]).wait()
+        open_transport("shared").reduce_scatter([Contribution(Segment(own, 2, 1), out, sum_dtype)]).wait()
         return out
 
     assert ranks(2).run(mean_of, torch.float32)[0].item() == 128.5
@@ -242,7 +248,7 @@ def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks)
     def mean() -> Tensor:
         out = torch.empty(2, dtype=torch.float64)
         addend = Segment(torch.full((4,), 1.0 + dist.get_rank()), 4, 2)
-        open_transport(False).reduce_scatter([Contribution(addend, out, torch.float32)]).wait()
+        open_transport("shared").reduce_scatter([Contribution(addend, out, torch.float32)]).wait()
         return out
 
     assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
@@ -255,32 +261,32 @@ def bits_of(rank: int) -> Tensor:
     return values(rank, 9, torch.int64).abs().clamp(max=1).to(torch.uint8)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["exchange", "native"])
+@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_any_is_the_pattern(ranks: Ranks, n: int, native: bool) -> None:
-    def ored(native: bool) -> Tensor:
+def test_any_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
+    def ored(kind: str) -> Tensor:
         bits = bits_of(dist.get_rank())
-        open_transport(native).any(bits).wait()
+        open_transport(kind).any(bits).wait()
         return bits
 
     expected = reference.any_of([bits_of(rank) for rank in range(n)])
-    assert all(is_same(got, expected) for got in ranks(n).run(ored, native))
+    assert all(is_same(got, expected) for got in ranks(n).run(ored, kind))
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["exchange", "native"])
+@pytest.mark.parametrize("kind", ["shared", "sockets", "native"])
 @pytest.mark.parametrize("n", [2, 3, 4])
-def test_exchange_is_the_pattern(ranks: Ranks, n: int, native: bool) -> None:
-    def exchanged(native: bool) -> Tensor:
-        return open_transport(native).exchange(values(dist.get_rank(), 16, torch.uint8))
+def test_exchange_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
+    def exchanged(kind: str) -> Tensor:
+        return open_transport(kind).exchange(values(dist.get_rank(), 16, torch.uint8))
 
     expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
-    assert all(is_same(got, expected) for got in ranks(n).run(exchanged, native))
+    assert all(is_same(got, expected) for got in ranks(n).run(exchanged, kind))
 
 
 def test_any_does_not_see_bits_written_after_it_was_issued(ranks: Ranks) -> None:
     def ored() -> Tensor:
         bits = torch.tensor([dist.get_rank(), 0], dtype=torch.uint8)
-        pending = open_transport(False).any(bits)
+        pending = open_transport("shared").any(bits)
         pending.wait()
         return bits
 
@@ -292,7 +298,7 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
 
     def together() -> tuple[Tensor, Tensor, Tensor]:
         own = dist.get_rank()
-        at_rest = open_transport(False)
+        at_rest = open_transport("shared")
         whole = torch.zeros(4)
         whole[2 * own : 2 * own + 2] = own + 1.0
         out, bits = torch.empty(2), torch.tensor([own], dtype=torch.uint8)
@@ -317,7 +323,7 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        at_rest = open_transport(False)
+        at_rest = open_transport("sockets")
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
             at_rest.all_gather([segment]).wait()
@@ -333,15 +339,15 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
 
 
 def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
-    def sent(native: bool) -> int:
-        at_rest = open_transport(native)
+    def sent(kind: str) -> int:
+        at_rest = open_transport(kind)
         segment = Segment(torch.zeros(12), 12, 4)
         with traffic() as counted:
             at_rest.all_gather([segment]).wait()
             at_rest.reduce_scatter([Contribution(segment, torch.empty(4), torch.float32)]).wait()
         return counted.nbytes
 
-    assert ranks(3).run(sent, False) == ranks(3).run(sent, True)
+    assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
 
 
 # -- without ranks ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.groups import alone
 from tests.snapshot import assert_matches
+from zero_fn.runtime.gather import UnitUse
+from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Phase, Unit
 from zero_fn.schedule import (
@@ -186,22 +188,22 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
         reshard(unit)
 
-    def enter_noted(step: Step, unit: Unit) -> object:
-        use = enter(step, unit)
+    def enter_noted(step: Step, unit: Unit, entry: object) -> UnitUse:
+        use = enter(step, unit, entry)
         done.append(Enter(Use(unit.index, use.number)))
         return use
 
-    def leave_noted(step: Step, use: object, *, failed: bool) -> None:
-        done.append(Exit(Use(use.unit.index, use.number)))  # type: ignore[attr-defined]
-        leave(step, use, failed=failed)  # type: ignore[arg-type]
+    def leave_noted(step: Step, use: UnitUse, *, failed: bool) -> None:
+        done.append(Exit(Use(use.unit.index, use.number)))
+        leave(step, use, failed=failed)
 
-    def reduction_noted(step: Step, unit: Unit, *, exact: bool) -> object:
+    def reduction_noted(step: Step, unit: Unit, *, exact: bool) -> Reduction:
         done.append(Reduce(unit.index))
         return reduction(step, unit, exact=exact)
 
-    def settle_noted(step: Step, unit: Unit, under_way: object) -> None:
+    def settle_noted(step: Step, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
-        settle(step, unit, under_way)  # type: ignore[arg-type]
+        settle(step, unit, under_way)
 
     monkeypatch.setattr(Unit, "unshard", unshard_noted)
     monkeypatch.setattr(Unit, "await_gathered", await_noted)

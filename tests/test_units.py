@@ -137,7 +137,8 @@ def test_a_block_used_twice_is_one_unit() -> None:
 def test_a_tied_parameter_is_one_with_all_its_places() -> None:
     model = GPT()
     embedding = shared_parameters(model)[0]
-    assert embedding == Shared(model.embedding.weight, (("embedding", "weight"), ("head", "weight")))
+    assert embedding.parameter is model.embedding.weight
+    assert embedding == Shared(embedding.parameter, (("embedding", "weight"), ("head", "weight")))
     assert embedding.fqn == "embedding.weight"
 
 

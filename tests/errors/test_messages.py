@@ -359,8 +359,20 @@ def parameter_was_replaced() -> object:
 def parameter_was_replaced_by_nothing() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
-        model.head.bias = None
+        model.head.register_parameter("bias", None)
         return zf.refresh(model)
+
+
+class Peeking(Model):
+    """Reads a weight of the first layer outside the forward of its unit."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x @ self.layers[0].weight.T)
+
+
+def weight_of_another_unit_is_read() -> object:
+    with alone() as mesh:
+        return zf.shard_params(Peeking(), mesh)(batch())
 
 
 # -- launch ----------------------------------------------------------------------------------------------------------
@@ -406,6 +418,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         step_between_forward_and_backward, meta_without_reset_parameters, forward_is_pickled,
     ),
+    ShardedAccessError: (weight_of_another_unit_is_read,),
     StaleError: (
         check_optimizer_of_the_module_before, check_optimizer_of_another_module,
         check_optimizer_that_lacks_parameters, step_of_the_optimizer_before,
@@ -413,24 +426,9 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
 }  # fmt: skip
 
 
-KNOWN = {  # bugs, to be taken out when they are gone
-    transform_inside_unsharded: "readopt() finds the whole parameters and raises PlacementError first",
-    unsharded_inside_unsharded: "readopt() finds the whole parameters and raises PlacementError first",
-}
-
-
 @pytest.mark.parametrize(
     ("kind", "mistake"),
-    [
-        pytest.param(
-            kind,
-            mistake,
-            id=mistake.__name__,
-            marks=[pytest.mark.xfail(reason=KNOWN[mistake])] if mistake in KNOWN else [],
-        )
-        for kind, mistakes in CASES.items()
-        for mistake in mistakes
-    ],
+    [pytest.param(kind, mistake, id=mistake.__name__) for kind, mistakes in CASES.items() for mistake in mistakes],
 )
 def test_message_is_the_snapshot(kind: type[ZeroError], mistake: Callable[[], object]) -> None:
     with pytest.raises(kind) as caught:
@@ -439,16 +437,6 @@ def test_message_is_the_snapshot(kind: type[ZeroError], mistake: Callable[[], ob
     assert_says(mistake.__name__, caught.value)
 
 
-@pytest.mark.xfail(reason="torch 2.13 raises in C++ before access.py can explain", strict=True)
-def test_access_to_a_resting_shard_is_explained() -> None:
-    with pretended(2) as mesh:
-        model = zf.shard_params(Model(), mesh)
-        with pytest.raises(ShardedAccessError) as caught:
-            torch.ones(5, 4) @ model.head.weight.T
-        assert_says("resting_shard_used_as_whole", caught.value)
-
-
-@pytest.mark.xfail(reason="pickle meets the parameters before the forward that refuses", strict=True)
 def test_a_transformed_module_refuses_pickle_with_advice() -> None:
     with pretended(2) as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -509,7 +497,7 @@ def summaries_in(source: str) -> list[str]:
 
 
 # Needs torchrun, GPUs, dying ranks: tests/test_launch.py and tests/test_ranks.py have them.
-ELSEWHERE = ("local", "launch.py", "access.py")
+ELSEWHERE = ("local", "launch.py")
 
 
 def test_every_error_has_a_snapshot() -> None:
@@ -523,7 +511,7 @@ def test_every_error_has_a_snapshot() -> None:
 
 def test_every_snapshot_has_a_case() -> None:
     cases = {mistake.__name__ for mistakes in CASES.values() for mistake in mistakes}
-    cases |= {"layouts_differ", "initial_values_differ", "edits_differ", "resting_shard_used_as_whole"}
+    cases |= {"layouts_differ", "initial_values_differ", "edits_differ"}
     assert {path.stem for path in SNAPSHOTS.glob("*.txt")} <= cases or is_writing()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
@@ -12,6 +13,7 @@ from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
+from zero_fn.schedule import Enter
 from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["Plan", "plan"]
@@ -50,6 +52,7 @@ def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards:
 
     Returns:
         A `Plan`. The schedule is the one recorded in the last forward, or, before the first, units in registration order.
+        Inputs of the module are taken to need no gradients.
 
     Raises:
         StateError: `module` was not transformed.
@@ -71,10 +74,18 @@ def _sent(step: Step, backwards: int) -> int:
         trace,
         is_transient=lambda index: step.unit(index).is_transient,
         stays=lambda index: step.unit(index).reshards_after_backward,
+        is_trained=lambda index: step.unit(index).requires_grad,
         backwards=backwards,
     )
+    uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     return sum(
-        sent_nbytes(unit.slots, times_gathered=times[unit.index], backwards=backwards, pads=step.transport.pads)
+        sent_nbytes(
+            unit.slots,
+            times_gathered=times[unit.index],
+            # What several uses or backwards give is summed before it travels.
+            is_exact=backwards > 1 or uses[unit.index] > 1 or step.transport.pads,
+            pads=step.transport.pads,
+        )
         for unit in units
     )
 

@@ -33,7 +33,12 @@ def nested_trace(units: Sequence[int]) -> Trace:
 
 
 def gathers(
-    trace: Trace, *, is_transient: Callable[[int], bool], stays: Callable[[int], bool], backwards: int
+    trace: Trace,
+    *,
+    is_transient: Callable[[int], bool],
+    stays: Callable[[int], bool],
+    is_trained: Callable[[int], bool],
+    backwards: int,
 ) -> Counter[int]:
     """How often each unit is gathered in a step.
 
@@ -41,6 +46,7 @@ def gathers(
         trace: Of one forward.
         is_transient: Whether a unit is freed between uses.
         stays: Whether it stays gathered from forward to backward.
+        is_trained: Whether any of its parameters is; frozen units before the first trained one have no backward.
         backwards: Microbatches accumulated in the step.
     """
     counts: Counter[int] = Counter()
@@ -49,7 +55,7 @@ def gathers(
             counts[unit] = 1
     gathered: set[int] = set()
     forward = forward_schedule(trace, keeps_last=True)
-    backward = backward_schedule(backward_trace(trace), reduces=lambda _: False)
+    backward = backward_schedule(backward_trace(_with_backward(trace, is_trained)), reduces=lambda _: False)
     for _ in range(backwards):
         for events, in_forward in ((forward, True), (backward, False)):
             for event in events:
@@ -58,11 +64,30 @@ def gathers(
                     counts[event.unit] += 1
                 elif isinstance(event, Reshard) and not (in_forward and stays(event.unit)):
                     gathered.discard(event.unit)
+        gathered.clear()  # a backward ends with every transient unit at rest
     return counts
 
 
-def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, backwards: int, pads: bool) -> int:
-    """Bytes this rank sends in a step for the parameters of one unit."""
+def _with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
+    """The brackets of the uses whose outputs need gradients: those that end after a trained unit began."""
+    begun = False
+    taking_part: set[Use] = set()
+    for bracket in trace:
+        begun |= is_trained(bracket.use.unit)
+        if begun and isinstance(bracket, Exit):
+            taking_part.add(bracket.use)
+    return tuple(bracket for bracket in trace if bracket.use in taking_part)
+
+
+def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, is_exact: bool, pads: bool) -> int:
+    """Bytes this rank sends in a step for the parameters of one unit.
+
+    Args:
+        slots: Its parameters.
+        times_gathered: How often it is gathered.
+        is_exact: Whether gradients travel in the dtype of their sum.
+        pads: Whether the transport sends padding.
+    """
     total = 0
     for slot in slots:
         peers = slot.size - 1
@@ -73,7 +98,7 @@ def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, backwards: int, p
         if slot.layout is not None:
             total += times_gathered * own * peers * slot.compute_dtype.itemsize
         if slot.parameter.requires_grad:
-            wire = slot.sum_dtype if backwards > 1 or pads else slot.compute_dtype
+            wire = slot.sum_dtype if is_exact else slot.compute_dtype
             total += (numel - own) * wire.itemsize
             if slot.layout is None:
                 total += own * peers * slot.dtype.itemsize

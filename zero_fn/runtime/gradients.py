@@ -146,11 +146,11 @@ class Reduction:
                 continue
             dtype = slot.sum_dtype if exact else slot.compute_dtype
             if grad is None:
-                flat = torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device)
+                addend = slot.segment(torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device))
             else:
-                flat = slot.flatten(grad if grad.dtype == dtype else grad.to(dtype))
+                addend = slot.addend(grad if grad.dtype == dtype else grad.to(dtype))
             out = self._buffers[place.buffer].narrow(0, place.out_offset, place.out_numel)
-            contributions.append(Contribution(slot.segment(flat), out, slot.sum_dtype))
+            contributions.append(Contribution(addend, out, slot.sum_dtype))
         self._pending = transport.reduce_scatter(contributions)
 
     def is_done(self) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.collectives import Segment
+from zero_fn.collectives import Rows, Segment
 from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.mesh import Axis
@@ -195,12 +195,14 @@ class Slot:
         start, rows = self.layout.owned_rows(self.rank)
         return whole.narrow(self.layout.dim, start, rows)
 
-    def flatten(self, whole: Tensor) -> Tensor:
-        """A whole tensor as one flat range in storage order; a view where its memory allows."""
+    def addend(self, grad: Tensor) -> Segment:
+        """A whole gradient, as collectives take it; its elements are not copied if they can be cut where they are."""
         if self.layout is not None:
-            flat = (whole if self._in_order else whole.permute(self.layout.order)).reshape(-1)
-            return flat if flat.stride(0) == 1 else flat.clone()  # an expanded gradient has stride 0
-        return whole.as_strided((self.numel,), (1,)) if whole.stride() == self.stride else self._packed(whole)
+            rows = grad if self._in_order else grad.permute(self.layout.order)
+            return Rows(rows, self.layout.shard_rows)
+        return self.segment(
+            grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
+        )
 
     def whole_view(self, flat: Tensor) -> Tensor:
         """The whole parameter on a flat range in storage order."""

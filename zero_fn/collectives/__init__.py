@@ -1,0 +1,35 @@
+"""The collectives a step needs, over one axis. The only package that moves bytes between ranks.
+
+Every transport speaks the same four operations:
+
+    all-gather       "n piece -> (n piece)", in place: each rank's piece of a segment reaches all ranks
+    reduce-scatter   "src (n piece) -> n piece", mean over src: each rank receives the mean of its piece
+    any              "src bits -> bits", or over src: which ranks take part
+    exchange         "bytes -> src bytes": small agreement between ranks
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from zero_fn.collectives.alone import Alone
+from zero_fn.collectives.native import Native
+from zero_fn.collectives.same_host import SameHost
+from zero_fn.collectives.segment import Contribution, Pending, Rows, Segment, Transport
+from zero_fn.mesh import Axis
+
+__all__ = ["Alone", "Contribution", "Pending", "Rows", "Segment", "Transport", "transport"]
+
+
+def transport(axis: Axis) -> Transport:
+    """The transport for the backend of an axis.
+
+    On gloo a direct exchange, through shared memory where all ranks are on one host; elsewhere the backend's own
+    collectives.
+    """
+    if axis.size == 1:
+        return Alone()
+    group = axis.group
+    if dist.get_backend(group) == "gloo":
+        return SameHost(group, axis.rank, axis.size)
+    return Native(group, axis.rank, axis.size)

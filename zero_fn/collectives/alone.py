@@ -1,0 +1,31 @@
+"""One rank: nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero_fn.collectives.segment import Contribution, Pending, Segment
+
+__all__ = ["Alone"]
+
+
+class Alone:
+    """The transport of an axis of size 1, and of no axis."""
+
+    pads = False
+
+    def all_gather(self, segments: Sequence[Segment]) -> Pending:
+        return Pending()
+
+    def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
+        for contribution in contributions:
+            contribution.out.copy_(contribution.addend.piece(0))
+        return Pending()
+
+    def any(self, bits: Tensor) -> Pending:
+        return Pending()
+
+    def exchange(self, message: Tensor) -> Tensor:
+        return message.unsqueeze(0)

@@ -1,0 +1,79 @@
+"""Memory that ranks of one host share: each writes in its own arena and reads in those of its peers.
+
+An arena is an unnamed memory file (`memfd`), so it has no path, takes no room in /dev/shm, and is freed by any death of the
+processes. It is as large as half the memory of the machine, but only pages that were written exist; blocks are
+given out lowest address first, so that these stay few.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from bisect import insort
+
+import torch
+from torch import Tensor
+
+__all__ = ["Arena", "map_arena"]
+
+_ALIGNMENT_NBYTES = 128
+_TOKEN_NBYTES = 16
+
+
+class Arena:
+    """This rank's own arena.
+
+    Attributes:
+        memory: All of it, as bytes.
+        fd: The open file, until `close_file`; peers map it through /proc.
+        token: Its first bytes, by which a peer knows that it mapped the right file.
+    """
+
+    def __init__(self) -> None:
+        capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        self.fd = os.memfd_create("zero_fn", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, capacity)
+        self.memory = _map(self.fd, capacity)
+        self.token = os.urandom(_TOKEN_NBYTES)
+        self.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
+        self._blocks: list[tuple[int, int]] = [(0, _ALIGNMENT_NBYTES)]  # (start, end), in order of address
+        self._capacity = capacity
+
+    def close_file(self) -> None:
+        """Peers have mapped the file: the memory lives as long as a mapping does."""
+        os.close(self.fd)
+
+    def allocate(self, nbytes: int) -> int | None:
+        """Start of a free block of `nbytes` bytes, or None if there is no room."""
+        start = 0
+        for begin, end in self._blocks:
+            if begin - start >= nbytes:
+                break
+            start = max(start, -(-end // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES)
+        if start + nbytes > self._capacity:
+            return None
+        insort(self._blocks, (start, start + nbytes))
+        return start
+
+    def free(self, start: int) -> None:
+        """Gives a block back."""
+        self._blocks = [block for block in self._blocks if block[0] != start]
+
+
+def map_arena(pid: int, fd: int, token: bytes) -> Tensor | None:
+    """The memory of a peer's arena; None if this process cannot reach it (another host, container or system)."""
+    try:
+        file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return None
+    try:
+        memory = _map(file, os.fstat(file).st_size)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(file)
+    return memory if bytes(memory[:_TOKEN_NBYTES].tolist()) == token else None
+
+
+def _map(fd: int, nbytes: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
