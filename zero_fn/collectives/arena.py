@@ -44,7 +44,8 @@ class Arena:
         os.close(self.fd)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Start of a free block of `nbytes` bytes, or None if there is no room."""
+        """Start of a free block of `nbytes` bytes, or None if there is no room. No two blocks start at one address."""
+        nbytes = max(nbytes, 1)
         start = 0
         for begin, end in self._blocks:
             if begin - start >= nbytes:

@@ -1,0 +1,57 @@
+"""Blocks of an arena never overlap, come lowest first, and are given back one at a time."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux")
+
+from zero_fn.collectives.arena import Arena, map_arena  # noqa: E402
+
+
+@given(st.lists(st.one_of(st.integers(0, 1000), st.integers(-20, -1)), max_size=60))
+@example([0, 100, -1])  # a free block of no bytes once shared its address with the next, and freed it too
+def test_live_blocks_are_disjoint(actions: list[int]) -> None:
+    """A number from 0 allocates that many bytes, a negative one frees a live block."""
+    arena = Arena()
+    live: dict[int, int] = {0: 16}  # the token
+    try:
+        for action in actions:
+            if action < 0:
+                starts = [start for start in live if start]
+                if starts:
+                    start = starts[action % len(starts)]
+                    arena.free(start)
+                    del live[start]
+                continue
+            start = arena.allocate(action)
+            assert start is not None
+            assert start not in live
+            assert start % 128 == 0
+            assert all(start + action <= other or start >= other + nbytes for other, nbytes in live.items())
+            live[start] = action
+    finally:
+        arena.close_file()
+
+
+def test_an_arena_refuses_what_it_has_no_room_for() -> None:
+    arena = Arena()
+    assert arena.allocate(arena.memory.numel()) is None
+    assert arena.allocate(1000) is not None
+    arena.close_file()
+
+
+def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused() -> None:
+    arena = Arena()
+    seen = map_arena(os.getpid(), arena.fd, arena.token)
+    assert seen is not None
+    arena.memory[500] = 7
+    assert seen[500] == 7
+    assert map_arena(os.getpid(), arena.fd, bytes(16)) is None
+    assert map_arena(os.getpid(), 10**6, arena.token) is None
+    arena.close_file()
