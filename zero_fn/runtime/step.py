@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 __all__ = ["Step"]
 
 PREFETCH_DEPTH = 1
-REDUCTIONS_UNDER_WAY = 2
+REDUCTIONS_UNDER_WAY = 1
 _REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
