@@ -21,7 +21,8 @@ class Alone:
 
     def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
         for contribution in contributions:
-            contribution.out.copy_(contribution.addend.piece(0))
+            piece = contribution.addend.piece(0)
+            contribution.out.view(piece.shape).copy_(piece)
         return Pending()
 
     def any(self, bits: Tensor) -> Pending:

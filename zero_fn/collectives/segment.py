@@ -207,7 +207,8 @@ class Sum:
         if len(run) == 1 and run[0].out.dtype == dtype:
             self._total = run[0].out
             piece = run[0].addend.piece(rank)
-            self._total.view(piece.shape).copy_(piece)
+            if piece.data_ptr() != self._total.data_ptr():
+                self._total.view(piece.shape).copy_(piece)
         else:
             own = torch.cat([flat(contribution.addend.piece(rank)) for contribution in run])
             self._total = own if own.dtype == dtype else own.to(dtype)

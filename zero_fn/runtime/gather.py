@@ -117,7 +117,7 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
-        reduction = unit.reduce(grads, exact=True)
+        reduction = unit.reduce(grads)
         bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
         unit.transport.any(bits).wait()
         reduction.wait()

@@ -24,20 +24,30 @@ __all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
 
 
 class Gradients:
-    """Local gradient sums of one unit, in the order of its slots."""
+    """Local gradient sums of one unit, in the order of its slots.
 
-    __slots__ = ("_is_owned", "_slots", "local")
+    Where the gradient rests in a whole buffer (ZeRO-1 and replicas), exact sums are made in that buffer: accumulating takes
+    no memory beyond it.
+
+    Attributes:
+        local: The sum for each slot; None if it has no gradient yet.
+    """
+
+    __slots__ = ("_buffers", "_is_owned", "_memory", "_slots", "local")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
+        self._buffers: list[Tensor] | None = None
+        self._memory: GradientMemory | None = None  # of the buffers
 
-    def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
+    def add(self, grads: Sequence[Tensor | None], memory: GradientMemory, *, exact: bool) -> None:
         """Adds what one use gave.
 
         Args:
             grads: One per slot. They belong to autograd and may be shared, so they are never written.
+            memory: Of the unit.
             exact: Sum in the sum dtype from the first addend on: several will come.
         """
         for i, (slot, grad) in enumerate(zip(self._slots, grads, strict=True)):
@@ -50,22 +60,31 @@ class Gradients:
                 self.local[i] = have.to(slot.sum_dtype, copy=True).add_(grad)
                 self._is_owned[i] = True
             elif exact:
-                whole = torch.empty_strided(slot.shape, slot.stride, dtype=slot.sum_dtype, device=grad.device)
-                self.local[i] = whole.copy_(grad)
+                self.local[i] = self._room(slot, memory, grad.device).copy_(grad)
                 self._is_owned[i] = True
             else:
                 self.local[i] = grad
 
-    def take(self) -> list[Tensor | None]:
-        """The local sums, which the unit no longer holds."""
-        local, self.local = self.local, [None] * len(self._slots)
+    def take(self, memory: GradientMemory) -> tuple[list[Tensor | None], list[Tensor] | None]:
+        """The local sums, which the unit no longer holds, and the buffers of `memory` if some of them lie there."""
+        taken = self.local, self._buffers if self._memory is memory else None
+        self.local, self._buffers, self._memory = [None] * len(self._slots), None, None
         self._is_owned = [False] * len(self._slots)
-        return local
+        return taken
 
     @property
     def is_empty(self) -> bool:
         """Whether no gradient is waiting."""
         return all(grad is None for grad in self.local)
+
+    def _room(self, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
+        if slot.keeps_whole_gradient and slot.sum_dtype == slot.dtype and slot.numel and slot in memory.ranges:
+            if self._memory is not memory:  # none yet, or parameters were frozen since
+                self._buffers, self._memory = memory.allocate(), memory
+            assert self._buffers is not None
+            place = memory.ranges[slot]
+            return self._buffers[place.buffer].as_strided(slot.shape, slot.stride, place.offset)
+        return torch.empty_strided(slot.shape, slot.stride, dtype=slot.sum_dtype, device=device)
 
 
 class _Range:
@@ -125,6 +144,7 @@ class Reduction:
         transport: Transport,
         *,
         exact: bool,
+        buffers: list[Tensor] | None = None,
     ) -> None:
         """Issues the reduce-scatter.
 
@@ -134,10 +154,11 @@ class Reduction:
             local: Their local gradients; None contributes zeros.
             transport: Of the unit.
             exact: Whether addends travel in the sum dtype; else in the compute dtype, and are summed in the sum dtype.
+            buffers: The gradient memory, if some of `local` lie in it already.
         """
         self.has_local = [grad is not None for grad in local]
         self._transport, self._memory = transport, memory
-        self._buffers = memory.allocate()
+        self._buffers = memory.allocate() if buffers is None else buffers
         self._regathered: Pending | None = None
         contributions = []
         for slot, grad in zip(slots, local, strict=True):

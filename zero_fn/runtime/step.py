@@ -238,14 +238,14 @@ class Step:
         scheduled = backward is not None and backward.has(key)
         if grads is not None:
             exact = bool(self.accumulating) or backward is None or not scheduled or backward.uses_of(unit.index) > 1
-            unit.gradients.add(grads, exact=exact)
+            unit.add_gradients(grads, exact=exact)
         if backward is None:
             return
         backward.arrive(key)
         use.node = None
         if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
             unit.reshard()
-            backward.reductions.append((unit, self._reduction(unit, exact=True)))
+            backward.reductions.append((unit, unit.reduce_local(exact=True)))
         self._pump(backward)
 
     def finish_backward(self, backward: BackwardPass) -> None:
@@ -259,7 +259,7 @@ class Step:
         if not self.accumulating:
             for unit in self.live_units():
                 if not unit.gradients.is_empty:
-                    self._settle(unit, self._reduction(unit, exact=True))
+                    self._settle(unit, unit.reduce_local(exact=True))
             self._decide()
         self._end_backward()
 
@@ -327,13 +327,10 @@ class Step:
             case Reduce():
                 assert self._backward is not None
                 exact = self._backward.uses_of(unit.index) > 1
-                self._backward.reductions.append((unit, self._reduction(unit, exact=exact)))
+                self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
             case Settle():
                 assert self._backward is not None
                 self._settle(*self._backward.reductions.pop(0))
-
-    def _reduction(self, unit: Unit, *, exact: bool) -> Reduction:
-        return unit.reduce(unit.gradients.take(), exact=exact)
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
         reduction.wait()
@@ -402,14 +399,14 @@ class Step:
             return
         for unit, has_any in zip(units, self._any(local), strict=True):
             if has_any:
-                self._settle(unit, self._reduction(unit, exact=True))
+                self._settle(unit, unit.reduce_local(exact=True))
         self._decide()
         self._read_control()
 
     def drop_gradients(self) -> None:
         """Forgets local gradients that were not reduced."""
         for unit in self.live_units():
-            unit.gradients.take()
+            unit.gradients.take(unit.gradient_memory())
 
     def begin_accumulation(self) -> None:
         """Entered by `accumulate`."""

@@ -317,9 +317,19 @@ class Unit:
             self._memory = (trained, memory)
         return self._memory[1]
 
-    def reduce(self, local: Sequence[Tensor | None], *, exact: bool) -> Reduction:
-        """Issues the reduction of these local gradients; see `Reduction`."""
-        return Reduction(self.slots, self.gradient_memory(), local, self.transport, exact=exact)
+    def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
+        """Adds to the local gradients; see `Gradients.add`."""
+        self.gradients.add(grads, self.gradient_memory(), exact=exact)
+
+    def reduce_local(self, *, exact: bool) -> Reduction:
+        """Issues the reduction of the local gradients, which the unit then no longer holds."""
+        memory = self.gradient_memory()
+        local, buffers = self.gradients.take(memory)
+        return Reduction(self.slots, memory, local, self.transport, exact=exact, buffers=buffers)
+
+    def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
+        """Issues the reduction of these gradients."""
+        return Reduction(self.slots, self.gradient_memory(), grads, self.transport, exact=True)
 
     # -- whole parameters outside forward ---------------------------------------------------------------------------
 
