@@ -21,6 +21,7 @@ from zero_fn.collectives import segment as sizes
 from zero_fn.collectives.exchange import Exchange
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
+from zero_fn.collectives.segment import Rows
 from zero_fn.mesh import mesh_axis
 from zero_fn.traffic import traffic
 
@@ -66,7 +67,7 @@ def cases_of(n: int, dtypes: tuple[torch.dtype, ...], *, scale: int = 1) -> list
 
 def open_transport(kind: str) -> Transport:
     own = mesh_axis(axis(), verb="test")
-    kinds = {"shared": SameHost, "sockets": Exchange, "native": Native}
+    kinds: dict[str, type[Exchange | Native]] = {"shared": SameHost, "sockets": Exchange, "native": Native}
     chosen = kinds[kind](own.group, own.rank, own.size)
     assert kind != "shared" or type(transport(own)) is SameHost
     return chosen
@@ -377,6 +378,13 @@ def test_one_rank_may_reduce_into_its_own_addend() -> None:
     addend = torch.arange(4.0)
     Alone().reduce_scatter([Contribution(Segment(addend, 4, 4), addend, torch.float32)]).wait()
     assert addend.tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_one_rank_reduces_a_transposed_addend() -> None:
+    """A gradient that comes transposed is cut by rows, not laid flat first; `out` is flat all the same."""
+    gradient, out = torch.arange(6.0).view(3, 2).t(), torch.empty(6)
+    Alone().reduce_scatter([Contribution(Rows(gradient, 2), out, torch.float32)]).wait()
+    assert torch.equal(out, gradient.reshape(-1))
 
 
 def test_a_pending_finishes_once_and_lets_go_of_what_it_kept() -> None:

@@ -170,7 +170,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done: list[Event] = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduction, settle = Step.enter, Step.leave, Step._reduction, Step._settle
+    enter, leave, reduce, settle = Step.enter, Step.leave, Unit.reduce_local, Step._settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
         if not phases or unit.phase in phases:
@@ -197,9 +197,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Exit(Use(use.unit.index, use.number)))
         leave(step, use, failed=failed)
 
-    def reduction_noted(step: Step, unit: Unit, *, exact: bool) -> Reduction:
+    def reduce_noted(unit: Unit, *, exact: bool) -> Reduction:
         done.append(Reduce(unit.index))
-        return reduction(step, unit, exact=exact)
+        return reduce(unit, exact=exact)
 
     def settle_noted(step: Step, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
@@ -210,7 +210,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(Unit, "reshard", reshard_noted)
     monkeypatch.setattr(Step, "enter", enter_noted)
     monkeypatch.setattr(Step, "leave", leave_noted)
-    monkeypatch.setattr(Step, "_reduction", reduction_noted)
+    monkeypatch.setattr(Unit, "reduce_local", reduce_noted)
     monkeypatch.setattr(Step, "_settle", settle_noted)
     return done
 

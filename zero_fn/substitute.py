@@ -186,7 +186,7 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
         for value in vars(child).values():
             if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward
                 memo[id(value)] = value.detach()
-    kept = dict(memo)
+    kept = {**memo, **{id(child): child for child in module.modules()}}  # so that `_uncopyable` looks at one attribute
     try:
         twin = copy.deepcopy(module, memo)
     except Exception as error:
@@ -200,10 +200,13 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
     for child in twin.modules():
         forward = child.__dict__.get("forward")
         if isinstance(forward, Entry):
-            if forward.own is None:
+            own: object = forward
+            while isinstance(own, Entry):
+                own = own.own
+            if own is None:
                 del child.__dict__["forward"]
             else:
-                child.__dict__["forward"] = copy.deepcopy(forward.own, memo)
+                child.__dict__["forward"] = copy.deepcopy(own, memo)
     return twin
 
 

@@ -360,13 +360,18 @@ def test_bytes_sent_are_those_of_the_plan(ranks: Ranks, stage: str, mixed: bool,
             assert counted == planned
 
 
-def _deleted(stage: str) -> list[str]:
+def _deleted(stage: str, program: str) -> list[str]:
     gc.collect()
     gc.disable()
     try:
         model = _built(stage)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        _step(model, optimizer, 0)
+        if program == "after a step":
+            _step(model, optimizer, 0)
+        elif program == "after a forward whose graph is dropped":
+            model(torch.tensor([[1, 2]])).tanh()
+        else:
+            model(torch.tensor([[1, 2]])).tanh().sum().backward(inputs=list(model.norm.parameters()))  # type: ignore[union-attr]
         watched = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         watched.update({f"unit {unit.name}": weakref.ref(unit) for unit in units_of(model)})
         del model, optimizer
@@ -375,9 +380,12 @@ def _deleted(stage: str) -> list[str]:
         gc.enable()
 
 
+@pytest.mark.parametrize(
+    "program", ["after a step", "after a forward whose graph is dropped", "after a backward of a part"]
+)
 @pytest.mark.parametrize("stage", ALL)
-def test_a_deleted_model_frees_its_memory_without_the_collector(ranks: Ranks, stage: str) -> None:
-    for rank in ranks(2).run(_deleted, stage):
+def test_a_deleted_model_frees_its_memory_without_the_collector(ranks: Ranks, stage: str, program: str) -> None:
+    for rank in ranks(2).run(_deleted, stage, program):
         assert rank == []
 
 

@@ -367,7 +367,8 @@ class Peeking(Model):
     """Reads a weight of the first layer outside the forward of its unit."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x @ self.layers[0].weight.T)
+        weight: Tensor = self.layers[0].weight  # type: ignore[assignment]
+        return super().forward(x @ weight.T)
 
 
 def weight_of_another_unit_is_read() -> object:

@@ -126,8 +126,14 @@ def entry_of(module: nn.Module) -> Entry | None:
 
 
 def entries(module: nn.Module) -> list[tuple[str, Entry]]:
-    """All entries below a module, by module name."""
-    return [(name, entry) for name, child in module.named_modules() if (entry := entry_of(child)) is not None]
+    """All entries below a module, by module name. The anchor of a unit that holds a parameter of another one has two."""
+    found: list[tuple[str, Entry]] = []
+    for name, child in module.named_modules():
+        entry: object = entry_of(child)
+        while isinstance(entry, Entry):
+            found.append((name, entry))
+            entry = entry.own
+    return found
 
 
 def units_of(module: nn.Module) -> list[Unit]:

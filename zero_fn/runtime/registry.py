@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import traceback
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -29,6 +30,8 @@ class Replacement:
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
         self.fqn, self.parameter, self.site = fqn, weakref.ref(parameter), site
 
+
+_PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 
 _slots: dict[int, weakref.ref[Slot]] = {}
 _replaced: dict[int, tuple[weakref.ref[nn.Parameter], Replacement]] = {}
@@ -65,6 +68,6 @@ def replacement_of(parameter: object) -> Replacement | None:
 def call_site(verb: str) -> str:
     """Where the user called `verb`: the innermost frame outside this package."""
     for frame in reversed(traceback.extract_stack(limit=12)):
-        if f"{__package__.partition('.')[0]}/" not in frame.filename.replace("\\", "/"):
+        if not frame.filename.startswith(_PACKAGE_FOLDER):
             return f"{verb} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
     return verb

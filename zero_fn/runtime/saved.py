@@ -61,7 +61,12 @@ def _find(tensor: Tensor) -> _Packed | None:
 
 
 def _pack(tensor: Tensor) -> Tensor | _Packed:
-    return _find(tensor) or tensor
+    packed = _find(tensor)
+    if packed is not None:
+        return packed
+    # The tensor may be an output of the node that saves it: kept with its history it would keep that node alive for ever,
+    # should backward never run. Autograd remembers the history itself.
+    return tensor if tensor.grad_fn is None else tensor.detach()
 
 
 def _unpack(packed: Tensor | _Packed) -> Tensor:

@@ -18,6 +18,7 @@ they gather on demand, and a unit is reduced as soon as none of its nodes is lef
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,7 @@ class Step:
         self._backward: BackwardPass | None = None
         self._recorded: dict[tuple[int, bool], tuple[Trace, tuple[Event, ...]]] = {}
         self._trace: list[Enter | Exit] = []
-        self._uses: dict[Use, UnitUse] = {}
+        self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
         self._unread: list[Pending] = []
 
@@ -214,7 +215,7 @@ class Step:
                 self._reshard_in_forward(unit, grad=forward.grad)
         if forward.grad and any(use.has_graph for use in forward.uses.values()):
             self._trace += forward.trace
-            self._uses.update(forward.uses)
+            self._uses.update((key, weakref.ref(use)) for key, use in forward.uses.items())
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -223,7 +224,7 @@ class Step:
         backward = self._open_backward()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None)
-            use = use or self._uses.get(key)  # type: ignore[arg-type]
+            use = use or (self._use(key) if key is not None else None)
             self._pump(backward)
         unit.unshard()
         unit.await_gathered()
@@ -270,7 +271,7 @@ class Step:
             return self._backward
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
-        local = [self._will_run(self._uses[use]) for use in uses]
+        local = [self._will_run(self._use(use)) for use in uses]
         union = self._any(local)
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
@@ -278,13 +279,20 @@ class Step:
         events = backward_schedule(trace, reduces=lambda index: defers and self.unit(index).requires_grad)
         events = limit_reductions(prefetch(events, depth=self.depth), limit=REDUCTIONS_UNDER_WAY)
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
-        frozen = {use for use in running if self._uses[use].node is None}
+        frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
         self._backward = backward = BackwardPass(events, awaited=set(running) - frozen, frozen=frozen)
         backward.register(self)
         return backward
 
+    def _use(self, key: Use) -> UnitUse | None:
+        """A use of an earlier forward; None once its graph is gone."""
+        reference = self._uses.get(key)
+        return reference() if reference is not None else None
+
     @staticmethod
-    def _will_run(use: UnitUse) -> bool:
+    def _will_run(use: UnitUse | None) -> bool:
+        if use is None:
+            return False
         if use.node is None:
             return use.has_graph
         node = use.node()
@@ -360,10 +368,12 @@ class Step:
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
-        return any(
-            use.unit is unit and use.node is not None and use.node() is not None
-            for use in (*self._uses.values(), *self._recomputed)
-        )
+        uses = (*map(self._use, self._uses), *self._recomputed)
+        return any(use is not None and use.unit is unit and self._is_awaited(use) for use in uses)
+
+    @staticmethod
+    def _is_awaited(use: UnitUse) -> bool:
+        return use.node is not None and use.node() is not None
 
     @property
     def _recomputed(self) -> list[UnitUse]:
