@@ -56,7 +56,7 @@ class Odd(Language):
         self.empty = nn.Parameter(torch.empty(0, 4))
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.single = nn.Parameter(torch.randn(1))  # smaller than the axis
-        self.wide = nn.Parameter(torch.randn(1, 10))  # cut along its second dim
+        self.wide = nn.Parameter(torch.randn(1, 10))  # one row: one rank owns all of it
         self.turned = nn.Parameter(torch.randn(10, 6).t())  # not contiguous
         self.steps = nn.Parameter(torch.tensor([3, 4]), requires_grad=False)  # integers
         self.wave = nn.Parameter(torch.randn(5, dtype=torch.complex64))

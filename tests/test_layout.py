@@ -28,11 +28,18 @@ def test_last_ranks_own_nothing_when_rows_run_out() -> None:
     assert layout.local_shape(3) == (0,)
 
 
-def test_largest_dim_is_cut_when_dim_0_has_too_few_rows() -> None:
-    layout = shard_layout((2, 3, 7), strides_of(2, 3, 7), 4)
-    assert layout.order == (2, 0, 1)
-    assert layout.dim == 2
-    assert layout.stride == (3, 1, 6)
+def test_strides_survive_when_a_small_parameter_has_too_few_rows() -> None:
+    assert shard_layout((2, 3, 7), strides_of(2, 3, 7), 4).order == (0, 1, 2)
+    assert shard_layout((2, 2**17), strides_of(2, 2**17), 4).order == (0, 1)  # padded by 2 rows: just tolerated
+
+
+def test_another_dim_is_cut_when_too_few_rows_would_pad_much() -> None:
+    wide = shard_layout((2, 2**18), strides_of(2, 2**18), 4)
+    assert wide.order == (1, 0)
+    assert wide.stride == (1, 2)
+    experts = shard_layout((8, 512, 4096), strides_of(8, 512, 4096), 64)
+    assert experts.order == (1, 0, 2)  # rows of each expert stay contiguous
+    assert experts.padded_numel == experts.numel
 
 
 def test_dim_0_is_cut_when_no_dim_is_larger() -> None:

@@ -31,6 +31,9 @@ ALIGNMENT_NBYTES = 128
 """Every shard and segment starts on this boundary: NCCL loses a factor of ten on a 4-byte misalignment
 (pytorch#195450) and vectorised CPU kernels like a cache line."""
 
+_TOLERATED_PADDING_NUMEL = 2**18
+"""Padding of a gathered parameter, in elements, for which its strides are not given up."""
+
 Shape = tuple[int, ...]
 
 
@@ -122,8 +125,10 @@ def is_shardable(shape: Sequence[int]) -> bool:
 def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> ShardLayout:
     """How to cut a parameter so that most of it is cut evenly and its memory order survives.
 
-    The sharded dim is the outermost in memory if it has a row for every rank, else the largest dim. The order in memory
-    of the other dims is kept, so channels_last and transposed parameters come back with their strides.
+    The sharded dim is the outermost in memory and the order of dims in memory is kept, so every parameter comes back
+    with its strides: a kernel may round differently on others. Only where the outermost dim has fewer rows than there are
+    ranks and the padding would be large (stacked experts) another dim is cut and becomes the outermost: the largest, but not
+    the innermost if another has rows enough.
 
     Args:
         shape: Shape of the parameter; `is_shardable`.
@@ -135,8 +140,10 @@ def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> Sh
         by_stride = sorted(order, key=lambda dim: (-stride[dim], dim))
         order = by_stride if _is_dense(shape, stride, by_stride) else order
     outermost = order[0]
-    if shape[outermost] < shards:
-        largest = max(order, key=lambda dim: (shape[dim], -order.index(dim)))
+    padding_numel = (shards - shape[outermost]) * (prod(shape) // shape[outermost])
+    if padding_numel > _TOLERATED_PADDING_NUMEL:
+        inner = [dim for dim in order[1:-1] if shape[dim] >= shards] or order
+        largest = max(inner, key=lambda dim: (shape[dim], -order.index(dim)))
         if shape[largest] > shape[outermost]:
             order.remove(largest)
             order.insert(0, largest)

@@ -18,7 +18,7 @@ from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_spec
-from zero_fn.runtime.registry import note_slot
+from zero_fn.runtime.registry import note_slot, slot_of
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -128,7 +128,11 @@ class Slot:
             and is_shardable(self.shape)
             and not source.dtype.is_complex
         )
-        self.layout: ShardLayout | None = shard_layout(self.shape, source.stride(), self.size) if sharded else None
+        known = slot_of(source)
+        cut = known.layout if known is not None else None  # a parameter that is cut already stays as it is cut
+        self.layout: ShardLayout | None = (
+            (cut or shard_layout(self.shape, source.stride(), self.size)) if sharded else None
+        )
         self.stride = self.layout.stride if self.layout is not None else tuple(_dense(source).stride())
         rank = self.rank
         self.numel = prod(self.shape)
