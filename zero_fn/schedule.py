@@ -185,6 +185,7 @@ def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
 
 def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:
     """Settles the oldest reduction before a new one would make more than `limit`, and the rest at the end."""
+    assert limit > 0, "a reduction needs room for itself"
     bounded: list[Event] = []
     under_way: list[int] = []
     for event in events:

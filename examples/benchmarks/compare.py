@@ -102,7 +102,8 @@ def fsdp2(model: GPT, mesh: DeviceMesh, bf16: bool) -> nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
+    return model
 
 
 def transformed(transform: Callable[..., nn.Module]) -> Callable[[GPT, DeviceMesh, bool], nn.Module]:
