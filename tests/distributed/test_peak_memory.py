@@ -1,0 +1,90 @@
+"""The peak of a ZeRO-3 step, counted: every storage that an operation makes, and the blocks of the rank's arena."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero_fn as zf
+from tests.ranks import Ranks, axis
+from zero_fn.collectives.arena import Arena
+
+WIDTH = 128
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of the storages made inside the block that are alive, now and at most."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if type(t) is Tensor}
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            if type(tensor) is Tensor and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._alive:
+                    self._alive[storage._cdata] = storage.nbytes()
+                    self.now += storage.nbytes()
+                    self.peak = max(self.peak, self.now)
+                    weakref.finalize(storage, self._drop, storage._cdata)
+        return made
+
+    def _drop(self, key: int) -> None:
+        self.now -= self._alive.pop(key, 0)
+
+
+def _peak(blocks: int) -> tuple[float, float]:
+    """Storages above the resting parameters and gradients, and arena blocks, at most, in units."""
+    model = zf.zero3(nn.Sequential(*(Block() for _ in range(blocks))), axis())
+    unit_nbytes = sum(parameter.numel() for parameter in model[0].parameters()) * 4
+    arena_nbytes = 0
+    allocate = Arena.allocate
+
+    def counted(arena: Arena, nbytes: int) -> int | None:
+        nonlocal arena_nbytes
+        start = allocate(arena, nbytes)
+        arena_nbytes = max(arena_nbytes, sum(end - begin for begin, end in arena._blocks))
+        return start
+
+    Arena.allocate = counted  # type: ignore[method-assign]
+    try:
+        for _ in range(2):  # the second step follows a recorded schedule
+            model.zero_grad()
+            with Storages() as storages:
+                model(torch.randn(1, WIDTH)).square().mean().backward()
+                gradients = zf.held(model).gradients
+    finally:
+        Arena.allocate = allocate  # type: ignore[method-assign]
+    return (storages.peak - gradients) / unit_nbytes, arena_nbytes / unit_nbytes
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_zero3_step_needs_three_units_above_rest_whatever_the_depth(ranks: Ranks, n: int) -> None:
+    """Weights and gradients of one unit and what is under way; the arena, where messages lie until all peers read them,
+    holds two units more at the most."""
+    for blocks in (4, 10):
+        for storages, arena in ranks(n).run(_peak, blocks):
+            assert 1 < storages <= 3
+            assert arena <= 2.1
