@@ -119,10 +119,6 @@ class Pending:
     ) -> None:
         self._works, self._finish, self.kept = works, finish, kept
 
-    def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
-        return all(work.is_completed() for work in self._works)
-
     def wait(self) -> None:
         """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""
         works, finish = self._works, self._finish

@@ -174,10 +174,6 @@ class Reduction:
             contributions.append(Contribution(addend, out, slot.sum_dtype))
         self._pending = transport.reduce_scatter(contributions)
 
-    def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
-        return self._pending.is_done()
-
     def wait(self) -> None:
         """Waits for the sums: gradients that rest sharded are ready."""
         self._pending.wait()
