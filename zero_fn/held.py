@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
@@ -60,7 +59,7 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
         for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, Tensor) and name != "step":
-                    yield value._local_tensor if isinstance(value, DTensor) else value
+                    yield local_of(value)
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:

@@ -51,7 +51,7 @@ def assignment_of(module: nn.Module) -> Assignment:
     for name, step in steps.values():
         below = step.assignment.below(name)
         if name:
-            anchors += [name, *(below.anchors or ()), *(unit_name for unit_name in _anchor_names(name, step))]
+            anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
             below = Assignment(below.axis, below.homes, None, None)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
@@ -132,14 +132,13 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     Entry(
         anchor,
         unit,
-        is_anchor=True,
         input_dtype=computes.pop() if len(computes) == 1 else None,
         output_dtype=output,
     )
     for module in unit.modules():
         accept_whole_entries(module)
         if not isinstance(module.__dict__.get("forward"), Entry):
-            Entry(module, unit, is_anchor=False)
+            Entry(module, unit)
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:
@@ -178,10 +177,7 @@ def _require_rest(module: nn.Module, verb: str) -> None:
 def _copy(module: M, parameters: list[nn.Parameter]) -> M:
     """A deep copy that shares the parameters and has no entries."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
-    strays: list[Entry] = []
-    for _, entry in entries(module):
-        memo[id(entry)] = entry
-        strays.append(entry)
+    memo.update((id(entry), entry) for _, entry in entries(module))
     for child in module.modules():
         for value in vars(child).values():
             if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward

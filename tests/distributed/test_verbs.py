@@ -7,6 +7,7 @@ import gc
 import tempfile
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -358,6 +359,27 @@ def test_bytes_sent_are_those_of_the_plan(ranks: Ranks, stage: str, mixed: bool,
     for rank in ranks(3).run(_sent_as_planned, stage, mixed, microbatches):
         for counted, planned in rank:
             assert counted == planned
+
+
+def _control_calls(stage: str) -> list[tuple[int, int]]:
+    """Control messages and gathers of one accumulate block after another, the last with a block nested in it."""
+    model = _built(stage)
+    found = []
+    for nested in (False, False, True):
+        with zf.traffic() as sent, zf.accumulate(model):
+            loss_of(model, 0).backward()
+            with zf.accumulate(model) if nested else nullcontext():
+                loss_of(model, 1).backward()
+        found.append((sent.calls["control"], sent.calls["all-gather"]))
+    return found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_only_the_first_forward_compares_layouts(ranks: Ranks, stage: str) -> None:
+    """Every block of `accumulate` compared them once, and a nested block gathered kept parameters again."""
+    for first, second, nested in ranks(2).run(_control_calls, stage):
+        assert second[0] < first[0]
+        assert nested == second
 
 
 def _deleted(stage: str, program: str) -> list[str]:

@@ -14,9 +14,10 @@ from bisect import insort
 import torch
 from torch import Tensor
 
+from zero_fn.layout import ALIGNMENT_NBYTES
+
 __all__ = ["Arena", "map_arena"]
 
-_ALIGNMENT_NBYTES = 128
 _TOKEN_NBYTES = 16
 
 
@@ -36,7 +37,7 @@ class Arena:
         self.memory = _map(self.fd, capacity)
         self.token = os.urandom(_TOKEN_NBYTES)
         self.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
-        self._blocks: list[tuple[int, int]] = [(0, _ALIGNMENT_NBYTES)]  # (start, end), in order of address
+        self._blocks: list[tuple[int, int]] = [(0, ALIGNMENT_NBYTES)]  # (start, end), in order of address
         self._capacity = capacity
 
     def close_file(self) -> None:
@@ -50,7 +51,7 @@ class Arena:
         for begin, end in self._blocks:
             if begin - start >= nbytes:
                 break
-            start = max(start, -(-end // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES)
+            start = max(start, -(-end // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
         if start + nbytes > self._capacity:
             return None
         insort(self._blocks, (start, start + nbytes))

@@ -24,6 +24,7 @@ from torch import Tensor
 from zero_fn.collectives.arena import Arena, map_arena
 from zero_fn.collectives.exchange import GATHER, REDUCE, Exchange
 from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, flat, joined, nbytes_of, runs_of
+from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.traffic import count
 
 __all__ = ["SameHost"]
@@ -229,7 +230,7 @@ class _Message:
 
 
 def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 128) * 128
+    return -(-nbytes // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES
 
 
 def _room(run: list[Tensor]) -> int:

@@ -32,7 +32,6 @@ class Entry:
     Attributes:
         unit: The unit to enter.
         own: A forward that the instance had before (set by a library that wraps modules), else None.
-        is_anchor: Whether the module is the anchor of the unit.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
     """
 
@@ -41,13 +40,12 @@ class Entry:
         module: nn.Module,
         unit: Unit,
         *,
-        is_anchor: bool,
         input_dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = weakref.ref(module)
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.unit, self.is_anchor = unit, is_anchor
+        self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         module.__dict__["forward"] = self
 
@@ -107,7 +105,6 @@ class Entry:
         memo[id(self)] = twin
         twin._module = weakref.ref(module)
         twin.own = copy.deepcopy(self.own, memo)
-        twin.is_anchor = self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
         twin.unit = copy.deepcopy(self.unit, memo)
         return twin

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -132,6 +133,7 @@ class BackwardPass:
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
         self._uses = {event.use for event in events if isinstance(event, Exit)}
+        self._uses_by_unit = Counter(use.unit for use in self._uses)
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
     def register(self, step: Step) -> None:
@@ -151,7 +153,7 @@ class BackwardPass:
 
     def uses_of(self, unit: int) -> int:
         """Uses of a unit in the schedule, the same number on every rank."""
-        return sum(use.unit == unit for use in self._uses)
+        return self._uses_by_unit[unit]
 
     def enter(self, unit: int, number: int | None) -> Use | None:
         """Backward has reached a use of a unit; with no number, the next one in the schedule, which is returned."""
@@ -187,7 +189,8 @@ class BackwardPass:
             return use in self._awaited and use not in (self._arrived if isinstance(event, Exit) else self._entered)
         if isinstance(event, Await):
             # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-            following = next((e for e in self._events[self._cursor :] if isinstance(e, Enter)), None)
+            ahead = (self._events[i] for i in range(self._cursor, len(self._events)))
+            following = next((e for e in ahead if isinstance(e, Enter)), None)
             return following is not None and self._must_wait(following)
         return False
 

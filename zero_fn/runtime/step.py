@@ -421,8 +421,7 @@ class Step:
     def begin_accumulation(self) -> None:
         """Entered by `accumulate`."""
         if not self.accumulating:
-            self._has_agreed = False
-        self._is_fresh = True
+            self._is_fresh = True
         self.accumulating += 1
 
     def end_accumulation(self, *, failed: bool) -> None:
