@@ -163,7 +163,7 @@ def test_an_accumulated_step_of_a_recipe_is_golden(
 
 
 def step_of(model: nn.Module) -> Step:
-    return zf.transforms.accumulate.steps_of(model, verb="test")[0]
+    return zf.runtime.entry.steps_of(model, verb="test")[0]
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:

@@ -6,9 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StaleError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.registry import replacement_of
-from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["check"]
 

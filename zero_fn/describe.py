@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from zero_fn.home import Sharded
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
-from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["Description", "Row", "describe"]
 

@@ -248,7 +248,7 @@ def evaluation_with_gradients_first(model: nn.Module, step: int) -> None:
 
 
 def accumulating(model: nn.Module, step: int) -> None:
-    is_transformed = bool(zf.transforms.accumulate.units_of(model))
+    is_transformed = bool(zf.runtime.entry.units_of(model))
     with zf.accumulate(model) if is_transformed else nullcontext():
         for i in range(3):
             plain(model, 10 * step + i)

@@ -10,6 +10,8 @@ Every transport speaks the same four operations:
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 from zero_fn.collectives.alone import Alone
@@ -18,7 +20,10 @@ from zero_fn.collectives.same_host import SameHost
 from zero_fn.collectives.segment import Contribution, Pending, Rows, Segment, Transport
 from zero_fn.mesh import Axis
 
-__all__ = ["Alone", "Contribution", "Pending", "Rows", "Segment", "Transport", "transport"]
+__all__ = ["BY_BACKEND", "Alone", "Contribution", "Pending", "Rows", "Segment", "Transport", "transport"]
+
+BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
+"""The transport of a backend, from group, rank and size; `Native` for every other."""
 
 
 def transport(axis: Axis) -> Transport:
@@ -30,6 +35,4 @@ def transport(axis: Axis) -> Transport:
     if axis.size == 1:
         return Alone()
     group = axis.group
-    if dist.get_backend(group) == "gloo":
-        return SameHost(group, axis.rank, axis.size)
-    return Native(group, axis.rank, axis.size)
+    return BY_BACKEND.get(dist.get_backend(group), Native)(group, axis.rank, axis.size)

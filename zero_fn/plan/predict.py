@@ -10,11 +10,10 @@ from torch import nn
 from zero_fn.held import Held
 from zero_fn.plan.memory import at_rest
 from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.schedule import Enter
-from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["Plan", "plan"]
 

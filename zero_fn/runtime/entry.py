@@ -21,9 +21,10 @@ from zero_fn.errors import StateError
 from zero_fn.runtime.access import explained
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
+from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["Entry", "entries", "entry_of", "units_of"]
+__all__ = ["Entry", "entries", "entry_of", "steps_of", "units_of"]
 
 
 class Entry:
@@ -136,6 +137,25 @@ def entries(module: nn.Module) -> list[tuple[str, Entry]]:
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of everything below it, each once."""
     return list({id(entry.unit): entry.unit for _, entry in entries(module)}.values())
+
+
+def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
+    """The running states of transformed modules, each once.
+
+    Raises:
+        StateError: A module has none: it was not transformed.
+    """
+    steps: dict[int, Step] = {}
+    for module in modules:
+        units = units_of(module)
+        if not units:
+            raise StateError(
+                f"{verb} was given a module that no transform returned.",
+                module=type(module).__name__,
+                fix=f"model = zf.shard_params(model, mesh['dp']), then zf.{verb}(model)",
+            )
+        steps.update((id(unit.step), unit.step) for unit in units)
+    return list(steps.values())
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -7,11 +7,9 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from zero_fn.errors import StateError
-from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.step import Step
+from zero_fn.runtime.entry import steps_of
 
-__all__ = ["accumulate", "steps_of"]
+__all__ = ["accumulate"]
 
 
 @contextmanager
@@ -49,22 +47,3 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
     finally:
         for step in steps:
             step.end_accumulation(failed=failed)
-
-
-def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
-    """The running states of transformed modules, each once.
-
-    Raises:
-        StateError: A module has none: it was not transformed.
-    """
-    steps: dict[int, Step] = {}
-    for module in modules:
-        units = units_of(module)
-        if not units:
-            raise StateError(
-                f"{verb} was given a module that no transform returned.",
-                module=type(module).__name__,
-                fix=f"model = zf.shard_params(model, mesh['dp']), then zf.{verb}(model)",
-            )
-        steps.update((id(unit.step), unit.step) for unit in units)
-    return list(steps.values())

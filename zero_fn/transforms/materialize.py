@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.unit import Unit
-from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["materialize"]
 

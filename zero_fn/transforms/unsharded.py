@@ -10,9 +10,8 @@ from torch import Tensor, nn
 
 from zero_fn.agreement import agree, content_digest
 from zero_fn.errors import StateError
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.unit import Unit
-from zero_fn.transforms.accumulate import steps_of
 
 __all__ = ["refresh", "unsharded"]
 
