@@ -1,27 +1,17 @@
-"""Fixtures of the whole suite: ranks, seeds, strict warnings, profiles of Hypothesis.
-
-Profiles, chosen by the environment variable HYPOTHESIS_PROFILE:
-
-    dev     few examples, the same in every run (the default)
-    ci      more, still the same in every run
-    deep    many, random, with the database of failures
-"""
+"""Fixtures of the whole suite: ranks, seeds, strict warnings."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
 
+from tests.profiles import PROFILE
 from tests.ranks import Ranks
 
-settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
-settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+settings.load_profile(PROFILE)
 
 _RANKS = pytest.StashKey[Ranks]()
 _WANTED = pytest.StashKey[int]()

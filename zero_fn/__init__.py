@@ -10,6 +10,7 @@ from zero_fn.errors import (
     CheckpointError,
     DisagreementError,
     LayoutError,
+    LostRankError,
     MeshError,
     PlacementError,
     ShardedAccessError,
@@ -19,6 +20,7 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
+from zero_fn.guarded import guard
 from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.plan import Plan, plan
@@ -37,6 +39,7 @@ __all__ = [
     "DisagreementError",
     "Held",
     "LayoutError",
+    "LostRankError",
     "MeshError",
     "PlacementError",
     "Plan",
@@ -51,6 +54,7 @@ __all__ = [
     "by_size",
     "check",
     "describe",
+    "guard",
     "held",
     "launch",
     "materialize",

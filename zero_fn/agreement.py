@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Transport
 from zero_fn.errors import DisagreementError
 
 __all__ = ["agree", "content_digest", "digest"]
@@ -30,7 +30,14 @@ def content_digest(tensor: Tensor) -> int:
     return int(bits.view(integer).sum(dtype=torch.int64).item())
 
 
-def agree(transport: Transport, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str) -> None:
+class Exchanges(Protocol):
+    """What moves messages for an agreement."""
+
+    def exchange(self, message: Tensor) -> Tensor:
+        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
+
+
+def agree(transport: Exchanges, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str) -> None:
     """Raises on every rank if any rank holds other rows.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
@@ -64,7 +71,7 @@ def agree(transport: Transport, what: str, rows: Sequence[str], *, device: torch
     )
 
 
-def _exchange_texts(transport: Transport, text: str, device: torch.device) -> list[str]:
+def _exchange_texts(transport: Exchanges, text: str, device: torch.device) -> list[str]:
     raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
     length = torch.tensor([raw.numel()], dtype=torch.int64).view(torch.uint8).to(device)
     lengths = transport.exchange(length).cpu().view(torch.int64).flatten().tolist()

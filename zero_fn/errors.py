@@ -10,6 +10,7 @@
     |   |-- StaleError                     an object older than the transform it meets
     |   `-- ShardedAccessError             a resting shard used as if it were the whole tensor
     |-- DisagreementError  (RuntimeError)  ranks do not hold the same program
+    |-- LostRankError      (RuntimeError)  a rank ended, or does not answer
     `-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
 
 A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
@@ -21,6 +22,7 @@ __all__ = [
     "CheckpointError",
     "DisagreementError",
     "LayoutError",
+    "LostRankError",
     "MeshError",
     "PlacementError",
     "ShardedAccessError",
@@ -87,6 +89,10 @@ class ShardedAccessError(StateError):
 
 class DisagreementError(ZeroError, RuntimeError):
     """Ranks do not hold the same program."""
+
+
+class LostRankError(ZeroError, RuntimeError):
+    """A rank ended, or does not answer."""
 
 
 class CheckpointError(ZeroError, ValueError):

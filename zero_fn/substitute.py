@@ -18,6 +18,7 @@ from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
+from zero_fn.guarded import Guarded
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.entry import Entry, entries, units_of
@@ -84,7 +85,8 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     twin = _copy(module, [parameter.parameter for parameter in shared])
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     anchors = tuple(dict.fromkeys(("", *anchors)))
-    step = Step(transport(assignment.axis) if assignment.axis is not None else Alone(), assignment)
+    raw = transport(assignment.axis) if assignment.axis is not None else Alone()
+    step = Step(Guarded(raw, assignment.axis), assignment)
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)

@@ -15,12 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, joined, nbytes_of, packs, runs_of
+from zero_fn.collectives.waiting import started
 from zero_fn.traffic import count
 
-__all__ = ["Exchange"]
+__all__ = ["Exchange", "Work"]
 
-# Message tags: directions never wait for one another, nor meet messages of the user on the same group.
-GATHER, REDUCE, CONTROL = 0x7A660001, 0x7A660002, 0x7A660003
+Work = tuple[Any, int | None]
+"""A message under way, and the peer at its other end."""
+
+# Message tags: directions never wait for one another, nor meet messages of the user on the same group. The low bits are the
+# mark of the operation, so a message that belongs to another operation is never taken for the one awaited: it does not come.
+GATHER, REDUCE, CONTROL = 0x10000000, 0x20000000, 0x30000000
+MARK_BITS = 0x0FFFFFFF
 
 
 class Exchange:
@@ -33,8 +39,9 @@ class Exchange:
         # In this order no rank is the first target of all others.
         self._peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
-    def all_gather(self, segments: Sequence[Segment]) -> Pending:
-        works: list[Any] = []
+    def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
+        tag = GATHER | mark & MARK_BITS
+        works: list[Work] = []
         kept: list[Tensor] = []
         sent_nbytes = 0
         for segment in segments:
@@ -43,8 +50,8 @@ class Exchange:
             own = segment.piece(self._rank)
             kept.append(own)
             for target, source in self._peers:
-                self._receive(segment.piece(source), source, GATHER, works)
-                sent_nbytes += self._send(own, target, GATHER, works)
+                self._receive(segment.piece(source), source, tag, works)
+                sent_nbytes += self._send(own, target, tag, works)
         arrived: list[tuple[Tensor, list[Tensor]]] = []
         for pack in packs(segments):
             message = torch.cat([segment.piece(self._rank) for segment in pack])
@@ -52,8 +59,8 @@ class Exchange:
             for target, source in self._peers:
                 pieces = [segment.piece(source) for segment in pack]
                 buffer = message.new_empty(sum(piece.numel() for piece in pieces))
-                self._receive(buffer, source, GATHER, works)
-                sent_nbytes += self._send(message, target, GATHER, works)
+                self._receive(buffer, source, tag, works)
+                sent_nbytes += self._send(message, target, tag, works)
                 arrived.append((buffer, pieces))
 
         def unpack() -> None:
@@ -63,8 +70,9 @@ class Exchange:
         count("all-gather", sent_nbytes)
         return Pending(works, unpack if arrived else None, kept)
 
-    def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
-        works: list[Any] = []
+    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
+        tag = REDUCE | mark & MARK_BITS
+        works: list[Work] = []
         kept: list[Tensor] = []
         sums: list[tuple[Sum, dict[int, Tensor]]] = []
         sent_nbytes = 0
@@ -75,8 +83,8 @@ class Exchange:
                 message = joined([contribution.addend.piece(target) for contribution in run])
                 kept.append(message)
                 parts[source] = message.new_empty(total.numel)
-                self._receive(parts[source], source, REDUCE, works)
-                sent_nbytes += self._send(message, target, REDUCE, works)
+                self._receive(parts[source], source, tag, works)
+                sent_nbytes += self._send(message, target, tag, works)
             sums.append((total, parts))
 
         def add() -> None:
@@ -86,14 +94,15 @@ class Exchange:
         count("reduce-scatter", sent_nbytes)
         return Pending(works, add, kept)
 
-    def any(self, bits: Tensor) -> Pending:
+    def any(self, bits: Tensor, mark: int = 0) -> Pending:
         others = [torch.empty_like(bits) for _ in self._peers]
-        works: list[Any] = []
+        tag = CONTROL | mark & MARK_BITS
+        works: list[Work] = []
         message = bits.clone()
         sent_nbytes = 0
         for (target, source), other in zip(self._peers, others, strict=True):
-            self._receive(other, source, CONTROL, works)
-            sent_nbytes += self._send(message, target, CONTROL, works)
+            self._receive(other, source, tag, works)
+            sent_nbytes += self._send(message, target, tag, works)
 
         def merge() -> None:
             for other in others:
@@ -102,24 +111,28 @@ class Exchange:
         count("control", sent_nbytes)
         return Pending(works, merge, message)
 
-    def exchange(self, message: Tensor) -> Tensor:
+    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         rows = message.new_empty((self._size, message.numel()))
         rows[self._rank] = message
-        works: list[Any] = []
+        tag = CONTROL | mark & MARK_BITS
+        works: list[Work] = []
         sent_nbytes = 0
         for target, source in self._peers:
-            self._receive(rows[source], source, CONTROL, works)
-            sent_nbytes += self._send(message, target, CONTROL, works)
+            self._receive(rows[source], source, tag, works)
+            sent_nbytes += self._send(message, target, tag, works)
         count("control", sent_nbytes)
         Pending(works, kept=message).wait()
         return rows
 
-    def _send(self, piece: Tensor, target: int, tag: int, works: list[Any]) -> int:
+    def give_up(self) -> None:
+        """Peers see the connection closed when this rank ends."""
+
+    def _send(self, piece: Tensor, target: int, tag: int, works: list[Work]) -> int:
         if not piece.numel():
             return 0
-        works.append(self._group.send([piece], target, tag))
+        works.append((started(self._group.send, [piece], target, tag), target))
         return nbytes_of(piece)
 
-    def _receive(self, piece: Tensor, source: int, tag: int, works: list[Any]) -> None:
+    def _receive(self, piece: Tensor, source: int, tag: int, works: list[Work]) -> None:
         if piece.numel():
-            works.append(self._group.recv([piece], source, tag))
+            works.append((started(self._group.recv, [piece], source, tag), source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -27,7 +28,7 @@ class Native:
         self._gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
-    def all_gather(self, segments: Sequence[Segment]) -> Pending:
+    def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if not segments:
             return Pending()
         # As bytes: a group of several dtypes is mixed up by gloo, and not every backend knows every dtype.
@@ -37,9 +38,9 @@ class Native:
         nbytes = [whole.numel() // self._size for whole in wholes]
         pieces = [whole.narrow(0, self._rank * n, n) for whole, n in zip(wholes, nbytes, strict=True)]
         count("all-gather", sum(map(nbytes_of, pieces)) * (self._size - 1))
-        return Pending([self._gather(wholes, pieces)], kept=pieces)
+        return Pending([_work(self._gather(wholes, pieces), pieces[0])], kept=pieces)
 
-    def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
+    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         inputs, outputs = [], []
         for contribution in contributions:
             segment = contribution.addend
@@ -54,7 +55,8 @@ class Native:
         works = []
         for dtype in dict.fromkeys(whole.dtype for whole in inputs):  # one group each: gloo mixes up dtypes in a group
             chosen = [(piece, whole) for piece, whole in zip(outputs, inputs, strict=True) if whole.dtype == dtype]
-            works.append(self._reduce([_real(piece) for piece, _ in chosen], [_real(whole) for _, whole in chosen]))
+            reduction = self._reduce([_real(piece) for piece, _ in chosen], [_real(whole) for _, whole in chosen])
+            works.append(_work(reduction, inputs[0]))
 
         def divide() -> None:
             outs = [contribution.out for contribution in contributions]
@@ -64,15 +66,36 @@ class Native:
         count("reduce-scatter", sum(map(nbytes_of, outputs)) * (self._size - 1))
         return Pending(works, divide if outputs else None, (inputs, contributions))
 
-    def any(self, bits: Tensor) -> Pending:
+    def any(self, bits: Tensor, mark: int = 0) -> Pending:
         count("control", 2 * bits.numel() * (self._size - 1) // self._size)
-        return Pending([dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)], kept=bits)
+        work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        return Pending([_work(work, bits)], kept=bits)
 
-    def exchange(self, message: Tensor) -> Tensor:
+    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         rows = message.new_empty((self._size, message.numel()))
-        self._gather([rows.view(-1)], [message]).wait()
+        Pending([_work(self._gather([rows.view(-1)], [message]), message)]).wait()
         count("control", message.numel() * (self._size - 1))
         return rows
+
+    def give_up(self) -> None:
+        """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
+
+
+def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:
+    """A work as `Pending` takes it. Where streams wait, the watchdog of the backend holds the time limit of the group."""
+    return (work if on.device.type == "cpu" else _OnStream(work)), None
+
+
+class _OnStream:
+    """A collective that a stream waits for, not the host: with a time limit the host would wait too."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, _limit: timedelta) -> None:
+        self._work.wait()
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:

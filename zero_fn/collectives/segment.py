@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zero_fn.collectives.waiting import wait_for
+
 __all__ = [
     "PACKED_NBYTES",
     "Contribution",
@@ -110,12 +112,18 @@ class Contribution:
 
 
 class Pending:
-    """A collective under way. `wait` returns when its result may be used and may be called again."""
+    """A collective under way. `wait` returns when its result may be used and may be called again.
+
+    Its works come with the peer at the other end of each; None for a collective of the backend.
+    """
 
     __slots__ = ("_finish", "_works", "kept")
 
     def __init__(
-        self, works: Sequence[Any] = (), finish: Callable[[], None] | None = None, kept: object = None
+        self,
+        works: Sequence[tuple[Any, int | None]] = (),
+        finish: Callable[[], None] | None = None,
+        kept: object = None,
     ) -> None:
         self._works, self._finish, self.kept = works, finish, kept
 
@@ -123,30 +131,37 @@ class Pending:
         """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
-        for work in works:
-            work.wait()
+        for work, peer in works:
+            wait_for(work, peer)
         if finish is not None:
             finish()
         self.kept = None
 
 
 class Transport(Protocol):
-    """What the runtime asks of a group of ranks. All ranks call the same operations in the same order."""
+    """What the runtime asks of a group of ranks. All ranks call the same operations in the same order.
+
+    `mark` is a number below 2^31 that tells operations apart, the same on every rank: a transport that can compares those of
+    its peers with its own.
+    """
 
     pads: bool
     """Whether `Segment.whole` must have room for `n` full pieces."""
 
-    def all_gather(self, segments: Sequence[Segment]) -> Pending:
+    def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         """Fills each segment from the pieces of all ranks."""
 
-    def reduce_scatter(self, contributions: Sequence[Contribution]) -> Pending:
+    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         """Writes into each `out` the mean over ranks of this rank's piece."""
 
-    def any(self, bits: Tensor) -> Pending:
+    def any(self, bits: Tensor, mark: int = 0) -> Pending:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place."""
 
-    def exchange(self, message: Tensor) -> Tensor:
+    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
+
+    def give_up(self) -> None:
+        """After a failure: tells the peers, where it can, that nothing more will come."""
 
 
 _Item = TypeVar("_Item", Segment, Contribution)

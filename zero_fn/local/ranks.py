@@ -46,7 +46,7 @@ __all__ = ["LocalRanks", "RankDied", "RankHung", "RankTraceback"]
 
 E = TypeVar("E", bound=BaseException)
 
-_GRACE_S = 0.5
+_GRACE_S = 1.0  # longer than a rank takes to say whom it lost (`zero_fn.guarded.LAST_WORDS_S`)
 _KILLED_S = 10.0
 _STACKS_S = 1.0
 _TAIL_LINES = 20

@@ -119,7 +119,7 @@ class _Reduce(torch.autograd.Function):
         ctx.unit = unit
         reduction = unit.reduce(grads)
         bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
-        unit.transport.any(bits).wait()
+        unit.transport.any(bits, f"who has gradients of {unit}").wait()
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()
@@ -148,7 +148,7 @@ class _Reduce(torch.autograd.Function):
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
         if segments:
-            unit.transport.all_gather(segments).wait()
+            unit.transport.all_gather(segments, f"second gradients of {unit}").wait()
         return None, *(
             whole if whole is None or slot.layout is None else (whole / slot.size).to(slot.compute_dtype)
             for whole, slot in zip(wholes, unit.slots, strict=True)

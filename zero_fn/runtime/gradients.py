@@ -15,7 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Pending, Transport
+from zero_fn.collectives import Contribution
+from zero_fn.guarded import Guarded, Watched
 from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.slot import Slot
@@ -141,7 +142,8 @@ class Reduction:
         slots: Sequence[Slot],
         memory: GradientMemory,
         local: Sequence[Tensor | None],
-        transport: Transport,
+        transport: Guarded,
+        unit: str,
         *,
         exact: bool,
         buffers: list[Tensor] | None = None,
@@ -153,13 +155,14 @@ class Reduction:
             memory: Of its trained parameters; frozen ones are left out.
             local: Their local gradients; None contributes zeros.
             transport: Of the unit.
+            unit: Its name, for errors.
             exact: Whether addends travel in the sum dtype; else in the compute dtype, and are summed in the sum dtype.
             buffers: The gradient memory, if some of `local` lie in it already.
         """
         self.has_local = [grad is not None for grad in local]
-        self._transport, self._memory = transport, memory
+        self._transport, self._memory, self._unit = transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
-        self._regathered: Pending | None = None
+        self._regathered: Watched | None = None
         contributions = []
         for slot, grad in zip(slots, local, strict=True):
             place = memory.ranges.get(slot)
@@ -172,7 +175,7 @@ class Reduction:
                 addend = slot.addend(grad if grad.dtype == dtype else grad.to(dtype))
             out = self._buffers[place.buffer].narrow(0, place.out_offset, place.out_numel)
             contributions.append(Contribution(addend, out, slot.sum_dtype))
-        self._pending = transport.reduce_scatter(contributions)
+        self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
     def wait(self) -> None:
         """Waits for the sums: gradients that rest sharded are ready."""
@@ -186,7 +189,7 @@ class Reduction:
             if slot.layout is None and slot.numel and slot.size > 1
         ]
         if segments:
-            self._regathered = self._transport.all_gather(segments)
+            self._regathered = self._transport.all_gather(segments, f"replicated gradients of {self._unit}")
 
     def wait_regathered(self) -> None:
         """Waits for what `regather` issued: gradients that rest replicated are ready."""

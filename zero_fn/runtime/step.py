@@ -21,13 +21,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
-from zero_fn.collectives import Pending, Transport
+from zero_fn.guarded import Guarded, Watched
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
@@ -70,7 +71,7 @@ class Step:
         accumulating: Depth of open `accumulate` blocks.
     """
 
-    def __init__(self, transport: Transport, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
+    def __init__(self, transport: Guarded, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, depth
         self.units: list[Callable[[], Unit | None]] = []
         self.accumulating = 0
@@ -82,7 +83,7 @@ class Step:
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
-        self._unread: list[Pending] = []
+        self._unread: list[Watched] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         twin = Step(self.transport, self.assignment, depth=self.depth)
@@ -272,7 +273,8 @@ class Step:
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
         local = [self._will_run(self._use(use)) for use in uses]
-        union = self._any(local)
+        passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]))
+        union = self._any(local, "what the backward runs through", check=passed)
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
         defers = not self.accumulating and not returns_gradients()
@@ -298,9 +300,9 @@ class Step:
         node = use.node()
         return node is not None and bool(will_execute(node))
 
-    def _any(self, local: list[bool]) -> list[bool]:
+    def _any(self, local: list[bool], what: str, *, check: int = 0) -> list[bool]:
         bits = torch.tensor(local, dtype=torch.uint8, device=self._device())
-        pending = self.transport.any(bits)
+        pending = self.transport.any(bits, what, check=check)
         if all(local):
             self._unread.append(pending)  # nothing to learn: the host need not wait for it now
             return local
@@ -355,7 +357,7 @@ class Step:
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
             return
-        union = iter(self._any(local))
+        union = iter(self._any(local, "which parameters have gradients"))
         for _, reduction in undecided:
             reduction.regather()
         for unit, reduction in undecided:
@@ -407,7 +409,7 @@ class Step:
         local = [not unit.gradients.is_empty for unit in units]
         if not units:
             return
-        for unit, has_any in zip(units, self._any(local), strict=True):
+        for unit, has_any in zip(units, self._any(local, "which units accumulated"), strict=True):
             if has_any:
                 self._settle(unit, unit.reduce_local(exact=True))
         self._decide()

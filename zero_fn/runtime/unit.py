@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.collectives import Pending, Segment, Transport
+from zero_fn.collectives import Segment
 from zero_fn.errors import PlacementError
+from zero_fn.guarded import Guarded, Watched
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
@@ -94,7 +95,7 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, index: int, slots: list[Slot], axis: Axis | None, transport: Transport, step: Step
+        self, name: str, index: int, slots: list[Slot], axis: Axis | None, transport: Guarded, step: Step
     ) -> None:
         self.name, self.index, self.slots, self.axis = name, index, slots, axis
         self.transport, self.step = transport, step
@@ -105,7 +106,7 @@ class Unit:
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
-        self._pending: Pending | None = None
+        self._pending: Watched | None = None
         self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
@@ -241,7 +242,7 @@ class Unit:
                     own.copy_(slot.flat)
                 if slot.layout is not None:
                     segments.append(slot.segment(group.range_of(buffer, slot)))
-        self._pending = self.transport.all_gather(segments) if segments else None
+        self._pending = self.transport.all_gather(segments, f"parameters of {self}") if segments else None
         self.phase = Phase.GATHERING
 
     def await_gathered(self) -> None:
@@ -325,11 +326,11 @@ class Unit:
         """Issues the reduction of the local gradients, which the unit then no longer holds."""
         memory = self.gradient_memory()
         local, buffers = self.gradients.take(memory)
-        return Reduction(self.slots, memory, local, self.transport, exact=exact, buffers=buffers)
+        return Reduction(self.slots, memory, local, self.transport, str(self), exact=exact, buffers=buffers)
 
     def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
         """Issues the reduction of these gradients."""
-        return Reduction(self.slots, self.gradient_memory(), grads, self.transport, exact=True)
+        return Reduction(self.slots, self.gradient_memory(), grads, self.transport, str(self), exact=True)
 
     # -- whole parameters outside forward ---------------------------------------------------------------------------
 
@@ -345,7 +346,7 @@ class Unit:
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
         if segments:
-            self.transport.all_gather(segments).wait()
+            self.transport.all_gather(segments, f"whole parameters of {self}").wait()
         return wholes
 
     def scatter_whole(self, wholes: list[Tensor]) -> None:
@@ -389,6 +390,9 @@ class Unit:
         """The modules that hold the parameters, each once."""
         found = {id(place.module): place.module for slot in self.slots for place in slot.places}
         return list(found.values())
+
+    def __str__(self) -> str:
+        return f"unit {self.name or 'root'}"
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"

@@ -1,0 +1,191 @@
+"""Real faults on real ranks: a rank is killed, stopped, or goes astray at a chosen collective, and what the others say.
+
+Every case takes fresh processes from the warm fork server. Survivors write what they got into files, for the pool itself
+reports only the rank that died.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.ranks import axis
+from zero_fn.guarded import Guarded
+from zero_fn.local.ranks import LocalRanks, RankDied
+
+__all__ = ["ASTRAY", "ENDINGS", "Fault", "Said", "outcomes"]
+
+ENDINGS = ("kill", "exit", "stop")
+"""Faults that strike at a collective: SIGKILL, `os._exit`, SIGSTOP."""
+
+ASTRAY = (
+    "skips a layer",
+    "runs a layer twice",
+    "other order",
+    "raises and goes on",
+    "skips a backward",
+    "extra forward",
+)
+"""Faults of the program of one rank, which strike in one step."""
+
+_CASE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to which rank.
+
+    Attributes:
+        kind: One of `ENDINGS` or `ASTRAY`.
+        victim: The rank.
+        at: The collective at which an ending strikes, or the step in which a rank goes astray.
+        deadline_s: Of every wait.
+    """
+
+    kind: str
+    victim: int
+    at: int
+    deadline_s: float = 300.0
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a rank that lives got: the name and text of its error, and seconds from the fault to the error."""
+
+    error: str
+    text: str
+    after_s: float
+
+
+class _Reported(Exception):
+    """Ends a case in which ranks noticed a fault, without waiting for one that is stopped."""
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5)
+        self.gain = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gain * torch.tanh(self.inner(x))
+
+
+class Wandering(nn.Module):
+    """Runs its layers in an order that can be set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(3))
+        self.leave = nn.Linear(5, 3)
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        output: Tensor = self.leave(x)
+        return output
+
+
+def outcomes(n: int, stage: str, fault: Fault, *, compare: bool = False) -> dict[int, Said | None]:
+    """What each rank that lives got; None for one that noticed nothing.
+
+    Raises:
+        AssertionError: The ranks returned too late, or an ending left its victim alive.
+    """
+    with tempfile.TemporaryDirectory() as directory, LocalRanks(n) as ranks:
+        with contextlib.suppress(RankDied, _Reported):
+            ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
+        struck_s = json.loads((Path(directory) / "struck").read_text())
+        said: dict[int, Said | None] = {}
+        for rank in range(n):
+            if rank == fault.victim and fault.kind in ENDINGS:
+                continue
+            report = json.loads((Path(directory) / f"rank{rank}").read_text())
+            said[rank] = Said(report["error"], report["text"], report["at_s"] - struck_s) if report["error"] else None
+        return said
+
+
+def _train(directory: str, stage: str, fault: Fault, compare: bool) -> None:
+    report: dict[str, object] = {"error": "", "text": "", "at_s": 0.0}
+    with zf.guard(deadline_s=fault.deadline_s, compare=compare):
+        try:
+            _steps(Path(directory), stage, fault)
+        except zf.ZeroError as error:
+            report = {"error": type(error).__name__, "text": str(error), "at_s": time.monotonic()}
+    path = Path(directory) / f"rank{dist.get_rank()}"
+    path.with_suffix(".part").write_text(json.dumps(report))
+    path.with_suffix(".part").rename(path)
+    alive = dist.get_world_size() - (fault.kind in ENDINGS)
+    end_s = time.monotonic() + fault.deadline_s + 2.0
+    while len(list(Path(directory).glob("rank?"))) < alive and time.monotonic() < end_s:
+        time.sleep(0.01)  # leave only when the others that live have seen it too: an exit is a closed connection
+    if report["error"]:
+        raise _Reported
+
+
+def _steps(directory: Path, stage: str, fault: Fault) -> None:
+    is_victim = dist.get_rank() == fault.victim
+    torch.manual_seed(0)
+    model = STAGES[stage](Wandering(), axis())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fault.kind in ENDINGS and is_victim:
+        _strike_at(directory, fault)
+    for step in range(4):
+        x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+        goes_astray = is_victim and fault.kind in ASTRAY and step == fault.at
+        if goes_astray:
+            _note(directory)
+            _go_astray(model, fault.kind, x)
+        loss = model(x).square().mean()
+        model.order = [0, 1, 2]
+        if not (goes_astray and fault.kind == "skips a backward"):
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _strike_at(directory: Path, fault: Fault) -> None:
+    begin = Guarded._begin
+
+    def struck(self: Guarded, *operation: object) -> object:
+        if self._history.count == fault.at:
+            _note(directory)
+            if fault.kind == "exit":
+                os._exit(3)
+            os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        return begin(self, *operation)
+
+    Guarded._begin = struck  # type: ignore[method-assign, assignment]
+
+
+def _note(directory: Path) -> None:
+    (directory / "struck").write_text(json.dumps(time.monotonic()))
+
+
+def _go_astray(model: nn.Module, kind: str, x: Tensor) -> None:
+    if kind == "raises and goes on":
+        hook = model.layers[1].register_forward_pre_hook(_raise)
+        with contextlib.suppress(ZeroDivisionError):
+            model(x)
+        hook.remove()
+    elif kind == "extra forward":
+        model.layers[1](x)
+    elif kind != "skips a backward":
+        model.order = {"skips a layer": [0, 2], "runs a layer twice": [0, 1, 1, 2], "other order": [1, 0, 2]}[kind]
+
+
+def _raise(*_: object) -> None:
+    raise ZeroDivisionError

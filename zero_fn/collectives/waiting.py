@@ -1,0 +1,83 @@
+"""Waiting for peers, never for ever.
+
+A wait ends in bytes or in one of two internal exceptions, which `zero_fn.guarded` turns into errors for the user:
+
+    PeerLost        a peer closed its connection, or did not answer before the deadline
+    OutOfStep       a peer is at another collective
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+__all__ = ["OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
+
+W = TypeVar("W")
+
+DEFAULT_DEADLINE_S = 300.0
+
+_limit = timedelta(seconds=DEFAULT_DEADLINE_S)
+
+
+class PeerLost(Exception):
+    """A message cannot be sent or does not come.
+
+    Attributes:
+        peer: The rank along the axis at the other end; None if a collective of the backend does not tell.
+        is_late: Whether the deadline has passed; else the connection is closed.
+    """
+
+    def __init__(self, peer: int | None, *, is_late: bool, text: str) -> None:
+        super().__init__(text)
+        self.peer, self.is_late = peer, is_late
+
+
+class OutOfStep(Exception):
+    """A message came that belongs to another collective."""
+
+    def __init__(self, peer: int) -> None:
+        super().__init__(f"rank {peer} is at another collective")
+        self.peer = peer
+
+
+def deadline() -> float:
+    """Seconds that any wait may take."""
+    return _limit.total_seconds()
+
+
+def set_deadline(seconds: float) -> None:
+    """Sets the seconds that any wait may take."""
+    global _limit
+    _limit = timedelta(seconds=seconds)
+
+
+def wait_for(work: Any, peer: int | None) -> None:
+    """Waits for one message or collective.
+
+    Raises:
+        PeerLost: It will not come.
+    """
+    try:
+        work.wait(_limit)
+    except RuntimeError as error:
+        raise _lost(error, peer) from error
+
+
+def started(start: Callable[..., W], tensors: list[Any], peer: int, tag: int) -> W:
+    """Starts to send or receive.
+
+    Raises:
+        PeerLost: The connection is closed.
+    """
+    try:
+        return start(tensors, peer, tag)
+    except RuntimeError as error:
+        raise _lost(error, peer) from error
+
+
+def _lost(error: RuntimeError, peer: int | None) -> PeerLost:
+    text = str(error)
+    is_late = "timed out" in text.lower() or "timeout" in text.lower()
+    return PeerLost(peer, is_late=is_late, text=text)

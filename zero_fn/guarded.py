@@ -1,0 +1,352 @@
+"""Collectives that name what went wrong: every wait has a deadline, every operation is remembered.
+
+What can go wrong between ranks, and what every rank gets for it, in place of a silence:
+
+    a rank ended, was stopped or is busy elsewhere    `LostRankError`: who, in which collective, what each rank did last
+    ranks are at different collectives                `DisagreementError`: the same, before any byte is used where ranks share
+                                                      memory, at the deadline elsewhere, and at the very first difference
+                                                      under `guard(compare=True)`
+
+[Note: last words] A rank that gives up writes its last events into the store of its group, where the others, which give
+up because of it or with it, find them. A rank without last words is the one that was lost.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch
+import torch.distributed.distributed_c10d as c10d
+from torch import Tensor
+
+from zero_fn.agreement import agree
+from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
+from zero_fn.errors import DisagreementError, LostRankError, ZeroError
+from zero_fn.mesh import Axis
+
+__all__ = ["Guarded", "Watched", "guard"]
+
+REMEMBERED_EVENTS = 256
+_SHOWN_EVENTS = 3
+_SHOWN_RANKS = 8
+LAST_WORDS_S = 0.6  # until the last words of the others must be there
+
+_compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
+if "ZERO_FN_DEADLINE_S" in os.environ:
+    set_deadline(float(os.environ["ZERO_FN_DEADLINE_S"]))
+
+
+@contextmanager
+def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> Iterator[None]:
+    """Sets how ranks are watched inside the block.
+
+        with zf.guard(deadline_s=30, compare=True):
+            train(model)
+
+    Communicates, with `compare`, 16 bytes to each peer before every collective; else nothing.
+
+    The environment variables `ZERO_FN_DEADLINE_S` and `ZERO_FN_COMPARE=1` set the same for a whole program.
+
+    Args:
+        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the device waits instead of the host
+            (NCCL) the timeout of the process group holds.
+        compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that
+            differs, with its unit and operation. Slow; for finding out why ranks part. All ranks set it alike.
+
+    Returns:
+        A context manager.
+
+    Raises:
+        ValueError: `deadline_s` is not positive.
+    """
+    global _compares
+    if deadline_s is not None and not deadline_s > 0:
+        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
+    before = deadline(), _compares
+    set_deadline(before[0] if deadline_s is None else deadline_s)
+    _compares = before[1] if compare is None else compare
+    try:
+        yield
+    finally:
+        set_deadline(before[0])
+        _compares = before[1]
+
+
+class _Event:
+    """One collective of this rank, remembered."""
+
+    __slots__ = ("check", "done_s", "issued_s", "number", "numel", "text")
+
+    def __init__(self, number: int, text: str, numel: int, check: int) -> None:
+        self.number, self.text, self.numel, self.check = number, text, numel, check
+        self.issued_s = time.monotonic()
+        self.done_s: float | None = None
+
+    def __str__(self) -> str:
+        check = f", check {self.check:08x}" if self.check else ""
+        return f"#{self.number} {self.text} ({self.numel} elements{check})"
+
+    @property
+    def state(self) -> str:
+        """How long it took, or for how long it has been waited for."""
+        if self.done_s is None:
+            return f"not done after {time.monotonic() - self.issued_s:.1f} s"
+        return f"done in {1e3 * (self.done_s - self.issued_s):.1f} ms"
+
+
+class _History:
+    """The last collectives of this rank on one process group, and its failure if there was one."""
+
+    __slots__ = ("count", "events", "failure", "store")
+
+    def __init__(self, store: Any) -> None:
+        self.events: deque[_Event] = deque(maxlen=REMEMBERED_EVENTS)
+        self.count = 0
+        self.failure: ZeroError | None = None
+        self.store = store
+
+
+_histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The last words of a rank.
+
+    Attributes:
+        at: The number of the collective that failed.
+        events: Its last collectives, oldest first: number, what it was, how it stood.
+    """
+
+    at: int
+    events: list[tuple[int, str, str]]
+
+    def __str__(self) -> str:
+        shown = [f"{text}: {state}" for number, text, state in self.events if number <= self.at][-_SHOWN_EVENTS:]
+        return "; ".join(reversed(shown))
+
+
+class Watched:
+    """A collective under way whose failure is said in words."""
+
+    __slots__ = ("_event", "_guarded", "_pending")
+
+    def __init__(self, pending: Pending, guarded: Guarded, event: _Event) -> None:
+        self._pending, self._guarded, self._event = pending, guarded, event
+
+    def wait(self) -> None:
+        """Waits until the result may be used; may be called again.
+
+        Raises:
+            LostRankError: A rank is lost.
+            DisagreementError: A rank is at another collective.
+        """
+        self._guarded.require_unbroken()
+        try:
+            self._pending.wait()
+        except (PeerLost, OutOfStep) as failure:
+            raise self._guarded.broken(failure, self._event) from failure
+        self._event.done_s = time.monotonic()
+
+
+class Guarded:
+    """A transport that remembers its operations and whose failures name ranks, units and operations.
+
+    After a failure every operation on the same process group raises it again: what peers sent since belongs to nothing.
+    """
+
+    def __init__(self, raw: Transport, axis: Axis | None) -> None:
+        self._raw, self._axis = raw, axis
+        self._marks: dict[str, int] = {}
+        if axis is None:
+            self._history = _History(None)
+        else:
+            self._history = _histories.setdefault(axis.group, _History(_store_of(axis)))
+
+    @property
+    def pads(self) -> bool:
+        """Whether `Segment.whole` must have room for `n` full pieces."""
+        return self._raw.pads
+
+    def all_gather(self, segments: Sequence[Segment], what: str) -> Watched:
+        """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
+        numel = sum([segment.numel for segment in segments])
+        event, mark = self._begin("all-gather of ", what, numel)
+        try:
+            return Watched(self._raw.all_gather(segments, mark), self, event)
+        except (PeerLost, OutOfStep) as failure:
+            raise self.broken(failure, event) from failure
+
+    def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
+        """Writes into each `out` the mean over ranks of this rank's piece."""
+        numel = sum([contribution.addend.numel for contribution in contributions])
+        event, mark = self._begin("reduce-scatter of ", what, numel)
+        try:
+            return Watched(self._raw.reduce_scatter(contributions, mark), self, event)
+        except (PeerLost, OutOfStep) as failure:
+            raise self.broken(failure, event) from failure
+
+    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Watched:
+        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
+        event, mark = self._begin("agreement on ", what, bits.numel(), check)
+        try:
+            return Watched(self._raw.any(bits, mark), self, event)
+        except (PeerLost, OutOfStep) as failure:
+            raise self.broken(failure, event) from failure
+
+    def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
+        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
+        event, mark = self._begin("exchange of ", what, message.numel())
+        try:
+            rows = self._raw.exchange(message, mark)
+        except (PeerLost, OutOfStep) as failure:
+            raise self.broken(failure, event) from failure
+        event.done_s = time.monotonic()
+        return rows
+
+    def require_unbroken(self) -> None:
+        """Raises the failure of an earlier operation again."""
+        if self._history.failure is not None:
+            raise self._history.failure
+
+    def broken(self, failure: PeerLost | OutOfStep, event: _Event) -> ZeroError:
+        """The error for a failed operation, with the last events of every rank. [Note: last words]"""
+        if self._history.failure is None:
+            assert self._axis is not None, "one rank alone lost a peer"
+            self._raw.give_up()
+            words = self._last_words(event)
+            self._history.failure = error = _explained(failure, event, self._axis, words)
+            for rank, word in enumerate(words):
+                if word is not None:
+                    rows = "\n".join(f"  {text}: {state}" for _, text, state in word.events)
+                    error.add_note(f"Last collectives of rank {rank}, the newest last:\n{rows}")
+        return self._history.failure
+
+    def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
+        self.require_unbroken()
+        text = operation + what
+        mark = self._marks.get(text)
+        if mark is None:
+            mark = self._marks[text] = crc32(text.encode())
+        history = self._history
+        event = _Event(history.count, text, numel, check)
+        history.count += 1
+        if _compares:
+            self._compare(event)
+        history.events.append(event)
+        return event, (mark ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF
+
+    def _compare(self, event: _Event) -> None:
+        history = self._history
+        last = history.events[-1] if history.events else "nothing"
+        try:
+            agree(
+                self._raw,
+                "collectives",
+                [str(event)],
+                device=torch.device("cpu" if self._axis is None else self._axis.device_type),
+                why="the next bytes would be taken for others, or never come",
+                fix=f"run the same forwards and backwards on every rank; the last collective that agreed was {last}",
+            )
+        except (PeerLost, OutOfStep) as failure:
+            history.events.append(event)
+            raise self.broken(failure, event) from failure
+        except DisagreementError as error:
+            history.failure = error
+            raise
+
+    def _last_words(self, event: _Event) -> list[_Words | None]:
+        """What each rank did last, by rank; None for one that says nothing."""
+        assert self._axis is not None
+        own = _Words(event.number, [(past.number, str(past), past.state) for past in self._history.events])
+        words: list[_Words | None] = [None] * self._axis.size
+        words[self._axis.rank] = own
+        if self._history.store is not None:
+            # The store may be served by the very rank that is lost, so a thread talks to it, and is not waited for.
+            talk = threading.Thread(target=_talk, args=(self._history.store, words, self._axis.rank), daemon=True)
+            talk.start()
+            talk.join(LAST_WORDS_S)
+        return list(words)
+
+
+def _talk(store: Any, words: list[_Words | None], rank: int) -> None:
+    end_s = time.monotonic() + LAST_WORDS_S
+    own = words[rank]
+    assert own is not None
+    try:
+        store.set(f"zero_fn/last_words/{rank}", json.dumps([own.at, own.events]))
+        while None in words and time.monotonic() < end_s:
+            for other, word in enumerate(words):
+                key = f"zero_fn/last_words/{other}"
+                if word is None and store.check([key]):
+                    at, events = json.loads(store.get(key))
+                    words[other] = _Words(at, [(number, text, state) for number, text, state in events])
+            time.sleep(0.02)
+    except RuntimeError:  # the store is gone with the lost rank
+        return
+
+
+def _parting(words: Sequence[_Words | None]) -> tuple[int, dict[int, str]] | None:
+    """The first collective that differs between ranks: its number, and what it was on each rank that remembers it."""
+    told = {rank: {number: text for number, text, _ in word.events} for rank, word in enumerate(words) if word}
+    for number in sorted(set().union(*told.values())):
+        texts = {rank: events[number] for rank, events in told.items() if number in events}
+        if len(set(texts.values())) > 1:
+            return number, texts
+    return None
+
+
+def _explained(failure: PeerLost | OutOfStep, event: _Event, axis: Axis, words: Sequence[_Words | None]) -> ZeroError:
+    """What to tell the user."""
+    rows: dict[str, object] = {"here": f"rank {axis.rank}, waiting in {event}"}
+    parting = _parting(words)
+    if parting is not None or isinstance(failure, OutOfStep):
+        texts = parting[1] if parting is not None else {axis.rank: str(event)}
+        first = min(texts)
+        other = next((rank for rank, text in texts.items() if text != texts[first]), failure.peer)
+        return DisagreementError(
+            f"Ranks {first} and {other} of axis {axis} are at different collectives.",
+            **rows,
+            **{f"rank_{rank}": text for rank, text in list(texts.items())[:_SHOWN_RANKS]},
+            why="the ranks did not run the same forwards and backwards, or one of them raised and went on",
+            fix="run the same program on every rank; `with zf.guard(compare=True):` stops where they part",
+        )
+    rows.update((f"rank_{rank}", word or "no last words") for rank, word in list(enumerate(words))[:_SHOWN_RANKS])
+    lost = [rank for rank, word in enumerate(words) if word is None]
+    lost = lost or [rank for rank in (failure.peer,) if rank is not None]
+    who = f"Rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost)) or 'unknown'} of axis {axis}"
+    if failure.is_late:
+        return LostRankError(
+            f"{who} did not answer within {deadline():g} s.",
+            **rows,
+            why="it is stopped, or busy outside the collectives, or waits for something else",
+            fix="see where it is (py-spy dump --pid); if it only needs longer: zf.guard(deadline_s=...)",
+        )
+    return LostRankError(
+        f"{who} closed the connection.",
+        **rows,
+        why="the process ended, was killed (often because memory ran out: see dmesg), or gave up",
+        fix="look for the first error on that rank; start all ranks again from the last checkpoint",
+    )
+
+
+def _store_of(axis: Axis | None) -> Any:
+    """The key-value store of the group of an axis, where ranks can leave word when collectives fail."""
+    if axis is None or axis.size == 1:
+        return None
+    find = getattr(c10d, "_get_process_group_store", None)
+    try:
+        return find(axis.group) if find is not None else None
+    except (KeyError, RuntimeError, ValueError):  # a group that has none
+        return None
