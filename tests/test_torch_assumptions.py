@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
+import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
@@ -19,6 +24,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.groups import pretended
+from tests.ranks import Ranks
+from zero_fn.local.ranks import LocalRanks
 
 
 @pytest.fixture(scope="module")
@@ -361,3 +368,36 @@ def test_deepcopy_keeps_what_the_memo_names() -> None:
     twin = copy.deepcopy(linear, {id(linear.weight): linear.weight})
     assert twin.weight is linear.weight
     assert twin.bias is not linear.bias
+
+
+# -- waiting (collectives/waiting.py, guarded.py) ----------------------------------------------------------------------
+
+
+def test_gloo_waits_no_longer_than_it_is_told_and_says_so() -> None:
+    """`zero_fn.collectives.waiting` tells a late peer from a lost one by these words."""
+
+    def words() -> tuple[str, float]:
+        group = c10d._get_default_group()
+        if dist.get_rank() == 1:
+            return "", 0.0
+        began_s = time.monotonic()
+        try:
+            group.recv([torch.zeros(1)], 1, 5).wait(timedelta(seconds=0.3))
+        except RuntimeError as error:
+            return str(error), time.monotonic() - began_s
+        return "nothing", 0.0
+
+    with LocalRanks(2) as fresh:
+        (text, seconds), _ = fresh.run(words, timeout_s=30, by_value=sys.modules[__name__])
+    assert "Timed out" in text
+    assert 0.25 < seconds < 3
+
+
+def test_a_process_group_has_a_store_and_can_be_remembered_weakly(ranks: Ranks) -> None:
+    def seen() -> tuple[bytes, bool]:
+        group = c10d._get_default_group()
+        store = c10d._get_process_group_store(group)
+        store.set(f"from {dist.get_rank()}", "here")
+        return store.get(f"from {1 - dist.get_rank()}"), weakref.ref(group)() is group
+
+    assert ranks(2).run(seen) == [(b"here", True)] * 2
