@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import StaleError, StateError
+from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
@@ -33,6 +34,7 @@ def watch_optimizers() -> None:
 
 
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    steps_locally(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
