@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.local_tensor import local_tensor as local_tensor  # a fixture
 from tests.ranks import Ranks
 
 settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
