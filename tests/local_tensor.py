@@ -55,7 +55,7 @@ class World:
         self._mode = mode
 
     def each(self, make: Callable[[int], Tensor]) -> Tensor:
-        """One tensor, without history, that is `make(rank)` on every rank. Strides may differ between ranks, the number of dims may not."""
+        """One tensor, without history, that is `make(rank)` on every rank; sizes may differ, the number of dims may not."""
         return self._mode.rank_map(lambda rank: make(rank).detach())
 
     def values(self, tensor: Tensor) -> list[Tensor]:

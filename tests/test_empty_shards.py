@@ -18,7 +18,9 @@ def _norm(p: float, foreach: bool) -> float:
     model = zf.zero3(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)), axis())
     for parameter in model.parameters():
         parameter.grad = parameter.detach().clone()
-    total = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()], norm_type=p, foreach=foreach)
+    total = torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None], norm_type=p, foreach=foreach
+    )
     return float(total.full_tensor())  # type: ignore[operator]
 
 
@@ -32,8 +34,3 @@ def test_the_greatest_and_least_element_are_found_where_ranks_hold_nothing(
     elements = torch.cat([parameter.detach().abs().reshape(-1) for parameter in model.parameters()])
     expected = elements.max() if p > 0 else elements.min()
     assert ranks(4).run(_norm, p, foreach) == [expected.item()] * 4
-
-
-def test_a_norm_of_nothing_is_still_refused() -> None:
-    with pytest.raises(RuntimeError, match="infinity norm|inf norm"):
-        torch.linalg.vector_norm(torch.empty(0), inf)
