@@ -263,7 +263,7 @@ def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) ->
         from zero_fn.collectives.arena import Arena
 
         allocate = Arena.allocate
-        Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign]
+        Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign, assignment]
         try:
             return gathered(cases, SMALL, "shared"), reduced(summed, SMALL, "shared", True, False)
         finally:

@@ -468,7 +468,7 @@ BUGS: tuple[Bug, ...] = (
         "what was accumulated before an exception is dropped",
         "            self._recover()\n            self.drop_gradients()\n",
         "            self._recover()\n",
-        _VERBS,
+        _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing accumulation-2]",
     ),
     Bug(
         "accumulate-ignores-exceptions",
@@ -476,7 +476,7 @@ BUGS: tuple[Bug, ...] = (
         "a block that raised reduces nothing",
         "step.end_accumulation(failed=failed)",
         "step.end_accumulation(failed=False)",
-        _VERBS,
+        _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing accumulation-2]",
     ),
     Bug(
         "accumulate-is-never-fresh",
@@ -492,7 +492,7 @@ BUGS: tuple[Bug, ...] = (
         "memory after a forward that raised",
         "if forward.failed:\n            for unit in self.live_units():\n                unit.reshard()\n",
         "if forward.failed:\n",
-        _VERBS,
+        _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing forward-2]",
     ),
     Bug(
         "failed-forward-ignored",
@@ -500,7 +500,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit whose forward raised counts as left",
         "forward.failed |= failed",
         "forward.failed = forward.failed",
-        _PROGRAMS,
+        _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing forward-2]",
     ),
     Bug(
         "failed-backward-leaves-gradients",
@@ -508,7 +508,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients of a backward that raised leak into the next",
         "        if not self.accumulating:\n            self.drop_gradients()\n        for unit",
         "        for unit",
-        _PROGRAMS,
+        _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing backward-2]",
     ),
     Bug(
         "agreement-skipped",
