@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.local_tensor import local_tensor as local_tensor  # a fixture
 from tests.profiles import PROFILE
 from tests.ranks import Ranks
 

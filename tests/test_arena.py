@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux")
 
 from zero_fn.collectives.arena import Arena, map_arena  # noqa: E402
+from zero_fn.collectives.same_host import _Shared  # noqa: E402
 
 
 @given(st.lists(st.one_of(st.integers(0, 1000), st.integers(-20, -1)), max_size=60))
@@ -55,3 +56,19 @@ def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused() -> None:
     assert map_arena(os.getpid(), arena.fd, bytes(16)) is None
     assert map_arena(os.getpid(), 10**6, arena.token) is None
     arena.close_file()
+
+
+def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
+    arena = Arena()
+    try:
+        shared = _Shared(arena, {1: arena.memory, 2: arena.memory})
+        _, first = shared.write(0, 100)
+        _, second = shared.write(0, 100)
+        assert first != second  # neither was read
+        shared.note_read(1, [2, 0])
+        assert arena.allocate(100) not in (first, second)  # rank 2 may be reading them
+        shared.note_read(2, [1, 0])
+        assert arena.allocate(100) == first
+        assert arena.allocate(100) != second
+    finally:
+        arena.close_file()

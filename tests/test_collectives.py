@@ -245,6 +245,38 @@ def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
     assert ranks(2).run(mean_of, torch.bfloat16)[0].item() == 128.0
 
 
+def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(ranks: Ranks) -> None:
+    def means() -> list[float]:
+        own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
+        outs = [torch.empty(1, dtype=torch.float32) for _ in range(2)]
+        both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
+        open_transport("shared").reduce_scatter([Contribution(Segment(own, 3, 1), *pair) for pair in both]).wait()
+        return [out.item() for out in outs]
+
+    narrow = torch.tensor(256.0).bfloat16().div(3).item()  # 256 + 1 is 256
+    assert ranks(3).run(means) == [[86.0, narrow]] * 3
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) -> None:
+    def without_room() -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
+        from zero_fn.collectives.arena import Arena
+
+        allocate = Arena.allocate
+        Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign, assignment]
+        try:
+            return gathered(cases, SMALL, "shared"), reduced(summed, SMALL, "shared", True, False)
+        finally:
+            Arena.allocate = allocate  # type: ignore[method-assign]
+
+    cases, summed = cases_of(n, DTYPES), cases_of(n, FLOATS)
+    for rank, (wholes, means) in enumerate(ranks(n).run(without_room)):
+        for case, whole in zip(cases, wholes, strict=True):
+            assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
+        expected = expected_means(summed, n, rank, exact=True)
+        assert all(is_same(mean, other) for (mean, _), other in zip(means, expected, strict=True))
+
+
 def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:
     def mean() -> Tensor:
         out = torch.empty(2, dtype=torch.float64)

@@ -21,6 +21,7 @@ from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
 from zero_fn.guarded import Guarded
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
+from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, units_of
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
@@ -80,6 +81,7 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     """
     _require_rest(module, verb)
     watch_optimizers()
+    give_empty_shards_a_norm()
     shared = shared_parameters(module)
     sources = [_source(parameter, assignment) for parameter in shared]
     twin = _copy(module, [parameter.parameter for parameter in shared])

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import zero_fn as zf
 from tests.distributed.against_replicas import Program, differences, noise
 from tests.ranks import Ranks
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.unit import Phase
 
 WIDTH = 6
 
@@ -248,7 +250,7 @@ def evaluation_with_gradients_first(model: nn.Module, step: int) -> None:
 
 
 def accumulating(model: nn.Module, step: int) -> None:
-    is_transformed = bool(zf.runtime.entry.units_of(model))
+    is_transformed = bool(units_of(model))
     with zf.accumulate(model) if is_transformed else nullcontext():
         for i in range(3):
             plain(model, 10 * step + i)
@@ -272,7 +274,18 @@ def failing_forward(model: nn.Module, step: int) -> None:
     with pytest.raises(ZeroDivisionError):
         model(x)
     hook.remove()
+    assert all(unit.phase is Phase.AT_REST for unit in units_of(model))
     plain(model, step)
+
+
+def failing_accumulation(model: nn.Module, step: int) -> None:
+    """What a block has summed before an exception is dropped, not reduced."""
+    if units_of(model):
+        with pytest.raises(ZeroDivisionError), zf.accumulate(model):
+            plain(model, step + 100)
+            _raise()
+        assert all(parameter.grad is None for parameter in model.parameters())
+    accumulating(model, step)
 
 
 def _raise(*_: object) -> None:
@@ -368,6 +381,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Program]] = {
     "freezing between steps": (Stack, freezing),
     "failing forward": (Stack, failing_forward),
     "failing backward": (Stack, failing_backward),
+    "failing accumulation": (Stack, failing_accumulation),
     "children alone": (Stack, children_alone),
     "gradients of inputs": (Stack, input_gradients),
     "gradient penalty": (Stack, gradient_penalty),

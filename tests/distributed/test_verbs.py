@@ -7,7 +7,7 @@ import gc
 import tempfile
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -392,6 +392,15 @@ def _deleted(stage: str, program: str) -> list[str]:
             _step(model, optimizer, 0)
         elif program == "after a forward whose graph is dropped":
             model(torch.tensor([[1, 2]])).tanh()
+        elif program == "after accumulate":
+            with zf.accumulate(model):
+                loss_of(model, 0).backward()
+        elif program == "after unsharded":
+            with zf.unsharded(model, writeback=True):
+                model(torch.tensor([[1, 2]]))
+        elif program == "after a forward that raised":
+            with suppress(IndexError):
+                model(torch.tensor([[1, 2000]]))
         else:
             model(torch.tensor([[1, 2]])).tanh().sum().backward(inputs=list(model.norm.parameters()))  # type: ignore[union-attr]
         watched = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
@@ -403,7 +412,15 @@ def _deleted(stage: str, program: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "program", ["after a step", "after a forward whose graph is dropped", "after a backward of a part"]
+    "program",
+    [
+        "after a step",
+        "after accumulate",
+        "after unsharded",
+        "after a forward whose graph is dropped",
+        "after a forward that raised",
+        "after a backward of a part",
+    ],
 )
 @pytest.mark.parametrize("stage", ALL)
 def test_a_deleted_model_frees_its_memory_without_the_collector(ranks: Ranks, stage: str, program: str) -> None:
