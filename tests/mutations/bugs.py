@@ -41,6 +41,7 @@ _SCHEDULE = "tests/test_schedule.py"
 _PEAK = "tests/distributed/test_peak_memory.py"
 _PLAN = "property_tests/test_plan_laws.py"
 _TRANSFORMS = "property_tests/test_transform_laws.py"
+_DESYNC = "tests/test_desync.py"
 _TRAINING = "tests/distributed/test_training.py"
 
 BUGS: tuple[Bug, ...] = (
@@ -73,8 +74,8 @@ BUGS: tuple[Bug, ...] = (
         "missed-wait-for-bytes",
         "collectives/segment.py",
         "a collective is finished before its bytes are there",
-        "        for work in works:\n            work.wait()",
-        "        for work in works[1:]:\n            work.wait()",
+        "        for work, peer in works:",
+        "        for work, peer in works[1:]:",
         _COLLECTIVES,
     ),
     Bug(
@@ -135,10 +136,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "message-tag-mixed",
-        "collectives/same_host.py",
-        "headers of one direction taken for those of the other",
-        "self._transport._send(header, target, self._tag, self.works)",
-        "self._transport._send(header, target, GATHER, self.works)",
+        "collectives/exchange.py",
+        "messages of one direction taken for those of the other",
+        "GATHER, REDUCE, CONTROL = 0x10000000, 0x20000000, 0x30000000",
+        "GATHER, REDUCE, CONTROL = 0x10000000, 0x10000000, 0x30000000",
         _COLLECTIVES,
     ),
     Bug(
@@ -695,5 +696,70 @@ BUGS: tuple[Bug, ...] = (
         "if slot.parameter.requires_grad:",
         "if slot.parameter is not None:",
         _PLAN,
+    ),
+    # -- ranks that part or are lost --------------------------------------------------------------------------------
+    Bug(
+        "out-of-step-ignored",
+        "collectives/same_host.py",
+        "bytes of another collective are used",
+        "if mark != self._mark:",
+        "if False:",
+        _DESYNC,
+    ),
+    Bug(
+        "deadline-ignored",
+        "collectives/waiting.py",
+        "a stopped rank is waited for until the timeout of the group",
+        "work.wait(_limit)",
+        "work.wait()",
+        _DESYNC,
+    ),
+    Bug(
+        "farewell-unread",
+        "collectives/same_host.py",
+        "a rank that gave up is found at the deadline only",
+        "if mark == _FAREWELL:",
+        "if mark == _FAREWELL - 1:",
+        _DESYNC,
+    ),
+    Bug(
+        "failure-forgotten",
+        "guarded.py",
+        "collectives go on after a failure",
+        "        if self._history.failure is not None:\n            raise self._history.failure",
+        "        return",
+        "tests/test_guarded.py",
+    ),
+    Bug(
+        "sizes-not-in-the-mark",
+        "guarded.py",
+        "messages of other lengths are taken",
+        "(mark ^ check ^ numel * 0x9E3779B1)",
+        "(mark ^ check)",
+        "tests/test_guarded.py",
+    ),
+    Bug(
+        "uses-not-compared",
+        "runtime/step.py",
+        "ranks that ran the same units in another order share a backward",
+        '"what the backward runs through", check=passed',
+        '"what the backward runs through"',
+        _DESYNC,
+    ),
+    Bug(
+        "comparison-forgotten",
+        "guarded.py",
+        "guard(compare=True) compares nothing",
+        "        if _compares:\n",
+        "        if False:\n",
+        _DESYNC,
+    ),
+    Bug(
+        "gradient-cut-otherwise-taken",
+        "runtime/local_step.py",
+        "the local tensor of a gradient of another placement is taken for that of the shard",
+        "all(map(_alike, zip(*rows, strict=True)))",
+        "True",
+        "tests/test_local_step.py",
     ),
 )
