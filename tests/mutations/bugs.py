@@ -135,14 +135,6 @@ BUGS: tuple[Bug, ...] = (
         _COLLECTIVES,
     ),
     Bug(
-        "message-tag-mixed",
-        "collectives/exchange.py",
-        "messages of one direction taken for those of the other",
-        "GATHER, REDUCE, CONTROL = 0x10000000, 0x20000000, 0x30000000",
-        "GATHER, REDUCE, CONTROL = 0x10000000, 0x10000000, 0x30000000",
-        _COLLECTIVES,
-    ),
-    Bug(
         "block-freed-early",
         "collectives/same_host.py",
         "a message that not all peers have read",
