@@ -79,6 +79,11 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     """
     _require_rest(module, verb)
     watch_optimizers()
+    with torch.inference_mode(False):  # memory made in inference mode could never be trained
+        return _substitute(module, assignment, call_site(verb), donate=donate)
+
+
+def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -> M:
     shared = shared_parameters(module)
     sources = [_source(parameter, assignment) for parameter in shared]
     twin = _copy(module, [parameter.parameter for parameter in shared])
@@ -88,7 +93,6 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
-    site = call_site(verb)
     modules = dict(twin.named_modules())
     for anchor in anchors:
         chosen = [shared[i] for i in members[anchor]]

@@ -144,7 +144,10 @@ class Unit:
         if self.pinned is not None or all(slot.is_current() for slot in self.slots):
             return
         self.reshard()
-        moved = [self._resting_successor(slot) for slot in self.slots]
+        with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
+            self._take_over([self._resting_successor(slot) for slot in self.slots])
+
+    def _take_over(self, moved: list[nn.Parameter]) -> None:
         for slot, parameter in zip(self.slots, moved, strict=True):
             slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
