@@ -358,8 +358,9 @@ class Step:
         union = iter(self._any(local))
         for _, reduction in undecided:
             reduction.regather()
+        for _, reduction in undecided:
+            reduction.wait_regathered()  # all, before a hook of the user may raise
         for unit, reduction in undecided:
-            reduction.wait_regathered()
             for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
                 has_any = next(union)
                 grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
@@ -429,13 +430,19 @@ class Step:
         self.accumulating -= 1
         if self.accumulating:
             return
-        if failed:
-            self._recover()
-            self.drop_gradients()
-        else:
-            self.flush()
-        for unit in self.live_units():
-            unit.reshard()
+        try:
+            if not failed:
+                failed = True  # until it is done: hooks of the user run inside
+                self.flush()
+                failed = False
+        finally:
+            if failed:
+                self._recover()
+                self._undecided = []
+                self._read_control()
+                self.drop_gradients()
+            for unit in self.live_units():
+                unit.reshard()
 
     def _end_backward(self) -> None:
         self._backward = None
