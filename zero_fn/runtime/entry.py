@@ -22,6 +22,7 @@ from zero_fn.runtime.access import explained
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
+from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["Entry", "entries", "entry_of", "steps_of", "units_of"]
@@ -74,6 +75,11 @@ class Entry:
         unit = self.unit
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @left_alone
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        unit = self.unit
         use = unit.step.enter(unit, self)
         failed = True
         try:
@@ -158,6 +164,7 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
     return list(steps.values())
 
 
+@uncompiled
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
@@ -165,6 +172,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     )
 
 
+@uncompiled
 def _watch(output: Any, use: UnitUse) -> None:
     """Tells the step when backward reaches the outputs, before any gradient of the unit is computed."""
     leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
@@ -177,5 +185,6 @@ def _watch(output: Any, use: UnitUse) -> None:
         use.has_graph = True
 
 
+@uncompiled
 def _reached(use: UnitUse, _grad: Tensor) -> None:
     use.unit.step.demand(use.unit, use)

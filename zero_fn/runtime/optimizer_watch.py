@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero_fn.errors import StaleError, StateError
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["watch_optimizers"]
@@ -32,6 +33,7 @@ def watch_optimizers() -> None:
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -55,6 +57,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 )
 
 
+@uncompiled
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     units: dict[int, Unit] = {}
     for group in optimizer.param_groups:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import Await, Enter, Event, Exit, Trace, Use
 
 if TYPE_CHECKING:
@@ -208,6 +209,7 @@ class _EndOfBackward:
     def __init__(self, step: Step, backward: BackwardPass) -> None:
         self._step, self._backward = weakref.ref(step), backward
 
+    @uncompiled
     def __call__(self) -> None:
         step = self._step()
         if step is not None:

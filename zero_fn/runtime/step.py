@@ -31,6 +31,7 @@ from zero_fn.collectives import Pending, Transport
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
     Await,
     Enter,
@@ -107,6 +108,7 @@ class Step:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def enter(self, unit: Unit, entry: object) -> UnitUse:
         """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
         if current_graph_task() != -1:
@@ -126,6 +128,7 @@ class Step:
         unit.open += 1
         return use
 
+    @uncompiled
     def leave(self, use: UnitUse, *, failed: bool) -> None:
         """The forward of a unit has ended."""
         unit = use.unit

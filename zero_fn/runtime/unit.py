@@ -33,6 +33,7 @@ from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
@@ -358,6 +359,7 @@ class Unit:
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def shadow(self, tensors: list[Tensor]) -> None:
         """Lets modules see `tensors` under the names of the parameters."""
         for slot, tensor in zip(self.slots, tensors, strict=True):
@@ -369,6 +371,7 @@ class Unit:
         self._backward_tensors, self.backward_entry = tensors, entry
         self.shadow(tensors)
 
+    @uncompiled
     def unshadow(self) -> None:
         """Undoes `shadow`."""
         if self._backward_tensors:
