@@ -142,7 +142,7 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     for module in unit.modules():
         accept_whole_entries(module)
         if not isinstance(module.__dict__.get("forward"), Entry):
-            Entry(module, unit)
+            Entry(module, unit, is_inner=True)
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:

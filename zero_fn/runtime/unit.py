@@ -92,6 +92,7 @@ class Unit:
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         open: Forwards of the unit that are running (more than one when a module calls itself).
+        inner: Modules below the anchor whose entries are taken out while the unit runs.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Unit:
         self.phase = Phase.AT_REST
         self.generation = 0
         self.open = 0
+        self.inner: list[weakref.ref[nn.Module]] = []
         self.pinned: list[Tensor] | None = None
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
@@ -186,6 +188,7 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
+        twin.inner = []
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
