@@ -111,6 +111,7 @@ class Slot:
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
         layout: How it is cut, None where it rests replicated (by its home, or because it has no rows).
         flat: This rank's elements of the resting parameter, flat, in storage order.
+        is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         unit: Its unit, weakly.
         group, offset: Its gather group in the unit (None: not gathered) and its first element there.
@@ -145,6 +146,7 @@ class Slot:
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         self._axis = axis
         self.initial: int | None = None
+        self.is_recast = False
         self.unit: Callable[[], Unit | None] | None = None
         self.group: int | None = None
         self.offset = 0
@@ -155,6 +157,7 @@ class Slot:
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Fixes the dtype at rest and everything that follows from it."""
+        self.is_recast |= dtype != getattr(self, "dtype", dtype)
         self.dtype = dtype
         self.compute_dtype = self.home.compute_dtype(dtype)
         self.sum_dtype = self.home.sum_dtype(dtype)
