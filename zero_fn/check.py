@@ -6,8 +6,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StaleError
-from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.elementwise import require_elementwise
+from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.members import refuse_unregistered
 from zero_fn.runtime.registry import replacement_of
 

@@ -18,6 +18,7 @@ from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
+from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
@@ -28,7 +29,6 @@ from zero_fn.runtime.slot import Place, Slot
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
-from zero_fn.whole_entries import accept_whole_entries
 
 __all__ = ["assignment_of", "substitute"]
 
@@ -114,6 +114,8 @@ def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -
         if name in modules:
             Entry(modules[name], units[innermost_common(units, [name])], attribute=attribute)
     note_members(modules)
+    for child in twin.modules():
+        check_and_shard_entries(child)
     if donate:
         module.__dict__["forward"] = _Donated(site)
     return twin
@@ -150,7 +152,6 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
         output_dtype=output,
     )
     for module in unit.modules():
-        accept_whole_entries(module)
         if not isinstance(module.__dict__.get("forward"), Entry):
             Entry(module, unit, is_inner=True)
 

@@ -82,5 +82,5 @@ def _refuse_late(fqn: str, parameter: nn.Parameter) -> None:
         f"{fqn!r} was added after the transform.",
         parameter=f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}",
         why="it would be trained on each rank alone and never reduced",
-        fix="add parameters and modules before the transform, or transform what you add: zf.shard_params(adapter, mesh['dp'])",
+        fix="add parameters and modules before the transform, or transform what you add: zf.shard_params(added, axis)",
     )

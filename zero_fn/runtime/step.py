@@ -165,7 +165,7 @@ class Step:
         self._forward = ForwardPass(unit.index, recorded[1] if recorded else None, self._offsets(), grad=grad)
 
     def _agree(self) -> None:
-        """Compares layout and initial values over ranks, once."""
+        """Compares layout and initial values over ranks, once, and again after loading."""
         self._has_agreed = True
         if self.assignment.axis is None:
             return
@@ -402,6 +402,10 @@ class Step:
         if unit.backward_entry is None:
             with torch.enable_grad():
                 unit.shadow_for_backward(gather(UnitUse(unit, -1)), use.began_at)
+
+    def note_loaded(self) -> None:
+        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        self._has_agreed, self._is_fresh = False, True
 
     # -- ends and errors --------------------------------------------------------------------------------------------
 
