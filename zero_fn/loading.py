@@ -1,7 +1,7 @@
 """`load_state_dict` of a transformed module: whole tensors are sharded, and nothing is written unless everything fits.
 
 A pre-hook of every module checks all entries at and below it. So whichever module `load_state_dict` is called on, its own
-hook sees every entry before torch copies the first. The next forward compares over ranks what whole tensors each of them was given.
+hook sees every entry before torch copies the first. The next forward compares over ranks what whole tensors were loaded.
 Communicates only for entries that are sharded in another way than the parameter: an all-gather each.
 """
 

@@ -114,7 +114,7 @@ class World:
         self.note("loss", loss)
         self.note_model(model)
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()  # also of what the optimizer does not hold: `reduce` averages what it finds
 
 
 Trial = Callable[[World], object]

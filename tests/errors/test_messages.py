@@ -408,10 +408,10 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
-        parameter_is_lazy, embedding_is_sparse, module_cannot_be_copied, launch_no_rank, launch_no_thread,
+        parameter_is_lazy, module_cannot_be_copied, launch_no_rank, launch_no_thread,
         launch_no_time, launch_says_which_rank_is_which,
     ),
-    PlacementError: (parameter_is_a_dtensor_already, parameter_was_replaced, parameter_was_replaced_by_nothing),
+    PlacementError: (embedding_is_sparse, parameter_is_a_dtensor_already, parameter_was_replaced, parameter_was_replaced_by_nothing),
     StateError: (
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,

@@ -7,7 +7,7 @@ without any error. They are known by name, because torch has no property to ask 
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
+from torch.optim import Optimizer, Rprop
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.registry import slot_of
@@ -36,13 +36,21 @@ def require_elementwise(optimizer: Optimizer) -> None:
     """Refuses an optimizer that looks at whole tensors if it holds a sharded parameter.
 
     Raises:
-        PlacementError: It does. Nothing was updated.
+        PlacementError: It does, or torch's code of it fails on DTensors. Nothing was updated.
     """
-    if not looks_at_whole_tensors(type(optimizer)):
+    fails = isinstance(optimizer, Rprop)
+    if not fails and not looks_at_whole_tensors(type(optimizer)):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
+            if fails and slot is not None and slot.spec is not None:
+                raise PlacementError(
+                    f"{type(optimizer).__name__} does not work on DTensors.",
+                    parameter=slot,
+                    why="it assigns through a mask, which torch (2.13) refuses half-way; nothing was updated",
+                    fix="use another elementwise optimizer: torch.optim.RMSprop, Adam, SGD, ...",
+                )
             if slot is not None and slot.layout is not None and slot.size > 1:
                 raise PlacementError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {slot.fqn!r} is sharded.",

@@ -325,7 +325,19 @@ class Unit:
         return self._memory[1]
 
     def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds to the local gradients; see `Gradients.add`."""
+        """Adds to the local gradients; see `Gradients.add`.
+
+        Raises:
+            PlacementError: A gradient is sparse.
+        """
+        for slot, grad in zip(self.slots, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise PlacementError(
+                    "Sparse gradients cannot be reduced over an axis.",
+                    parameter=slot,
+                    unit=self.name or "root",
+                    fix="compute it with sparse=False: F.embedding(tokens, weight)",
+                )
         self.gradients.add(grads, self.gradient_memory(), exact=exact)
 
     def reduce_local(self, *, exact: bool) -> Reduction:
