@@ -409,7 +409,7 @@ def _undeclarable() -> None:
     for name, match in (("stream", "after it has returned"), ("later", "after it has returned"), ("none", "no method")):
         with pytest.raises(zf.LayoutError, match=match):
             zf.gather_in(zf.zero3(Streaming(), axis()), name)
-    with pytest.raises(zf.LayoutError, match="no method 'blocks.7.half'"):
+    with pytest.raises(zf.LayoutError, match=r"no method 'blocks\.7\.half'"):
         zf.gather_in(Deep(), "blocks.7.half")
 
 

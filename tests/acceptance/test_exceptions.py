@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.acceptance.worlds import WIDTH, Tower, World, differences, noise
-from tests.ranks import Ranks
+from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks, axis
 
 
 class Breakdown(Exception):
@@ -215,3 +216,22 @@ def _closure_raises(world: World) -> None:
 def test_g27_the_step_after_an_exception_in_a_closure_is_exact(ranks: Ranks) -> None:
     for found in ranks(2).run(differences, _closure_raises):
         assert found == []
+
+
+def _names_after(case: str) -> None:
+    """A gathered parameter stood under its name until the next forward; an edit of it was lost."""
+    build, trap = TRAPS[case]
+    for stage in ALL:
+        torch.manual_seed(0)
+        model = STAGES[stage](build(), axis())
+        x = noise(4, WIDTH, seed=0)
+        with pytest.raises(Breakdown), trap(model, x):
+            model(x).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            owner, _, attribute = name.rpartition(".")
+            assert getattr(model.get_submodule(owner), attribute) is parameter, f"{stage}: {name}"
+
+
+@pytest.mark.parametrize("case", [case for case in TRAPS if "hook of" not in case])
+def test_g27_names_show_resting_parameters_after_an_exception(ranks: Ranks, case: str) -> None:
+    ranks(2).run(_names_after, case)

@@ -140,7 +140,14 @@ class BackwardPass:
     def register(self, step: Step) -> None:
         """Asks the engine to call back when the running backward has ended."""
         callback = _EndOfBackward(step, self)
-        self._callback = weakref.ref(callback)
+        owner = weakref.ref(step)
+
+        def on_death(_: object) -> None:
+            step = owner()
+            if step is not None:
+                step.give_up(self)
+
+        self._callback = weakref.ref(callback, on_death)
         Variable._execution_engine.queue_callback(callback)
 
     @property

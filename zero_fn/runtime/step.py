@@ -267,6 +267,15 @@ class Step:
             self._decide()
         self._end_backward()
 
+    def give_up(self, backward: BackwardPass) -> None:
+        """Called when the engine is done with a backward, even if it raised: names show resting parameters again.
+
+        Communicates nothing and waits for nothing; the next forward does the rest (`_recover`).
+        """
+        if self._backward is backward:
+            for unit in self.live_units():
+                unit.unshadow_for_backward()
+
     def _open_backward(self) -> BackwardPass | None:
         if current_graph_task() == -1:
             return None  # a saved tensor was read outside backward

@@ -183,6 +183,10 @@ class Unit:
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        for slot in self.slots:  # a copy of a parameter has no gradient: torch says so, and forgets it for DTensors
+            grad, slot.parameter.grad = slot.parameter.grad, None
+            copy.deepcopy(slot.parameter, memo).grad = None
+            slot.parameter.grad = grad
         # The copied modules may still be under construction: the twin finds its parameters at its first `readopt`.
         twin = object.__new__(Unit)
         memo[id(self)] = twin
@@ -262,9 +266,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.backward_entry is not None:
-            self._backward_tensors, self.backward_entry = [], None
-            self.unshadow()
+        self.unshadow_for_backward()
         if self.phase is Phase.AT_REST:
             return
         self.await_gathered()
@@ -385,6 +387,12 @@ class Unit:
         """As `shadow`, until the unit is resharded, for the backward of a forward that began at `entry`."""
         self._backward_tensors, self.backward_entry = tensors, entry
         self.shadow(tensors)
+
+    def unshadow_for_backward(self) -> None:
+        """Undoes `shadow_for_backward`."""
+        if self.backward_entry is not None:
+            self._backward_tensors, self.backward_entry = [], None
+            self.unshadow()
 
     @uncompiled
     def unshadow(self) -> None:
