@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -67,7 +68,10 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 def _require_states_alike(optimizer: Optimizer, slot: Slot, parameter: Tensor) -> None:
     for name, value in optimizer.state.get(parameter, {}).items():
-        if isinstance(value, Tensor) and value.shape == parameter.shape and value.dtype != parameter.dtype:
+        if not isinstance(value, Tensor):
+            continue
+        is_alike = isinstance(value, DTensor) if isinstance(parameter, DTensor) else name != "step"
+        if is_alike and value.shape == parameter.shape and value.dtype != parameter.dtype:
             raise StateError(
                 "The optimizer's states have another dtype than their parameters.",
                 parameter=f"{slot.fqn} is {_name(parameter.dtype)}, its {name} is {_name(value.dtype)}",

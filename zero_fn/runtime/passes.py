@@ -25,7 +25,7 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit.
 
     Attributes:
-        entry: The unit that began it.
+        entry: The unit that began it, and the method.
         grad: Whether it records a graph.
         trace: Its brackets so far.
         uses: Its uses.
@@ -33,7 +33,9 @@ class ForwardPass:
         failed: Whether an exception passed through it.
     """
 
-    def __init__(self, entry: int, events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool) -> None:
+    def __init__(
+        self, entry: tuple[int, str], events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool
+    ) -> None:
         self.entry, self.grad = entry, grad
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}

@@ -79,7 +79,7 @@ class Step:
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
-        self._recorded: dict[tuple[int, bool], tuple[Trace, tuple[Event, ...]]] = {}
+        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Event, ...]]] = {}
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
@@ -114,7 +114,7 @@ class Step:
         if current_graph_task() != -1:
             return self._enter_recomputation(unit, entry)
         if self._forward is None:
-            self._begin_forward(unit)
+            self._begin_forward(unit, entry)
         assert self._forward is not None
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         bracket = Enter(Use(unit.index, use.number))
@@ -149,7 +149,7 @@ class Step:
         if is_outermost:
             self._end_forward(forward)
 
-    def _begin_forward(self, unit: Unit) -> None:
+    def _begin_forward(self, unit: Unit, entry: object) -> None:
         self._recover()
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
@@ -161,8 +161,9 @@ class Step:
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
         grad = torch.is_grad_enabled()
-        recorded = self._recorded.get((unit.index, grad))
-        self._forward = ForwardPass(unit.index, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        begun_at = (unit.index, getattr(entry, "attribute", "forward"))
+        recorded = self._recorded.get((begun_at, grad))
+        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
 
     def _agree(self) -> None:
         """Compares layout and initial values over ranks, once, and again after loading."""
@@ -214,6 +215,7 @@ class Step:
             self._recorded[key] = (trace, events)
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
+            unit.await_gathered()  # what was prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self._reshard_in_forward(unit, grad=forward.grad)
         if forward.grad and any(use.has_graph for use in forward.uses.values()):
