@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -68,7 +69,7 @@ def test_g28_a_deep_copy_of_a_part_trains_on_its_own(ranks: Ranks) -> None:
 def _pickles() -> None:
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         for refused in (model, {"model": model}, model.blocks[0]):
             with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
                 pickle.dumps(refused)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -22,13 +23,13 @@ from tests.ranks import Ranks, axis
 # -- G33 --------------------------------------------------------------------------------------------------------------
 
 
-def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+def _train(world: World, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
     world.step(model, optimizer, model(noise(4, WIDTH, seed=seed)).square().mean())
 
 
 def _edits(world: World) -> None:
     """Of the resting parameters, as whole-tensor operations and through their local shards."""
-    model = world.build(Tower)
+    model: Any = world.build(Tower)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     _train(world, model, optimizer, 0)
     with torch.no_grad():
@@ -55,7 +56,7 @@ def test_g33_edits_at_rest_and_with_writeback_are_exact(ranks: Ranks, n: int) ->
 
 def _unwritten(stage: str) -> None:
     torch.manual_seed(0)
-    model = STAGES[stage](Tower(), axis())
+    model: Any = STAGES[stage](Tower(), axis())
     before = parameters(model)
     with zf.unsharded(model), torch.no_grad():
         model.leave.weight.fill_(9)
@@ -90,7 +91,7 @@ class Adapter(nn.Module):
         return self.low(x) @ self.low.weight
 
 
-LATE: dict[str, tuple[Callable[[Tower], object], str]] = {
+LATE: dict[str, tuple[Callable[[Any], object], str]] = {
     "a parameter of the root": (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "extra"),
     "a parameter of a block": (lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(3))), "blocks.1.extra"),
     "register_parameter": (
@@ -129,7 +130,7 @@ def _late(case: str, twin: bool) -> None:
     add, name = LATE[case]
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](WithRoom(), axis())
+        model: Any = STAGES[stage](WithRoom(), axis())
         if twin:
             model = copy.deepcopy(model)
         names = [name for name, _ in model.named_parameters()]
@@ -148,7 +149,7 @@ def test_g34_what_comes_late_raises_and_is_not_added(ranks: Ranks, case: str, tw
 
 def _behind_the_hooks() -> None:
     torch.manual_seed(0)
-    model = zf.zero3(Tower(), axis())
+    model: Any = zf.zero3(Tower(), axis())
     model.blocks[1]._parameters["extra"] = nn.Parameter(torch.ones(3))
     with pytest.raises(zf.PlacementError, match=r"'blocks.1.extra' was added after the transform"):
         zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -160,7 +161,7 @@ def test_g34_a_parameter_written_behind_the_hooks_is_found_by_check(ranks: Ranks
 
 def _allowed(world: World) -> None:
     """What goes on working: modules without parameters, transformed modules, None, replaced values, other models."""
-    model = world.build(Tower)
+    model: Any = world.build(Tower)
     model.dropout = nn.Sequential(nn.Tanh(), nn.Identity())
     parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Identity())  # of another model
     model.leave.register_parameter("none", None)
@@ -179,7 +180,7 @@ def test_g34_what_needs_no_reduction_or_has_its_own_may_come_late(ranks: Ranks) 
 def _replaced() -> None:
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         model.leave.weight = nn.Parameter(torch.ones(WIDTH, 7))
         with pytest.raises(zf.PlacementError, match=r"'leave.weight' was replaced after the transform"):
             model(noise(2, WIDTH, seed=0))
@@ -219,7 +220,7 @@ def test_g35_a_cast_before_the_first_step_or_with_its_states_is_exact(ranks: Ran
 
 def _cast_with_states(stage: str, moment: str) -> None:
     torch.manual_seed(0)
-    model = STAGES[stage](Tower(), axis())
+    model: Any = STAGES[stage](Tower(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(noise(4, WIDTH, seed=0)).square().mean().backward()
     optimizer.step()
@@ -262,29 +263,28 @@ class Resettable(nn.Module):
         return self.norm(x)
 
 
+def _reset(model: nn.Module) -> nn.Module:
+    """As `materialize` resets: every module in order, from one seed."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    return model
+
+
 def _from_meta(way: str, world: World) -> None:
     if world.is_replica:
-        torch.manual_seed(0)
-        model = Resettable()
-        torch.manual_seed(0)
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        model = _reset(Resettable())
     else:
         with torch.device("meta"):
             model = world.place(Resettable())
-        torch.manual_seed(0)
         if way == "materialize":
+            torch.manual_seed(0)
             model = zf.materialize(model, "cpu")
         else:
             model.to_empty(device="cpu")
-            torch.manual_seed(0)
-            whole = Resettable()
-            torch.manual_seed(0)
-            for module in whole.modules():
-                if hasattr(module, "reset_parameters"):
-                    module.reset_parameters()
-            model.load_state_dict(whole.state_dict())
+            model.load_state_dict(_reset(Resettable()).state_dict())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         _train(world, model, optimizer, step)
@@ -324,7 +324,7 @@ class Coder(Tower):
 
 
 class Half(Block):
-    def half(self, x: Tensor) -> Tensor:
+    def halved(self, x: Tensor) -> Tensor:
         return x @ self.up.weight.T * self.gate
 
 
@@ -336,9 +336,9 @@ class Deep(Coder):
 
 def _coding(order: str, world: World) -> None:
     torch.manual_seed(0)
-    model: nn.Module = Deep()
+    model: Any = Deep()
     if not world.is_replica:
-        names = ("encode", "blocks.1.half")
+        names = ("encode", "blocks.1.halved")
         if order == "before":
             model = world.place(zf.gather_in(model, *names))
         elif order == "after":
@@ -353,7 +353,7 @@ def _coding(order: str, world: World) -> None:
     for step in range(3):
         x = noise(4, WIDTH, seed=step)
         code = model.encode(x)
-        loss = model.decode(code, scale=0.5).square().mean() + model.blocks[1].half(code).sum()
+        loss = model.decode(code, scale=0.5).square().mean() + model.blocks[1].halved(code).sum()
         world.step(model, optimizer, loss + model(x).square().mean())
         with torch.no_grad():
             world.note("generated", model.generate(x, 2))
@@ -372,7 +372,7 @@ def test_g36_declared_methods_gather_as_forward_does(ranks: Ranks, n: int, order
 
 def _undeclared() -> None:
     torch.manual_seed(0)
-    model = zf.zero3(Deep(), axis())
+    model: Any = zf.zero3(Deep(), axis())
     x = noise(4, WIDTH, seed=0)
     before = parameters(model)
     model.decode(noise(4, 7, seed=0)).sum().backward()  # calls modules only
@@ -382,7 +382,7 @@ def _undeclared() -> None:
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
         model.encode(x)
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
-        model.blocks[1].half(noise(4, 7, seed=0))
+        model.blocks[1].halved(noise(4, 7, seed=0))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
     model(x).sum().backward()
@@ -408,8 +408,8 @@ def _undeclarable() -> None:
     for name, match in (("stream", "after it has returned"), ("later", "after it has returned"), ("none", "no method")):
         with pytest.raises(zf.LayoutError, match=match):
             zf.gather_in(zf.zero3(Streaming(), axis()), name)
-    with pytest.raises(zf.LayoutError, match=r"no method 'blocks\.7\.half'"):
-        zf.gather_in(Deep(), "blocks.7.half")
+    with pytest.raises(zf.LayoutError, match=r"no method 'blocks\.7\.halved'"):
+        zf.gather_in(Deep(), "blocks.7.halved")
 
 
 def test_g36_methods_that_cannot_gather_are_refused(ranks: Ranks) -> None:

@@ -223,7 +223,7 @@ def _names_after(case: str) -> None:
     build, trap = TRAPS[case]
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](build(), axis())
+        model: Any = STAGES[stage](build(), axis())
         x = noise(4, WIDTH, seed=0)
         with pytest.raises(Breakdown), trap(model, x):
             model(x).square().mean().backward()

@@ -3,6 +3,8 @@ modules, G47 sparse gradients."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -89,7 +91,7 @@ def test_g37_several_models_and_optimizers_are_exact(ranks: Ranks, n: int, case:
 
 def _other_values(stage: str) -> str:
     torch.manual_seed(dist.get_rank())
-    model = STAGES[stage](Tower(), axis())
+    model: Any = STAGES[stage](Tower(), axis())
     before = [parameter.to_local().clone() for parameter in model.parameters()]
     with pytest.raises(zf.DisagreementError, match="initial values") as caught:
         model(noise(2, WIDTH, seed=0))
@@ -213,10 +215,11 @@ class Containers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.outer = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, WIDTH)))
-        self.inner = nn.ModuleDict({"a": nn.ModuleList([nn.Linear(WIDTH, WIDTH)])})
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleDict({"a": nn.ModuleList([self.first])})
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.inner["a"][0](self.outer(x))
+        output: Tensor = self.first(self.outer(x))
         return output
 
 
@@ -224,7 +227,7 @@ def _means_everywhere() -> None:
     """The gradient of a sum of inputs that differ between ranks is their mean, in every corner of the tree."""
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Containers(), axis())
+        model: Any = STAGES[stage](Containers(), axis())
         torch.manual_seed(0)
         plain = Containers()
         x = noise(4, WIDTH, seed=0)
@@ -232,6 +235,7 @@ def _means_everywhere() -> None:
         plain(x).sum().backward()
         World(None).reduce(plain)
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is not None
             assert torch.equal(full(one.grad), other.grad), stage
 
 
@@ -343,7 +347,7 @@ def _sparse() -> None:
             with pytest.raises(zf.PlacementError, match=r"module +: 0: Embedding[\s\S]*sparse=False"):
                 STAGES[stage](nn.Sequential(module, nn.Linear(4, 4)), axis())
         torch.manual_seed(0)
-        model = STAGES[stage](Functional(), axis())
+        model: Any = STAGES[stage](Functional(), axis())
         with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
             model(torch.tensor([[1, 2]])).sum().backward()
         assert all(parameter.grad is None for parameter in model.parameters())

@@ -71,7 +71,7 @@ def _built_too_early(stage: str) -> None:
     torch.manual_seed(0)
     plain = Tower()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
-    model = STAGES[stage](plain, axis())
+    model: Any = STAGES[stage](plain, axis())
     with pytest.raises(
         zf.StaleError, match=r"replaced by \w+ at .*training.py|replaced by \w+ at .*test_optimizers.py"
     ):
@@ -144,7 +144,7 @@ def _nonfinite(value: float) -> None:
     """One rank alone has the bad element in its shard: all ranks decide alike."""
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         model(noise(4, WIDTH, seed=0)).square().mean().backward()
         grad = model.enter.weight.grad
         if dist.get_rank() == 1 or stage == "replicate":
@@ -204,7 +204,7 @@ def _overflow_in_one_shard() -> list[tuple[float, bool]]:
     found = []
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(model(noise(4, WIDTH, seed=0)).square().mean()).backward()
@@ -250,7 +250,7 @@ WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer
 def _whole_tensor_optimizer(kind: str) -> None:
     for stage in ("zero1", "zero2", "zero3"):
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         optimizer = WHOLE_TENSOR[kind](list(model.parameters()))
         model(noise(4, WIDTH, seed=0)).square().mean().backward()
         before = parameters(model)
@@ -286,7 +286,7 @@ def test_n5_an_optimizer_over_whole_tensors_is_exact_over_replicated_parameters(
 def _masked() -> None:
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Tower(), axis())
+        model: Any = STAGES[stage](Tower(), axis())
         optimizer = torch.optim.Rprop(model.parameters())
         model(noise(4, WIDTH, seed=0)).square().mean().backward()
         before = parameters(model)

@@ -26,6 +26,8 @@ from zero_fn.loading import keeps_every_bit
 class Normalized(Tower):
     """With buffers, one of them not persistent."""
 
+    scale: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.BatchNorm1d(WIDTH)
@@ -101,7 +103,7 @@ def _loads_any_stage(saved: str, loaded: str) -> None:
     torch.manual_seed(3)
     source = STAGES[saved](Odd(), axis())
     torch.manual_seed(0)
-    model = STAGES[loaded](Odd(), axis())
+    model: Any = STAGES[loaded](Odd(), axis())
     model.load_state_dict(source.state_dict())
     for name, value in parameters(model).items():
         assert torch.equal(value, full(source.get_parameter(name)))
@@ -135,7 +137,7 @@ def test_g30_shards_of_another_layout_are_redistributed_on_load(ranks: Ranks) ->
 def _refused(change: Callable[[dict[str, Any]], object], kind: type[Exception], match: str) -> None:
     for stage in ALL:
         torch.manual_seed(0)
-        model = STAGES[stage](Normalized(), axis())
+        model: Any = STAGES[stage](Normalized(), axis())
         before = {key: full(value) for key, value in model.state_dict().items()}
         entries: dict[str, Any] = _whole(Normalized)
         change(entries)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.access import explained
+from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
@@ -107,10 +107,9 @@ class Entry:
                 _watch(output, use)
             failed = False
         except RuntimeError as error:
-            known = explained(error, unit.name)
-            if known is error:
+            if not is_about_shards(error):
                 raise
-            raise known from error
+            raise explained(error, unit.name) from error  # a variable of this frame would make a cycle
         finally:
             unit.unshadow()
             for names, entry in hidden:
