@@ -270,13 +270,11 @@ class Step:
         self._end_backward()
 
     def give_up(self, backward: BackwardPass) -> None:
-        """Called when the engine is done with a backward, even if it raised: names show resting parameters again.
-
-        Communicates nothing and waits for nothing; the next forward does the rest (`_recover`).
+        """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
+        under way is waited for: should the model be dropped now, other models would take its messages for theirs.
         """
         if self._backward is backward:
-            for unit in self.live_units():
-                unit.unshadow_for_backward()
+            self._recover()
 
     def _open_backward(self) -> BackwardPass | None:
         if current_graph_task() == -1:
