@@ -1,7 +1,7 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 surface       recipes, describe, check, held, plan, launch, local
-    5 verbs         transforms, substitute, whole_entries
+    5 verbs         transforms, substitute, loading
     4 execution     runtime
     3 bytes         collectives, resting, agreement, guarded
     2 arithmetic    layout, units, schedule, assignment
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "units", "schedule", "assignment"),
     ("collectives", "resting", "agreement", "guarded"),
     ("runtime",),
-    ("transforms", "substitute", "whole_entries"),
+    ("transforms", "substitute", "loading"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
 )
 

@@ -401,3 +401,57 @@ def test_a_process_group_has_a_store_and_can_be_remembered_weakly(ranks: Ranks) 
         return store.get(f"from {1 - dist.get_rank()}"), weakref.ref(group)() is group
 
     assert ranks(2).run(seen) == [(b"here", True)] * 2
+
+
+# -- torch.compile (uncompiled.py) -----------------------------------------------------------------------------------
+
+
+def test_marked_code_is_skipped_by_the_compiler_and_what_it_calls_if_so_marked() -> None:
+    from zero_fn.runtime.uncompiled import left_alone, uncompiled
+
+    compiling: list[bool] = []
+
+    def inner(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x + 1
+
+    @uncompiled
+    def alone(x: Tensor) -> Tensor:
+        return inner(x)
+
+    @left_alone
+    def outside(x: Tensor) -> Tensor:
+        compiling.append(torch.compiler.is_compiling())
+        return x.mul(2).add(1)
+
+    def both(x: Tensor) -> Tensor:
+        return outside(alone(x * 2)) * 2
+
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(both, backend="eager")(torch.ones(2)), both(torch.ones(2)))
+    assert compiling == [False] * 4
+
+
+# -- registrations (members.py) --------------------------------------------------------------------------------------
+
+
+def test_registration_hooks_see_a_parameter_before_it_is_registered() -> None:
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    seen: list[tuple[str, bool]] = []
+
+    def hook(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        seen.append((name, name in module._parameters))
+        if name == "refused":
+            raise KeyError(name)
+
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        module = nn.Linear(2, 2)
+        module.weight = nn.Parameter(torch.ones(2, 2))
+        with pytest.raises(KeyError):
+            module.refused = nn.Parameter(torch.ones(1))
+    finally:
+        handle.remove()
+    assert seen == [("weight", False), ("bias", False), ("weight", True), ("refused", False)]
+    assert "refused" not in dict(module.named_parameters())

@@ -27,6 +27,7 @@ from zero_fn.plan import Plan, plan
 from zero_fn.recipes import zero1, zero2, zero3
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
+from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
@@ -54,6 +55,7 @@ __all__ = [
     "by_size",
     "check",
     "describe",
+    "gather_in",
     "guard",
     "held",
     "launch",

@@ -23,12 +23,14 @@ class Assignment:
         homes: Home of each parameter a transform selected, by name; the others rest replicated on the axis.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
         output: Dtype of floating point outputs of the module; None leaves them.
+        methods: Names of methods beside `forward` that gather, as `module.method`.
     """
 
     axis: Axis | None = None
     homes: Mapping[str, Home] = field(default_factory=dict)
     anchors: tuple[str, ...] | None = None
     output: torch.dtype | None = None
+    methods: tuple[str, ...] = ()
 
     def home(self, fqn: str) -> Home:
         """Where the state of one parameter rests."""
@@ -75,6 +77,7 @@ class Assignment:
             homes,
             self.anchors if self.anchors is not None else other.anchors,
             self.output or other.output,
+            tuple(sorted({*self.methods, *other.methods})),
         )
 
     def below(self, prefix: str) -> Assignment:
@@ -82,7 +85,9 @@ class Assignment:
         if not prefix:
             return self
         anchors = None if self.anchors is None else tuple(f"{prefix}.{name}".rstrip(".") for name in self.anchors)
-        return replace(self, homes={f"{prefix}.{fqn}": home for fqn, home in self.homes.items()}, anchors=anchors)
+        homes = {f"{prefix}.{fqn}": home for fqn, home in self.homes.items()}
+        methods = tuple(f"{prefix}.{name}" for name in self.methods)
+        return replace(self, homes=homes, anchors=anchors, methods=methods)
 
 
 def _names(anchors: tuple[str, ...]) -> str:

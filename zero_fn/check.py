@@ -6,7 +6,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StaleError
+from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.members import refuse_unregistered
 from zero_fn.runtime.registry import replacement_of
 
 __all__ = ["check"]
@@ -23,11 +25,14 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
         StateError: `module` was not transformed.
         StaleError: The optimizer holds parameters that the module does not have (it was built before a transform, or for
             another module), or lacks trained parameters of the module.
-        PlacementError: A parameter was replaced after the transform.
+        PlacementError: A parameter was replaced or added after the transform, or the optimizer looks at whole matrices or
+            tensors and a parameter is sharded; a step raises that too.
     """
     steps_of(module, verb="check")
     for unit in units_of(module):
         unit.readopt()
+    if all(unit.pinned is None for unit in units_of(module)):  # inside `unsharded` parameters are plain
+        refuse_unregistered(module)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in groups if id(parameter) not in names]
@@ -41,6 +46,7 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             why="a transform returns a new module; step() would update the old one and the loss would not move",
             fix="build the optimizer after the last transform: AdamW(model.parameters())",
         )
+    require_elementwise(optimizer)
     known = {id(parameter) for parameter in groups}
     missing = [
         name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known

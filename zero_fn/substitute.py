@@ -19,17 +19,18 @@ from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
 from zero_fn.guarded import Guarded
+from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
-from zero_fn.runtime.entry import Entry, entries, units_of
+from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
+from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
-from zero_fn.whole_entries import accept_whole_entries
 
 __all__ = ["assignment_of", "substitute"]
 
@@ -54,7 +55,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         below = step.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
-            below = Assignment(below.axis, below.homes, None, None)
+            below = Assignment(below.axis, below.homes, methods=below.methods)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
         outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
@@ -82,6 +83,12 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     _require_rest(module, verb)
     watch_optimizers()
     give_empty_shards_a_norm()
+    watch_registrations()
+    with torch.inference_mode(False):  # memory made in inference mode could never be trained
+        return _substitute(module, assignment, call_site(verb), donate=donate)
+
+
+def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -> M:
     shared = shared_parameters(module)
     sources = [_source(parameter, assignment) for parameter in shared]
     twin = _copy(module, [parameter.parameter for parameter in shared])
@@ -92,18 +99,27 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
-    site = call_site(verb)
     modules = dict(twin.named_modules())
+    units: dict[str, Unit] = {}
     for anchor in anchors:
         chosen = [shared[i] for i in members[anchor]]
         if chosen or not anchor:
-            unit = _build_unit(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, assignment)
+            unit = units[anchor] = _build_unit(
+                anchor, chosen, [sources[i] for i in members[anchor]], modules, step, assignment
+            )
             _attach(modules[anchor], unit, assignment.output if not anchor else None)
             for parameter, slot in zip(chosen, unit.slots, strict=True):
                 _carry_over(parameter.parameter, slot.parameter)
                 note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
                 if donate:
                     _release(parameter.parameter)
+    for method in assignment.methods:
+        name, _, attribute = method.rpartition(".")
+        if name in modules:
+            Entry(modules[name], units[innermost_common(units, [name])], attribute=attribute)
+    note_members(modules)
+    for child in twin.modules():
+        check_and_shard_entries(child)
     if donate:
         module.__dict__["forward"] = _Donated(site)
     return twin
@@ -140,9 +156,8 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
         output_dtype=output,
     )
     for module in unit.modules():
-        accept_whole_entries(module)
         if not isinstance(module.__dict__.get("forward"), Entry):
-            Entry(module, unit)
+            Entry(module, unit, is_inner=True)
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:
@@ -182,6 +197,7 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
     """A deep copy that shares the parameters and has no entries."""
     memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
     memo.update((id(entry), entry) for _, entry in entries(module))
+    memo.update((id(entry), entry) for entry in methods_of(module))
     for child in module.modules():
         for value in vars(child).values():
             if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward
@@ -198,15 +214,15 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
             fix=f"remove or replace {path}, or give its class a __deepcopy__ that returns self to share it",
         ) from error
     for child in twin.modules():
-        forward = child.__dict__.get("forward")
-        if isinstance(forward, Entry):
-            own: object = forward
-            while isinstance(own, Entry):
-                own = own.own
-            if own is None:
-                del child.__dict__["forward"]
-            else:
-                child.__dict__["forward"] = copy.deepcopy(own, memo)
+        for attribute, value in list(child.__dict__.items()):
+            if isinstance(value, Entry):
+                own: object = value
+                while isinstance(own, Entry):
+                    own = own.own
+                if own is None:
+                    del child.__dict__[attribute]
+                else:
+                    child.__dict__[attribute] = copy.deepcopy(own, memo)
     return twin
 
 

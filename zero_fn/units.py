@@ -17,7 +17,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from zero_fn.errors import LayoutError, UnitError
+from zero_fn.errors import LayoutError, PlacementError, UnitError
 
 __all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters"]
 
@@ -63,7 +63,8 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
     """The distinct parameters of a module in registration order, with all their places.
 
     Raises:
-        LayoutError: A parameter has no shape yet, or its gradient would be sparse.
+        LayoutError: A parameter has no shape yet.
+        PlacementError: The gradient of a parameter would be sparse.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -85,7 +86,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
 
 def _refuse_sparse(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-        raise LayoutError(
+        raise PlacementError(
             "Sparse gradients cannot be reduced over an axis.",
             module=f"{name}: {module}",
             fix="build the embedding with sparse=False",

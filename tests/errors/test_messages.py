@@ -12,7 +12,7 @@ import copy
 import pickle
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from zero_fn.errors import (
+    CheckpointError,
     DisagreementError,
     LayoutError,
     MeshError,
@@ -189,6 +190,19 @@ def parameter_is_lazy() -> object:
 def embedding_is_sparse() -> object:
     with pretended(2) as mesh:
         return zf.shard_params(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh)
+
+
+def method_is_missing() -> object:
+    return zf.gather_in(Model(), "encode")
+
+
+class Streaming(Model):
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield x @ self.head.weight.T
+
+
+def method_is_a_generator() -> object:
+    return zf.gather_in(Streaming(), "stream")
 
 
 def module_cannot_be_copied() -> object:
@@ -376,6 +390,75 @@ def weight_of_another_unit_is_read() -> object:
         return zf.shard_params(Peeking(), mesh)(batch())
 
 
+def parameter_is_late() -> None:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        model.layers[0].adapter = nn.Linear(4, 2)
+
+
+class SparseInFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, self.table, sparse=True)
+
+
+def gradient_is_sparse() -> object:
+    with alone() as mesh:
+        return zf.shard_params(SparseInFunction(), mesh)(torch.tensor([1, 2])).sum().backward()
+
+
+def step_over_whole_tensors() -> object:
+    with pretended(2) as mesh:
+        model = zf.shard_params(Model(), mesh)
+        return torch.optim.Adafactor(model.parameters()).step()
+
+
+def step_after_a_cast() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(batch()).sum().backward()
+        optimizer.step()
+        model.double()
+        return optimizer.step()
+
+
+# -- loading ---------------------------------------------------------------------------------------------------------
+
+
+def _loaded(**entries: Tensor) -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    whole = {**model.state_dict(), **entries}
+    with alone() as mesh:
+        return zf.shard_params(model, mesh).load_state_dict(whole)
+
+
+def entry_of_another_shape() -> object:
+    return _loaded(**{"0.bias": torch.zeros(3)})
+
+
+def entry_that_would_lose_bits() -> object:
+    return _loaded(**{"0.bias": torch.zeros(4, dtype=torch.float64)})
+
+
+def entry_on_another_mesh() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        other = init_device_mesh("cpu", (1, 1), mesh_dim_names=("pp", "dp"))
+        bias = distribute_tensor(torch.zeros(3), other, [Replicate(), Replicate()])
+        return model.load_state_dict({**model.state_dict(), "head.bias": bias})
+
+
+def entry_sharded_of_a_buffer() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(nn.BatchNorm1d(4), mesh)
+        mean = distribute_tensor(torch.zeros(4), mesh, [Replicate()])
+        return model.load_state_dict({**model.state_dict(), "running_mean": mean})
+
+
 # -- launch ----------------------------------------------------------------------------------------------------------
 
 
@@ -408,16 +491,22 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
-        parameter_is_lazy, embedding_is_sparse, module_cannot_be_copied, launch_no_rank, launch_no_thread,
-        launch_no_time, launch_says_which_rank_is_which,
+        parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, launch_no_rank,
+        launch_no_thread, launch_no_time, launch_says_which_rank_is_which,
     ),
-    PlacementError: (parameter_is_a_dtensor_already, parameter_was_replaced, parameter_was_replaced_by_nothing),
+    PlacementError: (
+        embedding_is_sparse, gradient_is_sparse, parameter_is_a_dtensor_already, parameter_was_replaced,
+        parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
+    ),
+    CheckpointError: (
+        entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
+    ),
     StateError: (
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
-        step_between_forward_and_backward, meta_without_reset_parameters, forward_is_pickled,
+        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
     ),
     ShardedAccessError: (weight_of_another_unit_is_read,),
     StaleError: (

@@ -11,14 +11,17 @@ import traceback
 
 from zero_fn.errors import ShardedAccessError
 
-__all__ = ["explained"]
+__all__ = ["explained", "is_about_shards"]
 
 
-def explained(error: RuntimeError, unit: str) -> RuntimeError:
-    """The error to raise for one that passed through the forward of `unit`: ours if it is about a resting shard."""
+def is_about_shards(error: RuntimeError) -> bool:
+    """Whether torch refused an operation on a resting shard and a plain tensor."""
+    return "mixed torch.Tensor and DTensor" in str(error)
+
+
+def explained(error: RuntimeError, unit: str) -> ShardedAccessError:
+    """The error to raise for one about a resting shard that passed through the forward of `unit`."""
     text = str(error)
-    if "mixed torch.Tensor and DTensor" not in text:
-        return error
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
     where = f"{frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno}" if frames else "unknown"
     return ShardedAccessError(

@@ -1,8 +1,11 @@
 """The forward of a transformed module: enters its unit, runs the module's own forward, leaves.
 
-An `Entry` stands in the instance under the name `forward`. The anchor of a unit has one, and so does every other
-module that holds a parameter of it: called inside the unit it steps aside, called alone it enters the unit itself. So
-any module of a transformed model may be called directly.
+An `Entry` stands in the instance under the name `forward`, or under that of another method (`gather_in`). The anchor of a
+unit has one, and so does every other module that holds a parameter of it: called alone it enters the unit itself, called
+inside the unit it steps aside. So any module of a transformed model may be called directly.
+
+[Note: hidden entries] While a unit runs, entries below its anchor are taken out of their modules: they would do nothing,
+and `torch.compile` would see another one in every block and compile each block anew.
 """
 
 from __future__ import annotations
@@ -18,21 +21,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.access import explained
+from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
+from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["Entry", "entries", "entry_of", "steps_of", "units_of"]
+__all__ = ["Entry", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
 
 
 class Entry:
-    """Callable in place of `module.forward`.
+    """Callable in place of `module.forward`, or of another method.
 
     Attributes:
         unit: The unit to enter.
-        own: A forward that the instance had before (set by a library that wraps modules), else None.
+        attribute: The name of the method.
+        own: A method that the instance had before (set by a library that wraps modules), else None.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
     """
 
@@ -41,14 +46,20 @@ class Entry:
         module: nn.Module,
         unit: Unit,
         *,
+        attribute: str = "forward",
+        is_inner: bool = False,
         input_dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self.own: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.attribute = attribute
+        self.own: Callable[..., Any] | None = module.__dict__.get(attribute)
         self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        module.__dict__["forward"] = self
+        module.__dict__[attribute] = self
+        self._is_hidden = is_inner and self.own is None
+        if self._is_hidden:
+            unit.inner.append(weakref.ref(module))
 
     @property
     def module(self) -> nn.Module:
@@ -59,22 +70,27 @@ class Entry:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own forward, bound: what `inspect.signature` reads."""
-        return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+        """The module's own method, bound: what `inspect.signature` reads."""
+        if self.own is not None:
+            return self.own
+        method: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
+        return method
 
     @property
     def __name__(self) -> str:
-        return "forward"
+        return self.attribute
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__wrapped__.__doc__
 
+    @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
         use = unit.step.enter(unit, self)
+        hidden = _hide(unit)
         failed = True
         try:
             unit.shadow(gather(use))
@@ -91,12 +107,13 @@ class Entry:
                 _watch(output, use)
             failed = False
         except RuntimeError as error:
-            known = explained(error, unit.name)
-            if known is error:
+            if not is_about_shards(error):
                 raise
-            raise known from error
+            raise explained(error, unit.name) from error  # a variable of this frame would make a cycle
         finally:
             unit.unshadow()
+            for names, entry in hidden:
+                names["forward"] = entry
             unit.step.leave(use, failed=failed)
         return output
 
@@ -105,9 +122,13 @@ class Entry:
         twin = object.__new__(Entry)
         memo[id(self)] = twin
         twin._module = weakref.ref(module)
+        twin.attribute = self.attribute
         twin.own = copy.deepcopy(self.own, memo)
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
         twin.unit = copy.deepcopy(self.unit, memo)
+        twin._is_hidden = self._is_hidden
+        if twin._is_hidden:
+            twin.unit.inner.append(weakref.ref(module))
         return twin
 
     def __reduce__(self) -> Any:
@@ -115,6 +136,21 @@ class Entry:
             "A transformed module cannot be pickled: it belongs to the ranks of a process group.",
             fix="save its state_dict() (torch.distributed.checkpoint), and transform a fresh module after loading",
         )
+
+
+@uncompiled
+def _hide(unit: Unit) -> list[tuple[dict[str, Any], Entry]]:
+    """Takes out the entries inside a unit that begins. [Note: hidden entries]"""
+    hidden = []
+    for reference in unit.inner:
+        module = reference()
+        if module is not None:
+            names = module.__dict__
+            entry = names.get("forward")
+            if type(entry) is Entry and entry.unit is unit:
+                del names["forward"]
+                hidden.append((names, entry))
+    return hidden
 
 
 def entry_of(module: nn.Module) -> Entry | None:
@@ -132,6 +168,16 @@ def entries(module: nn.Module) -> list[tuple[str, Entry]]:
             found.append((name, entry))
             entry = entry.own
     return found
+
+
+def methods_of(module: nn.Module) -> list[Entry]:
+    """All entries below a module that stand for other methods than `forward`."""
+    return [
+        value
+        for child in module.modules()
+        for value in child.__dict__.values()
+        if isinstance(value, Entry) and value.attribute != "forward"
+    ]
 
 
 def units_of(module: nn.Module) -> list[Unit]:
@@ -158,6 +204,7 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
     return list(steps.values())
 
 
+@uncompiled
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
@@ -165,6 +212,7 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     )
 
 
+@uncompiled
 def _watch(output: Any, use: UnitUse) -> None:
     """Tells the step when backward reaches the outputs, before any gradient of the unit is computed."""
     leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
@@ -177,5 +225,6 @@ def _watch(output: Any, use: UnitUse) -> None:
         use.has_graph = True
 
 
+@uncompiled
 def _reached(use: UnitUse, _grad: Tensor) -> None:
     use.unit.step.demand(use.unit, use)

@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
@@ -59,6 +60,7 @@ class UnitUse:
         self.has_graph = False
 
 
+@uncompiled
 def gather(use: UnitUse) -> list[Tensor]:
     """The gathered parameters of a unit, connected to its resting ones if gradients are recorded.
 
@@ -94,6 +96,7 @@ class _Gather(torch.autograd.Function):
         return tuple(tensors)
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         use: UnitUse = ctx.use
         unit = use.unit
@@ -129,6 +132,7 @@ class _Reduce(torch.autograd.Function):
         )
 
     @staticmethod
+    @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
         segments: list[Segment] = []

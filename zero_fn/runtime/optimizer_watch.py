@@ -1,10 +1,12 @@
 """Notices when any torch optimizer steps: the only moment at which resting parameters change behind our back.
 
 The hooks are torch's public ones for all optimizers and are installed by the first transform, not by importing. They
-cost a dictionary look-up per parameter, and refuse three steps that would be silently wrong:
+cost a dictionary look-up per parameter, and refuse steps that would be silently wrong:
 
     a step while gradients are still local (inside `accumulate`)
     a step of an optimizer whose parameters a transform replaced
+    a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
+    a step with states of another dtype than a parameter that `.to()` has cast since
     a backward, after the step, of a forward before it (through `Unit.generation`)
 """
 
@@ -12,13 +14,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import StaleError, StateError
+from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["watch_optimizers"]
@@ -33,12 +40,16 @@ def watch_optimizers() -> None:
         _installed.append(register_optimizer_step_post_hook(_after_step))
 
 
+@uncompiled
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    require_elementwise(optimizer)
     steps_locally(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = _unit_of(slot) if slot is not None else None
+            if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
+                _require_states_alike(optimizer, slot, parameter)
             if unit is not None and unit.step.accumulating and not unit.gradients.is_empty:
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
@@ -57,6 +68,27 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 )
 
 
+def _require_states_alike(optimizer: Optimizer, slot: Slot, parameter: Tensor) -> None:
+    for name, value in optimizer.state.get(parameter, {}).items():
+        if not isinstance(value, Tensor):
+            continue
+        is_alike = isinstance(value, DTensor) if isinstance(parameter, DTensor) else name != "step"
+        if is_alike and value.shape == parameter.shape and value.dtype != parameter.dtype:
+            raise StateError(
+                "The optimizer's states have another dtype than their parameters.",
+                parameter=f"{slot.fqn} is {_name(parameter.dtype)}, its {name} is {_name(value.dtype)}",
+                why="the module was cast after the optimizer had stepped; nothing was updated",
+                fix="cast before the first step, or carry the states over: "
+                "saved = optimizer.state_dict(); model.to(dtype); optimizer = AdamW(model.parameters()); "
+                "optimizer.load_state_dict(saved)",
+            )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@uncompiled
 def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     units: dict[int, Unit] = {}
     for group in optimizer.param_groups:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import Await, Enter, Event, Exit, Trace, Use
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit.
 
     Attributes:
-        entry: The unit that began it.
+        entry: The unit that began it, and the method.
         grad: Whether it records a graph.
         trace: Its brackets so far.
         uses: Its uses.
@@ -32,7 +33,9 @@ class ForwardPass:
         failed: Whether an exception passed through it.
     """
 
-    def __init__(self, entry: int, events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool) -> None:
+    def __init__(
+        self, entry: tuple[int, str], events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool
+    ) -> None:
         self.entry, self.grad = entry, grad
         self.trace: list[Enter | Exit] = []
         self.uses: dict[Use, UnitUse] = {}
@@ -139,7 +142,14 @@ class BackwardPass:
     def register(self, step: Step) -> None:
         """Asks the engine to call back when the running backward has ended."""
         callback = _EndOfBackward(step, self)
-        self._callback = weakref.ref(callback)
+        owner = weakref.ref(step)
+
+        def on_death(_: object) -> None:
+            step = owner()
+            if step is not None:
+                step.give_up(self)
+
+        self._callback = weakref.ref(callback, on_death)
         Variable._execution_engine.queue_callback(callback)
 
     @property
@@ -208,6 +218,7 @@ class _EndOfBackward:
     def __init__(self, step: Step, backward: BackwardPass) -> None:
         self._step, self._backward = weakref.ref(step), backward
 
+    @uncompiled
     def __call__(self) -> None:
         step = self._step()
         if step is not None:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zero_fn.runtime.uncompiled import uncompiled
+
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
@@ -60,6 +62,7 @@ def _find(tensor: Tensor) -> _Packed | None:
     return None if unit is None else _Packed(unit, entry[1], tensor)
 
 
+@uncompiled
 def _pack(tensor: Tensor) -> Tensor | _Packed:
     packed = _find(tensor)
     if packed is not None:
@@ -69,6 +72,7 @@ def _pack(tensor: Tensor) -> Tensor | _Packed:
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
+@uncompiled
 def _unpack(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, _Packed):
         buffer = packed.unit.buffer_for_backward(packed.group)
@@ -76,6 +80,7 @@ def _unpack(packed: Tensor | _Packed) -> Tensor:
     return packed
 
 
+@uncompiled
 def packing_gathered() -> AbstractContextManager[Any]:
     """The context in which the forward of a unit runs. [Note: only the innermost hooks apply]"""
     top = _top_hooks(False)
@@ -94,6 +99,7 @@ class _PackOr:
     def __init__(self, outer: Callable[[Tensor], Any]) -> None:
         self._outer = outer
 
+    @uncompiled
     def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
         return _find(tensor) or _Delegated(self._outer(tensor))
 
@@ -104,6 +110,7 @@ class _UnpackOr:
     def __init__(self, outer: Callable[[Any], Tensor]) -> None:
         self._outer = outer
 
+    @uncompiled
     def __call__(self, packed: _Packed | _Delegated) -> Tensor:
         return _unpack(packed) if isinstance(packed, _Packed) else self._outer(packed.packed)
 

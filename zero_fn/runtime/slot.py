@@ -67,14 +67,18 @@ class Place:
 
     def shadow(self, tensor: Tensor) -> None:
         """Lets the module see `tensor` under the name of the parameter; the registered parameter stays."""
-        module = self.module
+        module = self._module()
+        if module is None:  # the model was deleted before a backward of it: nobody reads its names
+            return
         module.__dict__[self.attribute] = tensor
         if self.aliases:
             self._set_aliases(module, tensor)
 
     def unshadow(self) -> None:
         """Undoes `shadow`."""
-        module = self.module
+        module = self._module()
+        if module is None:
+            return
         module.__dict__.pop(self.attribute, None)
         parameter = module._parameters.get(self.attribute)
         if self.aliases and parameter is not None:
@@ -111,6 +115,7 @@ class Slot:
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
         layout: How it is cut, None where it rests replicated (by its home, or because it has no rows).
         flat: This rank's elements of the resting parameter, flat, in storage order.
+        is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         unit: Its unit, weakly.
         group, offset: Its gather group in the unit (None: not gathered) and its first element there.
@@ -145,6 +150,7 @@ class Slot:
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         self._axis = axis
         self.initial: int | None = None
+        self.is_recast = False
         self.unit: Callable[[], Unit | None] | None = None
         self.group: int | None = None
         self.offset = 0
@@ -155,6 +161,7 @@ class Slot:
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Fixes the dtype at rest and everything that follows from it."""
+        self.is_recast |= dtype != getattr(self, "dtype", dtype)
         self.dtype = dtype
         self.compute_dtype = self.home.compute_dtype(dtype)
         self.sum_dtype = self.home.sum_dtype(dtype)

@@ -32,6 +32,7 @@ from zero_fn.guarded import Guarded, Watched
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
     Await,
     Enter,
@@ -79,7 +80,7 @@ class Step:
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
-        self._recorded: dict[tuple[int, bool], tuple[Trace, tuple[Event, ...]]] = {}
+        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Event, ...]]] = {}
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
@@ -108,12 +109,13 @@ class Step:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def enter(self, unit: Unit, entry: object) -> UnitUse:
         """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
         if current_graph_task() != -1:
             return self._enter_recomputation(unit, entry)
         if self._forward is None:
-            self._begin_forward(unit)
+            self._begin_forward(unit, entry)
         assert self._forward is not None
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         bracket = Enter(Use(unit.index, use.number))
@@ -127,6 +129,7 @@ class Step:
         unit.open += 1
         return use
 
+    @uncompiled
     def leave(self, use: UnitUse, *, failed: bool) -> None:
         """The forward of a unit has ended."""
         unit = use.unit
@@ -147,7 +150,7 @@ class Step:
         if is_outermost:
             self._end_forward(forward)
 
-    def _begin_forward(self, unit: Unit) -> None:
+    def _begin_forward(self, unit: Unit, entry: object) -> None:
         self._recover()
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
@@ -159,11 +162,12 @@ class Step:
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
         grad = torch.is_grad_enabled()
-        recorded = self._recorded.get((unit.index, grad))
-        self._forward = ForwardPass(unit.index, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        begun_at = (unit.index, getattr(entry, "attribute", "forward"))
+        recorded = self._recorded.get((begun_at, grad))
+        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
 
     def _agree(self) -> None:
-        """Compares layout and initial values over ranks, once."""
+        """Compares layout and initial values over ranks, once, and again after loading."""
         self._has_agreed = True
         if self.assignment.axis is None:
             return
@@ -212,6 +216,7 @@ class Step:
             self._recorded[key] = (trace, events)
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
+            unit.await_gathered()  # what was prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self._reshard_in_forward(unit, grad=forward.grad)
         if forward.grad and any(use.has_graph for use in forward.uses.values()):
@@ -264,6 +269,13 @@ class Step:
                     self._settle(unit, unit.reduce_local(exact=True))
             self._decide()
         self._end_backward()
+
+    def give_up(self, backward: BackwardPass) -> None:
+        """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
+        under way is waited for: should the model be dropped now, other models would take its messages for theirs.
+        """
+        if self._backward is backward:
+            self._recover()
 
     def _open_backward(self) -> BackwardPass | None:
         if current_graph_task() == -1:
@@ -360,8 +372,9 @@ class Step:
         union = iter(self._any(local, "which parameters have gradients"))
         for _, reduction in undecided:
             reduction.regather()
+        for _, reduction in undecided:
+            reduction.wait_regathered()  # all, before a hook of the user may raise
         for unit, reduction in undecided:
-            reduction.wait_regathered()
             for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
                 has_any = next(union)
                 grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
@@ -401,6 +414,10 @@ class Step:
             with torch.enable_grad():
                 unit.shadow_for_backward(gather(UnitUse(unit, -1)), use.began_at)
 
+    def note_loaded(self) -> None:
+        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        self._has_agreed, self._is_fresh = False, True
+
     # -- ends and errors --------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -431,13 +448,19 @@ class Step:
         self.accumulating -= 1
         if self.accumulating:
             return
-        if failed:
-            self._recover()
-            self.drop_gradients()
-        else:
-            self.flush()
-        for unit in self.live_units():
-            unit.reshard()
+        try:
+            if not failed:
+                failed = True  # until it is done: hooks of the user run inside
+                self.flush()
+                failed = False
+        finally:
+            if failed:
+                self._recover()
+                self._undecided = []
+                self._read_control()
+                self.drop_gradients()
+            for unit in self.live_units():
+                unit.reshard()
 
     def _end_backward(self) -> None:
         self._backward = None

@@ -34,6 +34,7 @@ from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
@@ -92,6 +93,7 @@ class Unit:
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         open: Forwards of the unit that are running (more than one when a module calls itself).
+        inner: Modules below the anchor whose entries are taken out while the unit runs.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class Unit:
         self.phase = Phase.AT_REST
         self.generation = 0
         self.open = 0
+        self.inner: list[weakref.ref[nn.Module]] = []
         self.pinned: list[Tensor] | None = None
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
@@ -145,7 +148,10 @@ class Unit:
         if self.pinned is not None or all(slot.is_current() for slot in self.slots):
             return
         self.reshard()
-        moved = [self._resting_successor(slot) for slot in self.slots]
+        with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
+            self._take_over([self._resting_successor(slot) for slot in self.slots])
+
+    def _take_over(self, moved: list[nn.Parameter]) -> None:
         for slot, parameter in zip(self.slots, moved, strict=True):
             slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
@@ -178,11 +184,16 @@ class Unit:
         return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        for slot in self.slots:  # a copy of a parameter has no gradient: torch says so, and forgets it for DTensors
+            grad, slot.parameter.grad = slot.parameter.grad, None
+            copy.deepcopy(slot.parameter, memo).grad = None
+            slot.parameter.grad = grad
         # The copied modules may still be under construction: the twin finds its parameters at its first `readopt`.
         twin = object.__new__(Unit)
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
+        twin.inner = []
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -256,9 +267,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.backward_entry is not None:
-            self._backward_tensors, self.backward_entry = [], None
-            self.unshadow()
+        self.unshadow_for_backward()
         if self.phase is Phase.AT_REST:
             return
         self.await_gathered()
@@ -319,7 +328,19 @@ class Unit:
         return self._memory[1]
 
     def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds to the local gradients; see `Gradients.add`."""
+        """Adds to the local gradients; see `Gradients.add`.
+
+        Raises:
+            PlacementError: A gradient is sparse.
+        """
+        for slot, grad in zip(self.slots, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise PlacementError(
+                    "Sparse gradients cannot be reduced over an axis.",
+                    parameter=slot,
+                    unit=self.name or "root",
+                    fix="compute it with sparse=False: F.embedding(tokens, weight)",
+                )
         self.gradients.add(grads, self.gradient_memory(), exact=exact)
 
     def reduce_local(self, *, exact: bool) -> Reduction:
@@ -356,6 +377,7 @@ class Unit:
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
+    @uncompiled
     def shadow(self, tensors: list[Tensor]) -> None:
         """Lets modules see `tensors` under the names of the parameters."""
         for slot, tensor in zip(self.slots, tensors, strict=True):
@@ -367,6 +389,13 @@ class Unit:
         self._backward_tensors, self.backward_entry = tensors, entry
         self.shadow(tensors)
 
+    def unshadow_for_backward(self) -> None:
+        """Undoes `shadow_for_backward`."""
+        if self.backward_entry is not None:
+            self._backward_tensors, self.backward_entry = [], None
+            self.unshadow()
+
+    @uncompiled
     def unshadow(self) -> None:
         """Undoes `shadow`."""
         if self._backward_tensors:

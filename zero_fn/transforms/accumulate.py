@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
@@ -45,5 +45,6 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
         yield
         failed = False
     finally:
-        for step in steps:
-            step.end_accumulation(failed=failed)
+        with ExitStack() as ends:  # every module's, should a hook of the user raise in one
+            for step in reversed(steps):
+                ends.callback(step.end_accumulation, failed=failed)

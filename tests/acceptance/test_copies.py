@@ -1,0 +1,82 @@
+"""G28: a deep copy is an independent sharded model; pickling one refuses with advice."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import zero_fn as zf
+from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks, axis
+
+
+def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
+    for step in range(steps):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=seed + step)).square().mean())
+
+
+def _deep_copies(world: World) -> None:
+    model = world.build(Tower)
+    fresh = copy.deepcopy(model)  # before the first forward
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(world, model, optimizer, 0)
+    model(noise(4, WIDTH, seed=3)).sum().backward()
+    world.reduce(model)
+    twin, its_optimizer = copy.deepcopy((model, optimizer))  # with gradients and states
+    world.note_model(twin)
+    optimizer.zero_grad()
+    its_optimizer.step()
+    its_optimizer.zero_grad()
+    _train(world, model, optimizer, 10)
+    _train(world, twin, its_optimizer, 20)
+    _train(world, fresh, torch.optim.SGD(fresh.parameters(), lr=1e-2), 30)
+    again = copy.deepcopy(copy.deepcopy(twin))
+    _train(world, again, torch.optim.SGD(again.parameters(), lr=1e-2), 40)
+    world.note_model(model, fresh, twin, again)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g28_deep_copies_train_on_their_own(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _deep_copies):
+        assert found == []
+
+
+def _part(world: World) -> None:
+    model = world.build(Tower)
+    block = copy.deepcopy(model.blocks[1])
+    optimizer = torch.optim.SGD([*model.parameters(), *block.parameters()], lr=1e-2)
+    for step in range(2):
+        loss = block(torch.ones(1, 7)).sum() + model(noise(4, WIDTH, seed=step)).square().mean()
+        loss.backward()
+        world.reduce(model, block)
+        world.note_model(model, block)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_g28_a_deep_copy_of_a_part_trains_on_its_own(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _part):
+        assert found == []
+
+
+def _pickles() -> None:
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        for refused in (model, {"model": model}, model.blocks[0]):
+            with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
+                pickle.dumps(refused)
+            with pytest.raises(zf.StateError, match=r"cannot be pickled[\s\S]*state_dict"):
+                torch.save(refused, io.BytesIO())
+        model(noise(2, WIDTH, seed=0)).sum().backward()  # none the worse
+
+
+def test_g28_pickle_and_torch_save_refuse_with_advice(ranks: Ranks) -> None:
+    ranks(2).run(_pickles)

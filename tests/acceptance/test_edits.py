@@ -1,0 +1,416 @@
+"""G33 edits of parameters, G34 parameters and modules that come late, G35 casts and `meta`, G36 methods beside `forward`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+import zero_fn as zf
+from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.distributed.training import STAGES, full, parameters
+from tests.models import Block
+from tests.ranks import Ranks, axis
+
+# -- G33 --------------------------------------------------------------------------------------------------------------
+
+
+def _train(world: World, model: Any, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    world.step(model, optimizer, model(noise(4, WIDTH, seed=seed)).square().mean())
+
+
+def _edits(world: World) -> None:
+    """Of the resting parameters, as whole-tensor operations and through their local shards."""
+    model: Any = world.build(Tower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    _train(world, model, optimizer, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5).add_(0.25)
+    _train(world, model, optimizer, 1)
+    for parameter in model.blocks.parameters():
+        local = parameter.data.to_local() if isinstance(parameter, DTensor) else parameter.data
+        local.clamp_(-0.1, 0.1)
+    _train(world, model, optimizer, 2)
+    with zf.unsharded(model, writeback=True) if not world.is_replica else nullcontext(), torch.no_grad():
+        model.leave.weight[2] = 7.0
+        model.blocks[1].gate.fill_(0.125)
+        model.enter.weight.copy_(torch.linspace(-1, 1, model.enter.weight.numel()).view_as(model.enter.weight))
+    _train(world, model, optimizer, 3)
+    world.note_model(model)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g33_edits_at_rest_and_with_writeback_are_exact(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _edits):
+        assert found == []
+
+
+def _unwritten(stage: str) -> None:
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Tower(), axis())
+    before = parameters(model)
+    with zf.unsharded(model), torch.no_grad():
+        model.leave.weight.fill_(9)
+        assert torch.equal(model.leave.weight, torch.full((WIDTH, 7), 9.0))
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    with (
+        pytest.raises(zf.DisagreementError, match="different edits"),
+        zf.unsharded(model, writeback=True),
+        torch.no_grad(),
+    ):
+        model.leave.weight.fill_(9)
+        if dist.get_rank() == 0:
+            model.blocks[0].up.weight[0, 0] = 5
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    model(noise(4, WIDTH, seed=0)).sum().backward()
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g33_edits_without_writeback_are_dropped_and_different_ones_refused(ranks: Ranks, stage: str) -> None:
+    ranks(3).run(_unwritten, stage)
+
+
+# -- G34 --------------------------------------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = nn.Linear(7, 2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.low(x) @ self.low.weight
+
+
+LATE: dict[str, tuple[Callable[[Any], object], str]] = {
+    "a parameter of the root": (lambda m: setattr(m, "extra", nn.Parameter(torch.ones(3))), "extra"),
+    "a parameter of a block": (lambda m: setattr(m.blocks[1], "extra", nn.Parameter(torch.ones(3))), "blocks.1.extra"),
+    "register_parameter": (
+        lambda m: m.blocks[0].norm.register_parameter("extra", nn.Parameter(torch.ones(3))),
+        "blocks.0.norm.extra",
+    ),
+    "a parameter of a container": (lambda m: setattr(m.blocks, "extra", nn.Parameter(torch.ones(3))), "blocks.extra"),
+    "a parameter where there was None": (lambda m: setattr(m.none, "bias", nn.Parameter(torch.ones(7))), "none.bias"),
+    "a tie under a new name": (lambda m: setattr(m, "alias", m.leave.weight), "alias"),
+    "a module": (lambda m: setattr(m, "adapter", Adapter()), "adapter.low.weight"),
+    "add_module": (lambda m: m.blocks[2].add_module("adapter", Adapter()), "blocks.2.adapter.low.weight"),
+    "append": (lambda m: m.blocks.append(Block(7)), "blocks.3.gate"),
+    "a replaced module": (lambda m: setattr(m, "leave", nn.Linear(7, WIDTH)), "leave.weight"),
+    "a replaced block": (lambda m: m.blocks.__setitem__(1, Block(7)), "blocks.1.gate"),
+    "an append to a parameter list": (lambda m: m.table.append(nn.Parameter(torch.ones(3))), "table.1"),
+    "a parameter of a late container": (
+        lambda m: (setattr(m, "late", nn.Sequential()), m.late.append(nn.Linear(2, 2))),
+        "late.0.weight",
+    ),
+}
+
+
+class WithRoom(Tower):
+    """With places where something may be added."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.none = nn.Linear(7, 7, bias=False)
+        self.table = nn.ParameterList([torch.ones(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + 0 * self.none.weight.sum() + 0 * self.table[0].sum())
+
+
+def _late(case: str, twin: bool) -> None:
+    add, name = LATE[case]
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](WithRoom(), axis())
+        if twin:
+            model = copy.deepcopy(model)
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(zf.PlacementError, match=rf"'{name}' was added after the transform") as caught:
+            add(model)
+        assert "never reduced" in str(caught.value)
+        assert [name for name, _ in model.named_parameters()] == names
+        model(noise(2, WIDTH, seed=0)).sum().backward()
+
+
+@pytest.mark.parametrize("twin", [False, True], ids=["", "deepcopy"])
+@pytest.mark.parametrize("case", LATE)
+def test_g34_what_comes_late_raises_and_is_not_added(ranks: Ranks, case: str, twin: bool) -> None:
+    ranks(2).run(_late, case, twin)
+
+
+def _behind_the_hooks() -> None:
+    torch.manual_seed(0)
+    model: Any = zf.zero3(Tower(), axis())
+    model.blocks[1]._parameters["extra"] = nn.Parameter(torch.ones(3))
+    with pytest.raises(zf.PlacementError, match=r"'blocks.1.extra' was added after the transform"):
+        zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_g34_a_parameter_written_behind_the_hooks_is_found_by_check(ranks: Ranks) -> None:
+    ranks(2).run(_behind_the_hooks)
+
+
+def _allowed(world: World) -> None:
+    """What goes on working: modules without parameters, transformed modules, None, replaced values, other models."""
+    model: Any = world.build(Tower)
+    model.dropout = nn.Sequential(nn.Tanh(), nn.Identity())
+    parametrize.register_parametrization(nn.Linear(2, 2), "weight", nn.Identity())  # of another model
+    model.leave.register_parameter("none", None)
+    model.adapter = world.build(Adapter, seed=3)
+    model.blocks.insert(1, model.adapter)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        _train(world, model, optimizer, step)
+
+
+def test_g34_what_needs_no_reduction_or_has_its_own_may_come_late(ranks: Ranks) -> None:
+    for found in ranks(2).run(differences, _allowed):
+        assert found == []
+
+
+def _replaced() -> None:
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Tower(), axis())
+        model.leave.weight = nn.Parameter(torch.ones(WIDTH, 7))
+        with pytest.raises(zf.PlacementError, match=r"'leave.weight' was replaced after the transform"):
+            model(noise(2, WIDTH, seed=0))
+        model = STAGES[stage](Tower(), axis())
+        parametrize.register_parametrization(model.leave, "weight", nn.Identity())  # moves the parameter elsewhere
+        with pytest.raises(zf.PlacementError, match=r"'leave.weight' was replaced after the transform"):
+            model(noise(2, WIDTH, seed=0))
+
+
+def test_g34_a_replaced_parameter_raises_at_the_next_forward(ranks: Ranks) -> None:
+    ranks(2).run(_replaced)
+
+
+# -- G35 --------------------------------------------------------------------------------------------------------------
+
+
+def _cast(world: World) -> None:
+    model = world.build(Tower)
+    model(noise(2, WIDTH, seed=9))  # has run in the other dtype
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.to(torch.float64)
+    for step in range(3):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step).double()).square().mean())
+    saved = optimizer.state_dict()
+    model.float()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)  # as the error advises
+    optimizer.load_state_dict(saved)
+    for step in range(2):
+        _train(world, model, optimizer, step)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g35_a_cast_before_the_first_step_or_with_its_states_is_exact(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _cast):
+        assert found == []
+
+
+def _cast_with_states(stage: str, moment: str) -> None:
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Tower(), axis())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(noise(4, WIDTH, seed=0)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if moment == "before the forward":
+        model.double()
+        model(noise(4, WIDTH, seed=0).double()).square().mean().backward()
+    else:
+        model(noise(4, WIDTH, seed=0)).square().mean().backward()
+        model.double()
+    before = parameters(model)
+    moments = {name: full(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
+    with pytest.raises(zf.StateError, match=r"states have another dtype[\s\S]*float64, its exp_avg is float32"):
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(parameter), before[name])
+        assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
+        assert optimizer.state[parameter]["step"].item() == 1
+    model.float()
+    model.zero_grad()
+    model(noise(4, WIDTH, seed=0)).square().mean().backward()
+    optimizer.step()  # the way back is open
+
+
+@pytest.mark.parametrize("moment", ["before the forward", "before the step"])
+@pytest.mark.parametrize("stage", ALL)
+def test_g35_a_cast_under_states_raises_before_any_update(ranks: Ranks, stage: str, moment: str) -> None:
+    ranks(2).run(_cast_with_states, stage, moment)
+
+
+class Resettable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.norm(x)
+
+
+def _reset(model: nn.Module) -> nn.Module:
+    """As `materialize` resets: every module in order, from one seed."""
+    torch.manual_seed(0)
+    for module in model.modules():
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    return model
+
+
+def _from_meta(way: str, world: World) -> None:
+    if world.is_replica:
+        model = _reset(Resettable())
+    else:
+        with torch.device("meta"):
+            model = world.place(Resettable())
+        if way == "materialize":
+            torch.manual_seed(0)
+            model = zf.materialize(model, "cpu")
+        else:
+            model.to_empty(device="cpu")
+            model.load_state_dict(_reset(Resettable()).state_dict())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        _train(world, model, optimizer, step)
+
+
+@pytest.mark.parametrize("way", ["materialize", "to_empty and load_state_dict"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_g35_a_model_from_meta_is_exact(ranks: Ranks, n: int, way: str) -> None:
+    def trial(world: World) -> None:
+        _from_meta(way, world)
+
+    for found in ranks(n).run(differences, trial):
+        assert found == []
+
+
+# -- G36 --------------------------------------------------------------------------------------------------------------
+
+
+class Coder(Tower):
+    """Methods that call modules, methods that read weights."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x @ self.enter.weight.T + self.enter.bias)  # reads weights of the root's unit
+
+    def decode(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        for block in self.blocks[1:]:
+            x = block(x)
+        return self.leave(x) * scale
+
+    def generate(self, x: Tensor, steps: int) -> Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decode(self.encode(x), scale=2.0)
+
+
+class Half(Block):
+    def halved(self, x: Tensor) -> Tensor:
+        return x @ self.up.weight.T * self.gate
+
+
+class Deep(Coder):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Half(7) for _ in range(3))
+
+
+def _coding(order: str, world: World) -> None:
+    torch.manual_seed(0)
+    model: Any = Deep()
+    if not world.is_replica:
+        names = ("encode", "blocks.1.halved")
+        if order == "before":
+            model = world.place(zf.gather_in(model, *names))
+        elif order == "after":
+            model = zf.gather_in(world.place(model), *names)
+        elif order == "between":
+            model = zf.shard_optimizer(zf.gather_in(zf.replicate(model, axis()), *names), axis())
+            model = world.place(model)
+        else:
+            model = copy.deepcopy(zf.gather_in(world.place(model), *names))
+        assert "enter" not in vars(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = noise(4, WIDTH, seed=step)
+        code = model.encode(x)
+        loss = model.decode(code, scale=0.5).square().mean() + model.blocks[1].halved(code).sum()
+        world.step(model, optimizer, loss + model(x).square().mean())
+        with torch.no_grad():
+            world.note("generated", model.generate(x, 2))
+            world.note("encoded", model.encode(x))
+
+
+@pytest.mark.parametrize("order", ["before", "after", "between", "deepcopy"])
+@pytest.mark.parametrize("n", [2, 3])
+def test_g36_declared_methods_gather_as_forward_does(ranks: Ranks, n: int, order: str) -> None:
+    def trial(world: World) -> None:
+        _coding(order, world)
+
+    for found in ranks(n).run(differences, trial, stages=["zero3"] if order == "between" else ALL):
+        assert found == []
+
+
+def _undeclared() -> None:
+    torch.manual_seed(0)
+    model: Any = zf.zero3(Deep(), axis())
+    x = noise(4, WIDTH, seed=0)
+    before = parameters(model)
+    model.decode(noise(4, 7, seed=0)).sum().backward()  # calls modules only
+    model.generate(x, 2).sum().backward()  # calls itself
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.zero_grad()
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        model.encode(x)
+    with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+        model.blocks[1].halved(noise(4, 7, seed=0))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in parameters(model).items())
+    model(x).sum().backward()
+
+
+def test_g36_undeclared_methods_work_through_modules_and_raise_at_weights(ranks: Ranks) -> None:
+    ranks(2).run(_undeclared)
+
+
+class Streaming(Tower):
+    def stream(self, x: Tensor) -> Iterator[Tensor]:
+        yield x @ self.enter.weight.T
+
+    async def later(self, x: Tensor) -> Tensor:
+        return x @ self.enter.weight.T
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        yield
+
+
+def _undeclarable() -> None:
+    for name, match in (("stream", "after it has returned"), ("later", "after it has returned"), ("none", "no method")):
+        with pytest.raises(zf.LayoutError, match=match):
+            zf.gather_in(zf.zero3(Streaming(), axis()), name)
+    with pytest.raises(zf.LayoutError, match=r"no method 'blocks\.7\.halved'"):
+        zf.gather_in(Deep(), "blocks.7.halved")
+
+
+def test_g36_methods_that_cannot_gather_are_refused(ranks: Ranks) -> None:
+    ranks(1).run(_undeclarable)

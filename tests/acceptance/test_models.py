@@ -1,0 +1,361 @@
+"""G37 several models, G38 different initial values, G39 dropout, G41 other meshes, G43 means, G45 one rank, G46 awkward
+modules, G47 sparse gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
+from tests.distributed.training import STAGES, full
+from tests.models import Block, Odd
+from tests.ranks import Ranks, axis
+
+# -- G37 --------------------------------------------------------------------------------------------------------------
+
+
+def _adversaries(world: World) -> None:
+    """A GAN: each model's loss runs through the other, which is frozen or whose gradients are thrown away."""
+    generator, critic = world.build(Tower), world.build(Tower, seed=1)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=1e-2) for model in (generator, critic)]
+    for step in range(3):
+        real, seed = noise(4, WIDTH, seed=step), noise(4, WIDTH, seed=50 + step)
+        with torch.no_grad():
+            fake = generator(seed)
+        (critic(real).mean() - critic(fake).mean()).backward()
+        world.reduce(critic)
+        world.note_model(generator, critic)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        if step % 2:
+            critic.requires_grad_(False)
+        critic(generator(seed)).mean().backward()
+        critic.requires_grad_(True)
+        world.reduce(generator)
+        world.note_model(generator)
+        optimizers[0].step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+
+
+def _one_loss_of_two_models(world: World) -> None:
+    student, teacher = world.build(Tower), world.build(Tower, seed=1)
+    shared = torch.optim.AdamW([*student.parameters(), *teacher.parameters()], lr=1e-2)
+    for step in range(3):
+        x = noise(4, WIDTH, seed=step)
+        loss = (student(x) - teacher(x)).square().mean() + student(teacher(x)).mean()
+        loss.backward()
+        world.reduce(student, teacher)
+        world.note_model(student, teacher)
+        shared.step()
+        shared.zero_grad()
+
+
+def _several_optimizers(world: World) -> None:
+    model = world.build(Tower)
+    blocks = torch.optim.AdamW(model.blocks.parameters(), lr=1e-2)
+    ends = torch.optim.SGD([*model.enter.parameters(), *model.leave.parameters()], lr=1e-2, momentum=0.9)
+    for step in range(4):
+        model(noise(4, WIDTH, seed=step)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        (blocks if step % 2 else ends).step()
+        model.zero_grad()
+
+
+TRIALS = {
+    "adversaries": _adversaries,
+    "one loss of two models": _one_loss_of_two_models,
+    "several optimizers": _several_optimizers,
+}
+
+
+@pytest.mark.parametrize("case", TRIALS)
+@pytest.mark.parametrize("n", [2, 3])
+def test_g37_several_models_and_optimizers_are_exact(ranks: Ranks, n: int, case: str) -> None:
+    for found in ranks(n).run(differences, TRIALS[case]):
+        assert found == []
+
+
+# -- G38 --------------------------------------------------------------------------------------------------------------
+
+
+def _other_values(stage: str) -> str:
+    torch.manual_seed(dist.get_rank())
+    model: Any = STAGES[stage](Tower(), axis())
+    before = [parameter.to_local().clone() for parameter in model.parameters()]
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    assert all(torch.equal(one, p.to_local()) for one, p in zip(before, model.parameters(), strict=True))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g38_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: str) -> None:
+    (message,) = set(ranks(3).run(_other_values, stage))
+    assert "enter.weight" in message
+    assert "torch.manual_seed" in message
+
+
+# -- G39 --------------------------------------------------------------------------------------------------------------
+
+
+class Recomputed(Tower):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = self.dropout(checkpoint(lambda y, block=block: self.dropout(block(y)), x, use_reentrant=False))
+        return self.leave(x)
+
+
+def _dropout(build: type[Tower], world: World) -> None:
+    model = world.build(lambda: build(dropout=0.3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(100 + dist.get_rank())  # once: the stream of random numbers goes on through all steps
+    for step in range(3):
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+        world.note("the stream", torch.rand(3))
+
+
+@pytest.mark.parametrize("build", [Tower, Recomputed])
+@pytest.mark.parametrize("n", [2, 3])
+def test_g39_dropout_draws_what_replicas_draw(ranks: Ranks, n: int, build: type[Tower]) -> None:
+    def trial(world: World) -> None:
+        _dropout(build, world)
+
+    for found in ranks(n).run(differences, trial):
+        assert found == []
+
+
+# -- G41 --------------------------------------------------------------------------------------------------------------
+
+
+def _tensor_parallel() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for stage in ALL:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        before = list(model.parameters())
+        with pytest.raises(zf.PlacementError, match="DTensor already"):
+            STAGES[stage](model, mesh["dp"])
+        assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
+        model(torch.ones(2, 4)).sum().backward()  # none the worse
+
+
+def test_g41_parameters_of_another_mesh_raise_at_construction(ranks: Ranks) -> None:
+    ranks(4).run(_tensor_parallel)
+
+
+def _clip_over_a_mix() -> None:
+    """Transformed modules of two stages and a plain one, whose gradients the user averages."""
+    totals = []
+    for stage in (None, *ALL):
+        world = World(stage)
+        body, head = world.build(Tower), world.build(Tower, seed=1)
+        torch.manual_seed(2)
+        plain = Block(WIDTH)
+        loss = plain(head(body(noise(4, WIDTH, seed=0)))).square().mean()
+        loss.backward()
+        world.reduce(body, head)
+        World(None).reduce(plain)
+        everything = [*body.parameters(), *head.parameters(), *plain.parameters()]
+        grads = [full(p.grad) for p in everything if p.grad is not None]
+        parts = [model.parameters() for model in (body, head, plain)]
+        norms = [nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
+        if stage is None:
+            total = nn.utils.clip_grad_norm_(everything, 0.01)
+        else:
+            with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
+                nn.utils.clip_grad_norm_(everything, 0.01)
+            after = [full(p.grad) for p in everything if p.grad is not None]
+            assert all(torch.equal(one, other) for one, other in zip(grads, after, strict=True)), "clipped half-way"
+            total = torch.stack([full(norm) for norm in norms]).norm()  # what a user writes then
+        totals.append(full(total).item())
+    unit = torch.finfo(torch.float32).eps / 2
+    assert all(abs(total - totals[0]) <= 2000 * unit * totals[0] for total in totals)
+
+
+def test_g41_a_norm_over_transformed_and_plain_modules_is_whole_or_raises_before_clipping(ranks: Ranks) -> None:
+    ranks(2).run(_clip_over_a_mix)
+
+
+# -- G43 --------------------------------------------------------------------------------------------------------------
+
+
+def _uneven_batches(world: World) -> None:
+    """Ranks with 1, 2, ... rows: scaled by the user, the mean over ranks is that over all rows."""
+    model = world.build(Tower)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    rank, n = dist.get_rank(), dist.get_world_size()
+    rows, all_rows = rank + 1, n * (n + 1) // 2
+    for step in range(3):
+        loss = model(noise(rows, WIDTH, seed=step)).square().mean(1).sum() * (n / all_rows)
+        world.step(model, optimizer, loss)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g43_uneven_batches_scaled_by_the_user_are_exact(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _uneven_batches):
+        assert found == []
+
+
+class Containers(nn.Module):
+    """Parameters at every depth, none of them in the root, and modules without parameters between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.Sequential(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh()), nn.Sequential(nn.Linear(5, WIDTH)))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.inner = nn.ModuleDict({"a": nn.ModuleList([self.first])})
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.first(self.outer(x))
+        return output
+
+
+def _means_everywhere() -> None:
+    """The gradient of a sum of inputs that differ between ranks is their mean, in every corner of the tree."""
+    for stage in ALL:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Containers(), axis())
+        torch.manual_seed(0)
+        plain = Containers()
+        x = noise(4, WIDTH, seed=0)
+        model(x).sum().backward()
+        plain(x).sum().backward()
+        World(None).reduce(plain)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert other.grad is not None
+            assert torch.equal(full(one.grad), other.grad), stage
+
+
+def test_g43_the_mean_over_ranks_applies_to_the_whole_tree(ranks: Ranks) -> None:
+    for n in (2, 3):
+        ranks(n).run(_means_everywhere)
+
+
+# -- G45 --------------------------------------------------------------------------------------------------------------
+
+
+def _alone(world: World) -> None:
+    model = world.build(Odd)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with zf.traffic() as sent:
+        for step in range(3):
+            tokens = torch.randint(0, 37, (2, 5), generator=torch.Generator().manual_seed(step))
+            world.step(model, optimizer, model(tokens).square().mean())
+            with world.accumulate(model):
+                model(tokens).sum().backward()
+                model(tokens).mean().backward()
+            world.note_model(model)
+            total = nn.utils.clip_grad_norm_([p for p in model.parameters() if not p.is_complex()], 1.0)
+            world.note("norm", total)
+            optimizer.zero_grad()
+    assert sent.nbytes == 0
+    assert not sum(sent.calls.values()), sent.calls
+
+
+def test_g45_one_rank_communicates_nothing_and_is_exact(ranks: Ranks) -> None:
+    (found,) = ranks(1).run(differences, _alone)
+    assert found == []
+
+
+# -- G46 --------------------------------------------------------------------------------------------------------------
+
+
+class Zeros(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() * self.scale
+
+
+class Awkward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(WIDTH, 5, num_layers=2, batch_first=True, bidirectional=True, proj_size=3)
+        self.gru = nn.GRU(WIDTH, 5, batch_first=True)
+        self.attention = nn.MultiheadAttention(5, 1, kdim=5, vdim=5, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 7, dropout=0.1, batch_first=True)
+        self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(5, WIDTH))
+        self.old_weight_norm = nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.old_spectral = nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
+        self.orthogonal = nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
+        self.triangular = nn.Linear(WIDTH, WIDTH)
+        nn.utils.parametrize.register_parametrization(self.triangular, "weight", Zeros())
+        self.lists = nn.ParameterList([torch.randn(3, WIDTH), torch.randn(WIDTH)])
+        self.pair = nn.ParameterDict({"a": torch.randn(WIDTH)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.rnn(x)
+        x, _ = self.gru(self.encoder(x))
+        x, _ = self.attention(x, x, x)
+        x = self.old_weight_norm(self.weight_norm(x))
+        x = self.triangular(self.orthogonal(self.old_spectral(self.spectral(x))))
+        return x * self.pair["a"] + self.lists[0].sum(0) * self.lists[1]
+
+
+def _awkward(world: World) -> None:
+    model = world.build(Awkward)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        torch.manual_seed(step)
+        world.step(model, optimizer, model(noise(2, 3, WIDTH, seed=step)).square().mean())
+        for name, buffer in model.named_buffers():
+            world.note(name, buffer)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g46_recurrent_attention_and_parametrized_modules_are_exact(ranks: Ranks, n: int) -> None:
+    for found in ranks(n).run(differences, _awkward):
+        assert found == []
+
+
+# -- G47 --------------------------------------------------------------------------------------------------------------
+
+
+class Functional(nn.Module):
+    """A sparse gradient that no module announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(9, 4))
+        self.bias = nn.Parameter(torch.zeros(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.table, sparse=True) + self.bias
+
+
+def _sparse() -> None:
+    for stage in ALL:
+        for module in (nn.Embedding(8, 4, sparse=True), nn.EmbeddingBag(8, 4, sparse=True, mode="sum")):
+            with pytest.raises(zf.PlacementError, match=r"module +: 0: Embedding[\s\S]*sparse=False"):
+                STAGES[stage](nn.Sequential(module, nn.Linear(4, 4)), axis())
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Functional(), axis())
+        with pytest.raises(zf.PlacementError, match=r"table[\s\S]*sparse=False"):
+            model(torch.tensor([[1, 2]])).sum().backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        model.bias.requires_grad_(True)
+        model.table.requires_grad_(False)
+        model(torch.tensor([[1, 2]])).sum().backward()
+        assert torch.equal(full(model.bias.grad), torch.full((4,), 2.0))
+
+
+def test_g47_sparse_gradients_raise_at_construction(ranks: Ranks) -> None:
+    ranks(2).run(_sparse)

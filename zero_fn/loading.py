@@ -1,0 +1,143 @@
+"""`load_state_dict` of a transformed module: whole tensors are sharded, and nothing is written unless everything fits.
+
+A pre-hook of every module checks all entries at and below it. So whichever module `load_state_dict` is called on, its own
+hook sees every entry before torch copies the first. The next forward compares over ranks what whole tensors were loaded.
+Communicates only for entries that are sharded in another way than the parameter: an all-gather each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.agreement import content_digest
+from zero_fn.errors import CheckpointError
+from zero_fn.mesh import axes_text
+from zero_fn.resting import local_of, resting_tensor
+from zero_fn.runtime.registry import slot_of
+
+__all__ = ["check_and_shard_entries"]
+
+
+def check_and_shard_entries(module: nn.Module) -> None:
+    """Lets `load_state_dict` of this module take whole tensors beside DTensors, and refuse what does not fit."""
+    hooks = module._load_state_dict_pre_hooks.values()
+    if not any(getattr(hook, "hook", hook) is _before_load for hook in hooks):
+        module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+
+
+def _before_load(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
+) -> None:
+    assigns = bool(local_metadata.get("assign_to_params_buffers", False))
+    for key, own in _tensors(module, prefix):
+        entry = state_dict.get(key)
+        if isinstance(entry, Tensor):
+            _require_fit(key, own, entry, assigns=assigns)
+    _shard_whole(module, state_dict, prefix)
+
+
+def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers at and below a module, by key."""
+    for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        if child is not module and _rewrites_entries(child):
+            continue  # its own hook comes after whatever rewrites its entries
+        for attribute, own in (*child._parameters.items(), *child._buffers.items()):
+            if own is not None and attribute not in child._non_persistent_buffers_set:
+                yield f"{name}.{attribute}".lstrip("."), own
+
+
+def _rewrites_entries(module: nn.Module) -> bool:
+    if not type(module)._load_from_state_dict.__module__.startswith("torch.nn.modules."):
+        return True
+    hooks = module._load_state_dict_pre_hooks.values()
+    return any(getattr(hook, "hook", hook) is not _before_load for hook in hooks)
+
+
+def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None:
+    slot = slot_of(own)
+    shape = slot.shape if slot is not None else tuple(own.shape)
+    is_scalar_in_old_form = not shape and tuple(entry.shape) == (1,)  # torch takes its element
+    if tuple(entry.shape) != shape and not is_scalar_in_old_form:
+        raise CheckpointError(
+            f"size mismatch for {key}: nothing was loaded.",
+            state_dict=list(entry.shape),
+            model=list(shape),
+            fix="build the model with the sizes of the checkpoint, or drop the entry and load with strict=False",
+        )
+    if not assigns and not keeps_every_bit(entry.dtype, own.dtype):
+        raise CheckpointError(
+            f"Loading {key} would lose bits: nothing was loaded.",
+            state_dict=_name(entry.dtype),
+            model=_name(own.dtype),
+            fix=f"say so: model.load_state_dict({{k: v.to({own.dtype}) for k, v in state_dict.items()}}), "
+            f"or cast the model: model.to({entry.dtype})",
+        )
+    if isinstance(entry, DTensor) and slot is not None and slot.spec is not None:
+        if entry.device_mesh != slot.spec.mesh:
+            raise CheckpointError(
+                f"{key} lies on another mesh: nothing was loaded.",
+                state_dict=axes_text(entry.device_mesh),
+                model=axes_text(slot.spec.mesh),
+                fix="load whole tensors: {k: v.full_tensor() for k, v in state_dict.items()}",
+            )
+    elif isinstance(entry, DTensor):
+        raise CheckpointError(
+            f"{key} is sharded in the state_dict and whole in the model: nothing was loaded.",
+            state_dict=f"{entry.placements} over {axes_text(entry.device_mesh)}",
+            fix="load whole tensors: {k: v.full_tensor() for k, v in state_dict.items()}",
+        )
+
+
+def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of one dtype is a value of the other."""
+    if source == target or source == torch.bool:
+        return True
+    if target == torch.bool or (source.is_complex and not target.is_complex):
+        return False
+    try:
+        if not (source.is_floating_point or source.is_complex):
+            whole = torch.iinfo(source)
+            if not (target.is_floating_point or target.is_complex):
+                return torch.iinfo(target).min <= whole.min and whole.max <= torch.iinfo(target).max
+            return whole.max <= 2 / torch.finfo(target).eps
+        if not (target.is_floating_point or target.is_complex):
+            return False
+        one, other = torch.finfo(source), torch.finfo(target)
+    except TypeError:  # a dtype without limits: quantized
+        return False
+    return one.eps >= other.eps and one.max <= other.max and one.smallest_normal * one.eps >= _smallest(other)
+
+
+def _smallest(limits: torch.finfo) -> float:
+    return limits.smallest_normal * limits.eps
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    for attribute, parameter in module._parameters.items():
+        slot = slot_of(parameter)
+        entry = state_dict.get(f"{prefix}{attribute}")
+        if slot is None or not isinstance(entry, Tensor):
+            continue
+        is_whole = not isinstance(entry, DTensor)
+        slot.initial = content_digest(entry) if is_whole else None
+        unit = slot.unit() if slot.unit is not None else None
+        if unit is not None:
+            unit.generation += 1
+            unit.step.note_loaded()
+        if not slot.shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
+            entry = entry[0]
+        if slot.spec is not None and tuple(entry.shape) == slot.shape:
+            if isinstance(entry, DTensor):
+                if entry.placements == slot.spec.placements:
+                    continue
+                entry = local_of(entry) if entry.placements[0].is_replicate() else entry.full_tensor()
+            state_dict[f"{prefix}{attribute}"] = resting_tensor(slot.owned(entry.detach()), slot.spec)

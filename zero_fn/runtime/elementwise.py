@@ -1,0 +1,53 @@
+"""Which optimizers may step over shards: those that treat every element alone.
+
+Most do (SGD, Adam, AdamW, Adagrad, RMSprop, ...). Some look at a whole matrix or tensor: they orthogonalise it, factor its
+second moment, or scale by its norm. Given shards they would compute another update, or one that differs between ranks,
+without any error. They are known by name, because torch has no property to ask for.
+"""
+
+from __future__ import annotations
+
+from torch.optim import Optimizer
+
+from zero_fn.errors import PlacementError
+from zero_fn.runtime.registry import slot_of
+
+__all__ = ["looks_at_whole_tensors", "require_elementwise"]
+
+_WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
+_NAMES = frozenset(
+    {"lars", "soap", "came", "sm3", "kron", "psgd", "apollo", "apolloadamw", "scion", "dion", "spectral"}
+)
+
+_known: dict[type, bool] = {}
+
+
+def looks_at_whole_tensors(kind: type) -> bool:
+    """Whether an optimizer class, or one that it derives from, is known to look at whole matrices or tensors."""
+    known = _known.get(kind)
+    if known is None:
+        names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
+        known = any(name in _NAMES or any(word in name for word in _WORDS) for name in names)
+        _known[kind] = known
+    return known
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that looks at whole tensors if it holds a sharded parameter.
+
+    Raises:
+        PlacementError: It does. Nothing was updated.
+    """
+    if not looks_at_whole_tensors(type(optimizer)):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            if slot is not None and slot.layout is not None and slot.size > 1:
+                raise PlacementError(
+                    f"{type(optimizer).__name__} looks at whole tensors, and {slot.fqn!r} is sharded.",
+                    parameter=slot,
+                    why="its update of a shard is not the shard of its update; nothing was updated",
+                    fix="keep these parameters replicated: zf.replicate(model, mesh['dp']), or where= in the sharding "
+                    "transforms; shard the others under an elementwise optimizer",
+                )
