@@ -19,9 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.hooks import defer_hooks
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
 __all__ = ["UnitUse", "gather", "returns_gradients", "will_execute"]
@@ -68,18 +68,13 @@ def gather(use: UnitUse) -> list[Tensor]:
     tensors = use.unit.tensors()
     if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
         return tensors
-    # Autograd would call hooks of the parameter with None; `settle` calls them with the reduced gradient.
-    leaves = [slot.parameter.detach() if _has_hooks(slot) else slot.parameter for slot in use.unit.slots]
+    leaves = [slot.parameter for slot in use.unit.slots]
     outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
     for slot, output in zip(use.unit.slots, outputs, strict=True):
         if slot.parameter.requires_grad:
             use.node = weakref.ref(output.grad_fn)
             break
     return list(outputs)
-
-
-def _has_hooks(slot: Slot) -> bool:
-    return bool(slot.parameter._backward_hooks or slot.parameter._post_accumulate_grad_hooks)
 
 
 class _Gather(torch.autograd.Function):
@@ -105,6 +100,7 @@ class _Gather(torch.autograd.Function):
             )
         nothing = (None, None, None)
         if not returns_gradients():
+            defer_hooks(unit)
             unit.step.arrive(use, grads)
             return nothing + (None,) * len(grads)
         unit.step.arrive(use, None)

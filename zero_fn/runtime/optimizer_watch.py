@@ -37,7 +37,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = _unit_of(slot) if slot is not None else None
-            if unit is not None and unit.step.accumulating and not unit.gradients.is_empty:
+            if unit is not None and unit.step.accumulating and unit.has_pending():
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
                     parameter=slot,

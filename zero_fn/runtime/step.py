@@ -238,8 +238,8 @@ class Step:
         key = Use(unit.index, use.number)
         scheduled = backward is not None and backward.has(key)
         if grads is not None:
-            exact = bool(self.accumulating) or backward is None or not scheduled or backward.uses_of(unit.index) > 1
-            unit.add_gradients(grads, exact=exact)
+            exact = backward is None or not scheduled or backward.uses_of(unit.index) > 1
+            unit.add_gradients(grads, exact=exact, pending=bool(self.accumulating))
         if backward is None:
             return
         backward.arrive(key)
@@ -404,12 +404,15 @@ class Step:
     def flush(self) -> None:
         """Reduces and settles all local gradients: the end of `accumulate`. All ranks call it."""
         units = self.live_units()
-        local = [not unit.gradients.is_empty for unit in units]
         if not units:
             return
-        for unit, has_any in zip(units, self._any(local), strict=True):
-            if has_any:
-                self._settle(unit, unit.reduce_local(exact=True))
+        for unit in units:
+            unit.gradients.unmark()
+        union = iter(self._any([grad is not None for unit in units for grad in unit.gradients.local]))
+        for unit in units:
+            present = [next(union) for _ in unit.slots]
+            if any(present):
+                self._settle(unit, unit.reduce_local(exact=True, present=present))
         self._decide()
         self._read_control()
 
@@ -442,6 +445,7 @@ class Step:
         self._forget_graphs()
         self._read_control()
         for unit in self.live_units():
+            unit.leave_backward()
             if unit.is_transient or not self.accumulating:
                 unit.reshard()
 

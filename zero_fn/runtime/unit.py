@@ -88,6 +88,7 @@ class Unit:
         name: Name of the anchor module in the transformed module; "" is the root.
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
+        deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         open: Forwards of the unit that are running (more than one when a module calls itself).
@@ -101,6 +102,7 @@ class Unit:
         self.phase = Phase.AT_REST
         self.generation = 0
         self.open = 0
+        self.deferred_in: int | None = None
         self.pinned: list[Tensor] | None = None
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
@@ -182,6 +184,7 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
+        twin.deferred_in = None
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -255,9 +258,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        if self.backward_entry is not None:
-            self._backward_tensors, self.backward_entry = [], None
-            self.unshadow()
+        self.leave_backward()
         if self.phase is Phase.AT_REST:
             return
         self.await_gathered()
@@ -317,15 +318,34 @@ class Unit:
             self._memory = (trained, memory)
         return self._memory[1]
 
-    def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds to the local gradients; see `Gradients.add`."""
-        self.gradients.add(grads, self.gradient_memory(), exact=exact)
+    def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool, pending: bool = False) -> None:
+        """Adds to the local gradients; see `Gradients.add` and, where they stay local for now, `Gradients.add_pending`."""
+        if pending:
+            self.gradients.add_pending(grads, self.gradient_memory())
+        else:
+            self.gradients.add(grads, self.gradient_memory(), exact=exact)
 
-    def reduce_local(self, *, exact: bool) -> Reduction:
-        """Issues the reduction of the local gradients, which the unit then no longer holds."""
+    def reduce_local(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+        """Issues the reduction of the local gradients, which the unit then no longer holds.
+
+        Args:
+            exact: See `Reduction`.
+            present: For each parameter, whether any rank has a gradient; of parameters frozen since, too.
+        """
         memory = self.gradient_memory()
+        if present is not None and any(
+            has_any and slot not in memory.ranges for slot, has_any in zip(self.slots, present, strict=True)
+        ):
+            memory = GradientMemory(
+                [slot for slot, has_any in zip(self.slots, present, strict=True) if has_any or slot in memory.ranges]
+            )
         local, buffers = self.gradients.take(memory)
         return Reduction(self.slots, memory, local, self.transport, exact=exact, buffers=buffers)
+
+    def has_pending(self) -> bool:
+        """Whether gradients wait on this rank that the user did not drop."""
+        self.gradients.forget_dropped()
+        return not self.gradients.is_empty
 
     def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
         """Issues the reduction of these gradients."""
@@ -365,6 +385,12 @@ class Unit:
         """As `shadow`, until the unit is resharded, for the backward of a forward that began at `entry`."""
         self._backward_tensors, self.backward_entry = tensors, entry
         self.shadow(tensors)
+
+    def leave_backward(self) -> None:
+        """Undoes `shadow_for_backward`, if backward was in the unit."""
+        if self.backward_entry is not None:
+            self._backward_tensors, self.backward_entry = [], None
+            self.unshadow()
 
     def unshadow(self) -> None:
         """Undoes `shadow`."""
