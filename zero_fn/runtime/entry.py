@@ -22,6 +22,7 @@ from zero_fn.runtime.access import explained
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
+from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["Entry", "entries", "entry_of", "steps_of", "units_of"]
@@ -74,21 +75,25 @@ class Entry:
         unit = self.unit
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
-        use = unit.step.enter(unit, self)
+        with outside_transforms():
+            use = unit.step.enter(unit, self)
         failed = True
         try:
             unit.shadow(gather(use))
             if self.input_dtype is not None:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
-            if torch.is_grad_enabled():
+            has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
+            if has_backward:
                 with packing_gathered():
                     output = self.__wrapped__(*args, **kwargs)
             else:
                 output = self.__wrapped__(*args, **kwargs)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
-            if torch.is_grad_enabled():
+            if has_backward:
                 _watch(output, use)
+            elif use.node is not None:
+                use.has_graph = True
             failed = False
         except RuntimeError as error:
             known = explained(error, unit.name)
@@ -97,7 +102,8 @@ class Entry:
             raise known from error
         finally:
             unit.unshadow()
-            unit.step.leave(use, failed=failed)
+            with outside_transforms():
+                unit.step.leave(use, failed=failed)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:

@@ -20,6 +20,7 @@ from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.hooks import defer_hooks
+from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -65,6 +66,18 @@ def gather(use: UnitUse) -> list[Tensor]:
     Args:
         use: Of a unit whose parameters are gathered. Its `node` is set.
     """
+    unit = use.unit
+    if not unit.swapped and not is_transforming():
+        return _gathered(use)
+    with outside_transforms():  # [Note: torch.func sees whole tensors]
+        tensors = _gathered(use) if not unit.is_replaced else []
+    return [
+        whole_value(unit, slot, unit.swapped[i]) if i in unit.swapped else tensors[i]
+        for i, slot in enumerate(unit.slots)
+    ]
+
+
+def _gathered(use: UnitUse) -> list[Tensor]:
     tensors = use.unit.tensors()
     if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
         return tensors
@@ -108,7 +121,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather, over n."""
+    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather.
+
+    Not a gather over n: what a rank computes from whole tensors is averaged over ranks once more, when it is reduced.
+    """
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -135,7 +151,7 @@ class _Reduce(torch.autograd.Function):
                 continue
             local = local_of(grad)
             if slot.layout is None:
-                wholes.append(local / slot.size)
+                wholes.append(local)
                 continue
             flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
             flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(
@@ -146,6 +162,6 @@ class _Reduce(torch.autograd.Function):
         if segments:
             unit.transport.all_gather(segments).wait()
         return None, *(
-            whole if whole is None or slot.layout is None else (whole / slot.size).to(slot.compute_dtype)
+            whole if whole is None else whole.to(slot.compute_dtype)
             for whole, slot in zip(wholes, unit.slots, strict=True)
         )

@@ -30,6 +30,7 @@ class ForwardPass:
         uses: Its uses.
         depth: Units that are running.
         failed: Whether an exception passed through it.
+        is_swapped: Whether some parameters are replaced by other tensors: its gathers are no pattern for later passes.
     """
 
     def __init__(self, entry: int, events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool) -> None:
@@ -38,6 +39,7 @@ class ForwardPass:
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0
         self.failed = False
+        self.is_swapped = False
         self._events = events
         self._cursor = 0
         self._offsets = offsets

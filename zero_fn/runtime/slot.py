@@ -188,6 +188,8 @@ class Slot:
         registered = self.places[0].registered
         if registered is not self.parameter:
             return False
+        if len(self.places) > 1 and any(place.registered is not registered for place in self.places):
+            return False
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype

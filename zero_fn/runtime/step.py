@@ -148,18 +148,21 @@ class Step:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._recover()
+        is_swapped = False
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
                 other.reshard()
             other.readopt()
+            is_swapped |= bool(other.swapped)
         if not self._has_agreed:
             self._agree()
         self._is_fresh = False
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
         grad = torch.is_grad_enabled()
-        recorded = self._recorded.get((unit.index, grad))
+        recorded = self._recorded.get((unit.index, grad)) if not is_swapped else None
         self._forward = ForwardPass(unit.index, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        self._forward.is_swapped = is_swapped
 
     def _agree(self) -> None:
         """Compares layout and initial values over ranks, once."""
@@ -199,6 +202,9 @@ class Step:
 
     def _end_forward(self, forward: ForwardPass) -> None:
         self._forward = None
+        if forward.is_swapped:
+            for unit in self.live_units():
+                unit.swapped = {}
         if forward.failed:
             for unit in self.live_units():
                 unit.reshard()
@@ -206,7 +212,7 @@ class Step:
         trace = forward.relative_trace()
         key = (forward.entry, forward.grad)
         recorded = self._recorded.get(key)
-        if recorded is None or recorded[0] != trace:
+        if not forward.is_swapped and (recorded is None or recorded[0] != trace):
             events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
             self._recorded[key] = (trace, events)
         kept = forward.kept_units() if forward.grad else set()

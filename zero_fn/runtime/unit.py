@@ -33,6 +33,7 @@ from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.swapped import swapped_values
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
@@ -91,6 +92,7 @@ class Unit:
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
+        swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         open: Forwards of the unit that are running (more than one when a module calls itself).
     """
 
@@ -104,6 +106,7 @@ class Unit:
         self.open = 0
         self.deferred_in: int | None = None
         self.pinned: list[Tensor] | None = None
+        self.swapped: dict[int, Tensor] = {}
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
@@ -143,7 +146,13 @@ class Unit:
         Raises:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if self.pinned is not None or all(slot.is_current() for slot in self.slots):
+        self.swapped = {}
+        if self.pinned is None and all(slot.is_current() for slot in self.slots):
+            return
+        self.swapped = swapped_values(self.slots)
+        if self.pinned is not None:
+            return
+        if self.swapped and all(i in self.swapped or slot.is_current() for i, slot in enumerate(self.slots)):
             return
         self.reshard()
         moved = [self._resting_successor(slot) for slot in self.slots]
@@ -184,7 +193,7 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
-        twin.deferred_in = None
+        twin.deferred_in, twin.swapped = None, {}
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -224,13 +233,18 @@ class Unit:
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the running forward uses other tensors in place of every parameter."""
+        return bool(self.swapped) and len(self.swapped) == len(self.slots)
+
+    @property
     def is_transient(self) -> bool:
         """Whether any gathered parameter is freed between uses."""
         return any(group.kept is None for group in self.groups)
 
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` makes its result readable."""
-        if self.phase is not Phase.AT_REST or self.pinned is not None:
+        if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
         segments: list[Segment] = []
         for index, group in enumerate(self.groups):
