@@ -23,12 +23,14 @@ class Assignment:
         homes: Home of each parameter a transform selected, by name; the others rest replicated on the axis.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
         output: Dtype of floating point outputs of the module; None leaves them.
+        buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
     """
 
     axis: Axis | None = None
     homes: Mapping[str, Home] = field(default_factory=dict)
     anchors: tuple[str, ...] | None = None
     output: torch.dtype | None = None
+    buffers: str | None = None
 
     def home(self, fqn: str) -> Home:
         """Where the state of one parameter rests."""
@@ -64,6 +66,13 @@ class Assignment:
                 second=other.output,
                 fix="pass output= once",
             )
+        if self.buffers is not None and other.buffers is not None and self.buffers != other.buffers:
+            raise LayoutError(
+                "Two transforms ask for different treatment of buffers.",
+                first=self.buffers,
+                second=other.buffers,
+                fix="pass buffers= once",
+            )
         homes = dict(self.homes)
         for fqn, home in other.homes.items():
             try:
@@ -75,6 +84,7 @@ class Assignment:
             homes,
             self.anchors if self.anchors is not None else other.anchors,
             self.output or other.output,
+            self.buffers or other.buffers,
         )
 
     def below(self, prefix: str) -> Assignment:

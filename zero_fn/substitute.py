@@ -53,7 +53,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         below = step.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
-            below = Assignment(below.axis, below.homes, None, None)
+            below = Assignment(below.axis, below.homes, None, None, below.buffers)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
         outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-__all__ = ["Layer", "Sizes", "Stack", "sizes"]
+__all__ = ["Layer", "Sizes", "Stack", "several", "sizes"]
+
+several = settings(max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+"""Each example is a list of random models. A failure names its model: shrinking would take minutes of ranks."""
 
 
 class Layer(nn.Module):

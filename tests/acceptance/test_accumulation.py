@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import zero_fn as zf
-from tests.acceptance.models import Sizes, Stack, sizes
+from tests.acceptance.models import Sizes, Stack, several, sizes
 from tests.acceptance.oracle import Program, Run, differences, noise
 from tests.distributed.training import STAGES, full
 from tests.ranks import Ranks, axis
 
-several = settings(max_examples=2)
 batches = st.lists(sizes, min_size=4, max_size=6)
 
 

@@ -49,6 +49,7 @@ class Entry:
         self.own: Callable[..., Any] | None = module.__dict__.get("forward")
         self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        unit.step.buffers.watch(module)
         module.__dict__["forward"] = self
 
     @property
@@ -114,6 +115,7 @@ class Entry:
         twin.own = copy.deepcopy(self.own, memo)
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
         twin.unit = copy.deepcopy(self.unit, memo)
+        copy.deepcopy(self.unit.step, memo).buffers.watch(module)
         return twin
 
     def __reduce__(self) -> Any:

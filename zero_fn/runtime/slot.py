@@ -67,14 +67,18 @@ class Place:
 
     def shadow(self, tensor: Tensor) -> None:
         """Lets the module see `tensor` under the name of the parameter; the registered parameter stays."""
-        module = self.module
+        module = self._module()
+        if module is None:  # a graph outlived its model
+            return
         module.__dict__[self.attribute] = tensor
         if self.aliases:
             self._set_aliases(module, tensor)
 
     def unshadow(self) -> None:
         """Undoes `shadow`."""
-        module = self.module
+        module = self._module()
+        if module is None:
+            return
         module.__dict__.pop(self.attribute, None)
         parameter = module._parameters.get(self.attribute)
         if self.aliases and parameter is not None:

@@ -28,6 +28,7 @@ from torch import Tensor
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Pending, Transport
+from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
@@ -73,6 +74,8 @@ class Step:
     def __init__(self, transport: Transport, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, depth
         self.units: list[Callable[[], Unit | None]] = []
+        axis = assignment.axis if assignment.buffers != "local" else None
+        self.buffers = Buffers(transport, axis.size if axis is not None else 1)
         self.accumulating = 0
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
@@ -83,6 +86,7 @@ class Step:
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
         self._unread: list[Pending] = []
+        self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         twin = Step(self.transport, self.assignment, depth=self.depth)
@@ -156,6 +160,8 @@ class Step:
             is_swapped |= bool(other.swapped)
         if not self._has_agreed:
             self._agree()
+        if self.buffers.is_active and not is_swapped:
+            self._broadcast_buffers()
         self._is_fresh = False
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
@@ -186,6 +192,18 @@ class Step:
             why="each rank cut its shard from another tensor",
             fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
         )
+        self.buffers.begin(self._device())
+
+    def _broadcast_buffers(self) -> None:
+        """[Note: when buffers are broadcast]"""
+        for notes in self._notes:
+            self.buffers.told([bool(bit) for bit in notes.tolist()])
+        self._notes = []
+        if self._trace or (self.accumulating and not self._is_fresh):
+            return
+        if self.buffers.must_ask:
+            self.buffers.told(self._any(self.buffers.bits()))
+        self.buffers.broadcast()
 
     def _reshard_in_forward(self, unit: Unit, *, grad: bool | None = None) -> None:
         grad = torch.is_grad_enabled() if grad is None else grad
@@ -202,6 +220,8 @@ class Step:
 
     def _end_forward(self, forward: ForwardPass) -> None:
         self._forward = None
+        if self.buffers.is_active:
+            self.buffers.note()
         if forward.is_swapped:
             for unit in self.live_units():
                 unit.swapped = {}
@@ -278,7 +298,7 @@ class Step:
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
         local = [self._will_run(self._use(use)) for use in uses]
-        union = self._any(local)
+        union = self._any(local, notes=self.buffers.bits())
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
         defers = not self.accumulating and not returns_gradients()
@@ -304,14 +324,17 @@ class Step:
         node = use.node()
         return node is not None and bool(will_execute(node))
 
-    def _any(self, local: list[bool]) -> list[bool]:
-        bits = torch.tensor(local, dtype=torch.uint8, device=self._device())
+    def _any(self, local: list[bool], *, notes: Sequence[bool] = ()) -> list[bool]:
+        """Ors bits over ranks. Those of `notes` travel along and are read by the next forward."""
+        bits = torch.tensor([*local, *notes], dtype=torch.uint8, device=self._device())
         pending = self.transport.any(bits)
+        if notes:
+            self._notes.append(bits[len(local) :])
         if all(local):
             self._unread.append(pending)  # nothing to learn: the host need not wait for it now
             return local
         pending.wait()
-        return [bool(bit) for bit in bits.tolist()]
+        return [bool(bit) for bit in bits[: len(local)].tolist()]
 
     def _device(self) -> torch.device:
         """Where control messages are made."""
