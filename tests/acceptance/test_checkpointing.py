@@ -98,8 +98,10 @@ def test_g22_a_recomputed_model_trains(
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("build", [Around, AroundReentrant, Inside, InsideReentrant, OneOverAll])
-@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [*((build, where) for build in (Around, AroundReentrant, Inside, InsideReentrant) for where in (0, 2)), (OneOverAll, 0)],
+)
 def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
     ranks: Ranks, n: int, build: Callable[[], nn.Module], where: int
 ) -> None:

@@ -352,15 +352,16 @@ class Step:
         unit = self.unit(event.unit)
         match event:
             case Unshard():
-                if self._forward is not None or unit.is_transient:
-                    unit.unshard()
+                unit.unshard()
             case Await():
                 unit.await_gathered()
             case Reshard():
                 if self._forward is not None:
                     self._reshard_in_forward(unit, grad=self._forward.grad)
-                elif not unit.open and (unit.is_transient or not self.accumulating):
+                elif not unit.open and unit.is_transient:
                     unit.reshard()
+                elif not unit.open:  # kept: gathered again for its next use, it would be so on the ranks that run that use
+                    unit.leave_backward()
             case Reduce():
                 assert self._backward is not None
                 exact = self._backward.uses_of(unit.index) > 1
