@@ -8,7 +8,7 @@ parameter, every buffer and whatever the program returned must be equal: `torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, full, gradients, parameters
+from tests.distributed.training import STAGES, full, gradients
 from tests.ranks import axis
+from zero_fn.runtime.entry import units_of
 
 __all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise", "reduced", "unequal"]
 
@@ -58,8 +59,11 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def mean_of_ranks(tensor: Tensor) -> Tensor:
     """The sum in the order of the ranks, divided by their number."""
-    rows = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, tensor.contiguous())
+    flat = tensor.detach().contiguous().view(-1)
+    sent = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)  # gloo knows few dtypes
+    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, sent)
+    rows = [row.view(tensor.dtype).view(tensor.shape) for row in gathered]
     total = rows[0]
     for row in rows[1:]:
         total = total + row
@@ -100,9 +104,7 @@ class _Replicas:
 
     def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
         (self.model if by_model else self.optimizer).zero_grad(set_to_none=set_to_none)
-        self._earlier = [
-            None if grad is None or set_to_none else torch.zeros_like(grad) for grad in self._earlier
-        ]
+        self._earlier = [None if grad is None or set_to_none else torch.zeros_like(grad) for grad in self._earlier]
 
     @contextmanager
     def _reducing(self) -> Iterator[None]:
@@ -197,9 +199,15 @@ def _history(
         trained.step()
         if zeroes:
             trained.zero_grad()
-        state.update({name: value for name, value in parameters(model).items()})
+        state.update(_values(model))
         history.append(state)
     return history
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters by name; not by `full_tensor()`, for gloo knows few dtypes."""
+    with zf.unsharded(model) if units_of(model) else nullcontext():
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
 
 
 def _whole(leaf: object) -> Tensor | None:

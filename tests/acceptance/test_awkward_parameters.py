@@ -116,17 +116,13 @@ def test_g11_parameters_without_elements_stay(ranks: Ranks, n: int, optimizer: s
     assert ranks(n).run(names) == [[True] * 4] * n
 
 
-uneven = st.lists(
-    shapes(min_size=1, max_dims=3, max_size=17).map(leaf), min_size=1, max_size=4
-)
+uneven = st.lists(shapes(min_size=1, max_dims=3, max_size=17).map(leaf), min_size=1, max_size=4)
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
 @several
 @given(models=st.lists(uneven, min_size=3, max_size=4), optimizer=st.sampled_from(["sgd", "adam", "adamw"]))
-def test_g12_shapes_that_ranks_do_not_divide(
-    ranks: Ranks, n: int, models: list[list[Leaf]], optimizer: str
-) -> None:
+def test_g12_shapes_that_ranks_do_not_divide(ranks: Ranks, n: int, models: list[list[Leaf]], optimizer: str) -> None:
     assert ranks(n).run(checked, models, optimizer) == [[]] * n
 
 
@@ -211,7 +207,9 @@ def test_g14_a_unit_may_mix_all_dtypes(ranks: Ranks, n: int, order: str) -> None
 
 @pytest.mark.parametrize("n", [2, 3])
 @several
-@given(drawn=st.lists(trees(dtypes=(torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool)), min_size=4))
+@given(
+    drawn=st.lists(trees(dtypes=(torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool)), min_size=4)
+)
 def test_g14_random_modules_of_awkward_parameters(ranks: Ranks, n: int, drawn: list[Tree]) -> None:
     def case() -> list[str]:
         def step(model: nn.Module, run: Run, number: int) -> None:

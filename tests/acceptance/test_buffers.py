@@ -25,7 +25,8 @@ class Normed(nn.Module):
         super().__init__()
         self.first = nn.BatchNorm1d(6)
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, affine=False)) for _ in range(2)
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, affine=False))
+            for _ in range(2)
         )
         self.layers[1][3].num_batches_tracked = None
         self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))

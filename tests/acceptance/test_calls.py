@@ -137,9 +137,7 @@ class Exact(nn.Module):
 @pytest.mark.parametrize("n", [2, 3, 4])
 @several
 @given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=4), accumulates=st.booleans())
-def test_g18_any_number_of_forwards_share_a_backward(
-    ranks: Ranks, n: int, parts: list[int], accumulates: bool
-) -> None:
+def test_g18_any_number_of_forwards_share_a_backward(ranks: Ranks, n: int, parts: list[int], accumulates: bool) -> None:
     """Sums of more than two uses may be made in another order than autograd's: in whole numbers they are the same."""
 
     def program(model: nn.Module, run: Run, number: int) -> None:

@@ -84,9 +84,7 @@ def backward(model: nn.Module, run: Run, seed: int) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_g22_a_recomputed_model_trains(
-    ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool
-) -> None:
+def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool) -> None:
     def program(model: nn.Module, run: Run, number: int) -> None:
         with set_checkpoint_early_stop(early_stop):
             backward(model, run, number)
@@ -100,7 +98,10 @@ def test_g22_a_recomputed_model_trains(
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(
     ("build", "where"),
-    [*((build, where) for build in (Around, AroundReentrant, Inside, InsideReentrant) for where in (0, 2)), (OneOverAll, 0)],
+    [
+        *((build, where) for build in (Around, AroundReentrant, Inside, InsideReentrant) for where in (0, 2)),
+        (OneOverAll, 0),
+    ],
 )
 def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
     ranks: Ranks, n: int, build: Callable[[], nn.Module], where: int
@@ -126,9 +127,7 @@ def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", [Around, AroundReentrant, Inside])
-def test_g22_hooks_of_modules_are_called_in_both_forwards(
-    ranks: Ranks, n: int, build: Callable[[], nn.Module]
-) -> None:
+def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: nn.Module, run: Run, number: int) -> object:
         counts: list[str] = []
         handles = []

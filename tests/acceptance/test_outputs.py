@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from tests.acceptance.models import Layer, Stack, several
 from tests.acceptance.oracle import Run, differences, noise
 from tests.ranks import Ranks
 
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024
+Pair = namedtuple("Pair", ["left", "right"])
 
 
 class Typed(NamedTuple):
@@ -149,9 +148,7 @@ def checked(pairs: list[tuple[list[str], list[str]]]) -> list[str]:
 @pytest.mark.parametrize("n", [2, 3])
 @several
 @given(pairs=st.lists(st.tuples(nestings, nestings), min_size=4, max_size=6))
-def test_g24_outputs_may_be_nested_in_anything(
-    ranks: Ranks, n: int, pairs: list[tuple[list[str], list[str]]]
-) -> None:
+def test_g24_outputs_may_be_nested_in_anything(ranks: Ranks, n: int, pairs: list[tuple[list[str], list[str]]]) -> None:
     assert ranks(n).run(checked, pairs) == [[]] * n
 
 

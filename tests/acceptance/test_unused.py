@@ -80,8 +80,10 @@ def test_g05_a_rank_that_does_not_use_a_parameter_contributes_zero(
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g17_backwards_that_differ_between_ranks_are_exact(ranks: Ranks, n: int) -> None:
-    """Each rank picks one of two losses, or backs through a head that others leave out. A kept unit was gathered again between
-    two uses, on the ranks that ran the second: the others hung."""
+    """Each rank picks one of two losses, or backs through a head that others leave out.
+
+    A kept unit was gathered again between two uses, on the ranks that ran the second: the others hung.
+    """
 
     def program(model: nn.Module, run: Run, number: int) -> None:
         rank = axis().get_local_rank()

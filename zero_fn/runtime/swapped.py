@@ -58,7 +58,7 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
         if any(value is not swapped[0] for value in values):
             raise PlacementError(
                 f"{slot.fqn!r} is tied, and its places were given different tensors.",
-                places=", ".join(f"{type(place.module).__name__}.{place.attribute}" for place in slot.places),
+                parameter=slot,
                 fix="functional_call(model, values, args) with one name of the tie, and tie_weights=True",
             )
         if tuple(swapped[0].shape) != slot.shape:
