@@ -231,7 +231,7 @@ def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
             model.train()
             loss = loss + model(noise(5, 6, seed=6)).square().sum() + model(noise(5, 6, seed=7)).square().sum()
             loss.backward()
-        return [value for value in buffers_of(model).values()]
+        return list(buffers_of(model).values())
 
     torch.manual_seed(0)
     first, _ = ranks(2).run(case)
@@ -241,7 +241,7 @@ def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
         for number in range(2):
             for seed in (number, 6, 7):
                 norm(noise(5, 6, seed=seed))
-        return [value for value in buffers_of(norm).values()]
+        return list(buffers_of(norm).values())
 
     assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
 

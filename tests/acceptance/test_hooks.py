@@ -1,8 +1,8 @@
 """G23: hooks of users on parameters and modules.
 
 A hook of a parameter is called once in each backward (once in a block of `accumulate`), on every rank, with the resting
-gradient: the mean over ranks, as a DTensor placed as the parameter. DDP calls it with the local gradient before the mean; for a
-hook that is linear the two orders are one, and exactly one if it scales by powers of two.
+gradient: the mean over ranks, as a DTensor placed as the parameter. DDP calls it with the local gradient, before the mean; for
+a hook that is linear the two orders are one, and exactly one if it scales by powers of two.
 """
 
 from __future__ import annotations
