@@ -65,6 +65,7 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
+        unit.step.note_optimizer_step()
 
 
 def _unit_of(slot: Slot | None) -> Unit | None:

@@ -153,6 +153,10 @@ class BackwardPass:
         """Whether the schedule waits for this use."""
         return use in self._uses and use not in self._arrived
 
+    def has_met(self, use: Use) -> bool:
+        """Whether the use is in the schedule."""
+        return use in self._uses
+
     def uses_of(self, unit: int) -> int:
         """Uses of a unit in the schedule, the same number on every rank."""
         return self._uses_by_unit[unit]

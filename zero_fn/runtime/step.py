@@ -211,11 +211,11 @@ class Step:
             unit.reshard()
 
     def _offsets(self) -> dict[int, int]:
-        """Uses of each unit in earlier passes whose backward has not run: numbers of this pass continue there."""
+        """For each unit, the first number above those of earlier passes whose backward has not run."""
         offsets: dict[int, int] = {}
         for bracket in self._trace:
             if isinstance(bracket, Enter):
-                offsets[bracket.use.unit] = offsets.get(bracket.use.unit, 0) + 1
+                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.count + 1)
         return offsets
 
     def _end_forward(self, forward: ForwardPass) -> None:
@@ -473,8 +473,10 @@ class Step:
             unit.reshard()
 
     def _end_backward(self) -> None:
-        self._backward = None
-        self._forget_graphs()
+        backward, self._backward = self._backward, None
+        if backward is not None:  # graphs it did not pass through wait for a backward of their own
+            self._trace = [bracket for bracket in self._trace if not backward.has_met(bracket.use)]
+            self._uses = {use: held for use, held in self._uses.items() if not backward.has_met(use)}
         self._read_control()
         for unit in self.live_units():
             unit.leave_backward()
@@ -486,6 +488,11 @@ class Step:
         unread, self._unread = self._unread, []
         for pending in unread:
             pending.wait()
+
+    def note_optimizer_step(self) -> None:
+        """Graphs of forwards before it can have no backward any more."""
+        if self._backward is None and self._forward is None:
+            self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         self._trace = []
