@@ -39,7 +39,7 @@ class Gradients:
         local: The sum for each slot; None if it has no gradient yet.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_is_owned", "_marked", "_memory", "_slots", "local")
+    __slots__ = ("__weakref__", "_buffers", "_is_owned", "_marked", "_markers", "_memory", "_slots", "local")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -47,6 +47,7 @@ class Gradients:
         self._is_owned = [False] * len(slots)
         self._buffers: list[Tensor] | None = None
         self._memory: GradientMemory | None = None  # of the buffers
+        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, with the memory it was made for
         self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
 
     def add(self, grads: Sequence[Tensor | None], memory: GradientMemory, *, exact: bool) -> None:
@@ -78,9 +79,17 @@ class Gradients:
         self.add(grads, memory, exact=True)
         for i, slot in enumerate(self._slots):
             if self.local[i] is not None and i not in self._marked:
-                marker = PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
+                marker = self._marker(i, slot)
                 marker.earlier, slot.parameter.grad = slot.parameter.grad, marker
                 self._marked[i] = marker
+
+    def _marker(self, i: int, slot: Slot) -> PendingGradient:
+        """The marker of a slot, made once for as long as its parameter rests where it does."""
+        known = self._markers.get(i)
+        if known is None or known[0] is not slot.flat:
+            known = slot.flat, PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
+            self._markers[i] = known
+        return known[1]
 
     def forget_dropped(self) -> None:
         """Drops the sums whose marker the user removed: `zero_grad()`, or any other assignment to `.grad`."""
@@ -93,7 +102,7 @@ class Gradients:
         """Shows the gradients of before again in place of the markers. The sums stay, without those the user dropped."""
         self.forget_dropped()
         for i, marker in self._marked.items():
-            self._slots[i].parameter.grad = marker.earlier
+            self._slots[i].parameter.grad, marker.earlier = marker.earlier, None
         self._marked = {}
 
     def take(self, memory: GradientMemory) -> tuple[list[Tensor | None], list[Tensor] | None]:
