@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.ranks import Ranks, axis
 batches = st.lists(sizes, min_size=4, max_size=6)
 
 
-def backward(model: nn.Module, run: Run, seed: int, width: int = 6) -> None:
+def backward(model: Any, run: Run, seed: int, width: int = 6) -> None:
     run.backward(model(noise(3, width, seed=seed)).square().mean())
 
 
@@ -37,7 +38,7 @@ def checked(batch: list[Sizes], program: Callable[[Sizes], Program]) -> list[str
 @given(batch=batches)
 def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
     def program(size: Sizes) -> Program:
-        def step(model: nn.Module, run: Run, number: int) -> None:
+        def step(model: Any, run: Run, number: int) -> None:
             with run.accumulate():
                 for i in range(size.microbatches):
                     backward(model, run, size.seed + 10 * number + i, size.width)
@@ -52,7 +53,7 @@ def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, bat
 @given(batch=batches)
 def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
     def program(size: Sizes) -> Program:
-        def step(model: nn.Module, run: Run, number: int) -> None:
+        def step(model: Any, run: Run, number: int) -> None:
             for i in range(size.microbatches):
                 backward(model, run, size.seed + 10 * number + i, size.width)
 
@@ -67,7 +68,7 @@ WAYS = [(set_to_none, by_model) for set_to_none in (True, False) for by_model in
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize(("set_to_none", "by_model"), WAYS)
 def test_g03_zero_grad_drops_pending_gradients(ranks: Ranks, n: int, set_to_none: bool, by_model: bool) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         backward(model, run, 1)
         with run.accumulate():
             backward(model, run, 10 * number + 2)
@@ -91,7 +92,7 @@ class Fork(Stack):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, n: int, set_to_none: bool) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         with run.accumulate():
             backward(model, run, 10 * number + 2)
             run.zero_grad(set_to_none=set_to_none)
@@ -103,7 +104,7 @@ def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         backward(model, run, 10 * number)
         with run.accumulate():
             backward(model, run, 10 * number + 1)
@@ -119,7 +120,7 @@ def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g03_an_exception_in_a_block_restores_the_gradients_before_it(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         backward(model, run, 10 * number)
         with pytest.raises(ZeroDivisionError), run.accumulate():
             backward(model, run, 10 * number + 1)
@@ -147,7 +148,7 @@ def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: in
 def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
     def case() -> None:
         torch.manual_seed(0)
-        model = STAGES[stage](Stack(), axis())
+        model: Any = STAGES[stage](Stack(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before = [full(parameter) for parameter in model.parameters()]
         weight = model.enter.weight
@@ -190,7 +191,7 @@ def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks
         equal = []
         for stage in STAGES.values():
             torch.manual_seed(0)
-            model = stage(Stack(), axis())
+            model: Any = stage(Stack(), axis())
             weight = model.layers[0].first.weight
             with zf.accumulate(model):
                 model(noise(3, 6, seed=2)).square().mean().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def used(parameter: Tensor) -> Tensor:
     return (real.double() * weights).sin().sum()
 
 
-def program(model: nn.Module, run: Run, number: int) -> Tensor:
+def program(model: Any, run: Run, number: int) -> Tensor:
     output: Tensor = model(noise(4, seed=number, dtype=torch.float64))
     run.backward(output.square().mean())
     return output
@@ -78,7 +79,7 @@ def saved_and_loaded(models: list[list[Leaf]], folder: str) -> None:
         for stage in STAGES.values():
             torch.manual_seed(0)
             plain = Odd(leaves)
-            model = stage(plain, axis())
+            model: Any = stage(plain, axis())
             dcp.save(model.state_dict(), checkpoint_id=folder)
             torch.manual_seed(1)
             other = stage(Odd(leaves), axis())
@@ -131,7 +132,7 @@ def test_g12_padding_is_in_no_norm_and_no_state(ranks: Ranks, n: int) -> None:
     def case() -> None:
         for stage in STAGES.values():
             torch.manual_seed(0)
-            model = stage(Odd([leaf((5, 3)), leaf((1, 7)), leaf((2,)), leaf((17,))]), axis())
+            model: Any = stage(Odd([leaf((5, 3)), leaf((1, 7)), leaf((2,)), leaf((17,))]), axis())
             optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
             for number in range(2):
                 model(noise(4, seed=number, dtype=torch.float64)).square().mean().backward()
@@ -168,9 +169,9 @@ def test_g13_channels_last_and_transposed_modules(ranks: Ranks, n: int) -> None:
         turned = nn.Linear(6, 5)
         turned.weight = nn.Parameter(torch.randn(6, 5).t())
         body = nn.Sequential(nn.Conv2d(3, 5, 3, padding=1), nn.ReLU(), nn.Conv2d(5, 6, 3, padding=1))
-        return nn.Sequential(body.to(memory_format=torch.channels_last), nn.AdaptiveAvgPool2d(1), nn.Flatten(), turned)
+        return nn.Sequential(body.to(memory_format=torch.channels_last), nn.AdaptiveAvgPool2d(1), nn.Flatten(), turned)  # type: ignore[call-overload]
 
-    def step(model: nn.Module, run: Run, number: int) -> object:
+    def step(model: Any, run: Run, number: int) -> object:
         strides = []
         hook = model[0][0].register_forward_pre_hook(lambda module, _: strides.append(module.weight.stride()))
         run.backward(model(noise(2, 3, 4, 4, seed=number).to(memory_format=torch.channels_last)).square().mean())
@@ -212,7 +213,7 @@ def test_g14_a_unit_may_mix_all_dtypes(ranks: Ranks, n: int, order: str) -> None
 )
 def test_g14_random_modules_of_awkward_parameters(ranks: Ranks, n: int, drawn: list[Tree]) -> None:
     def case() -> list[str]:
-        def step(model: nn.Module, run: Run, number: int) -> None:
+        def step(model: Any, run: Run, number: int) -> None:
             run.backward(model(noise(3, seed=number).requires_grad_()).sum())
 
         found = []

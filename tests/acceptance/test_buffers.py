@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ class Normed(nn.Module):
             nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.BatchNorm1d(6, affine=False))
             for _ in range(2)
         )
-        self.layers[1][3].num_batches_tracked = None
+        self.layers[1][3].num_batches_tracked = None  # type: ignore[index]
         self.last = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("wave", torch.zeros(3, dtype=torch.complex64), persistent=False)
@@ -40,10 +41,10 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             with torch.no_grad():
-                self.seen += x.abs().sum().long()
-                self.wave += torch.complex(x[0, :3], x[0, 3:])
-                self.flags ^= x[:2, :5] > 0
-                self.turned = self.turned + x[:3, :4]  # replaced, not written
+                self.seen += x.abs().sum().long()  # type: ignore[operator]
+                self.wave += torch.complex(x[0, :3], x[0, 3:])  # type: ignore[operator]
+                self.flags ^= x[:2, :5] > 0  # type: ignore[operator]
+                self.turned = self.turned + x[:3, :4]  # replaced, not written  # type: ignore[has-type]
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -66,15 +67,15 @@ class Still(nn.Module):
         for layer in self.layers:
             x = layer(x)
         table = self.table if hasattr(self, "table") else self.tables[0]
-        return x * table.mean(0)
+        return x * table.mean(0)  # type: ignore[operator]
 
 
-def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+def buffers_of(model: Any) -> dict[str, Tensor]:
     return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def stepped(
-    model: nn.Module, steps: int, microbatches: int, block: Callable[[nn.Module, int], object], evaluates: bool
+    model: Any, steps: int, microbatches: int, block: Callable[[nn.Module, int], object], evaluates: bool
 ) -> list[dict[str, Tensor]]:
     """Buffers and parameters of this rank after each step, and what an evaluation after it gave."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -97,10 +98,10 @@ def stepped(
 
 
 def compared_with_ddp(microbatches: int, evaluates: bool) -> list[str]:
-    def no_sync(model: nn.Module, i: int) -> object:
+    def no_sync(model: Any, i: int) -> object:
         return model.no_sync() if i < microbatches - 1 else nullcontext()
 
-    def nothing(model: nn.Module, i: int) -> object:
+    def nothing(model: Any, i: int) -> object:
         return nullcontext()
 
     torch.manual_seed(0)
@@ -109,7 +110,7 @@ def compared_with_ddp(microbatches: int, evaluates: bool) -> list[str]:
     found = []
     for stage in STAGES:
         torch.manual_seed(0)
-        model = STAGES[stage](Normed(), axis())
+        model: Any = STAGES[stage](Normed(), axis())
         for step, (one, other) in enumerate(
             zip(expected, stepped(model, 4, microbatches, nothing, evaluates), strict=True)
         ):
@@ -140,7 +141,7 @@ def test_g15_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, tr
         torch.manual_seed(0)
         alone = Normed()
         torch.manual_seed(0)
-        model = STAGES[stage](Normed(), axis())
+        model: Any = STAGES[stage](Normed(), axis())
         for number in range(3):
             x = noise(5, 6, seed=number)
             alone(x)
@@ -165,7 +166,7 @@ def test_g15_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> 
     def case() -> None:
         torch.manual_seed(0)
         alone = nn.BatchNorm1d(6)
-        model = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
+        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis(), buffers="local")
         model = zf.precision(zf.shard_optimizer(model, axis()), compute=torch.float32)
         for number in range(3):
             alone(noise(5, 6, seed=number))
@@ -185,7 +186,7 @@ def test_g15_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) 
         sent = []
         for is_buffer in (False, True):
             torch.manual_seed(0)
-            model = STAGES[stage](Still(is_buffer=is_buffer), axis())
+            model: Any = STAGES[stage](Still(is_buffer=is_buffer), axis())
             for number in range(3):
                 with zf.traffic() as counted:
                     model(noise(2, 6, seed=number)).sum().backward()
@@ -223,7 +224,7 @@ def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
 
     def case() -> list[Tensor]:
         torch.manual_seed(0)
-        model = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
+        model: Any = STAGES[stage](nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
         for number in range(2):
             model(noise(5, 6, seed=number)).sum().backward()
             model.eval()

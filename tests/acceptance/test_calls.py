@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -20,7 +22,7 @@ class Nested(nn.Module):
         super().__init__()
         self.stacks = nn.ModuleList(Stack(4, 5, 2) for _ in range(2))
         self.named = nn.ModuleDict({"layer": Layer(4, 3), "linear": nn.Linear(4, 4)})
-        self.plain = [self.stacks[0].layers[1], self.named["layer"]]
+        self.plain = [self.stacks[0].layers[1], self.named["layer"]]  # type: ignore[index]
 
     def forward(self, x: Tensor) -> Tensor:
         for module in (*self.stacks, *self.named.values(), *self.plain):
@@ -48,7 +50,7 @@ def test_g16_any_module_is_an_entry_in_any_order(
         found = []
         for order in orders:
 
-            def program(model: nn.Module, run: Run, number: int, order: list[tuple[str, bool]] = order) -> object:
+            def program(model: Any, run: Run, number: int, order: list[tuple[str, bool]] = order) -> object:
                 outputs = []
                 for i, (name, is_trained) in enumerate(order):
                     with torch.set_grad_enabled(is_trained):
@@ -68,7 +70,7 @@ def test_g16_any_module_is_an_entry_in_any_order(
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g16_the_first_call_of_all_may_be_a_child(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         child = model.layers[number]
         run.backward(child.second(torch.tanh(child.first(noise(3, 6, seed=number)))).square().mean())
         run.backward(child(noise(3, 6, seed=number)).square().mean())
@@ -77,13 +79,13 @@ def test_g16_the_first_call_of_all_may_be_a_child(ranks: Ranks, n: int) -> None:
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-def forward(model: nn.Module, number: int) -> Tensor:
+def forward(model: Any, number: int) -> Tensor:
     return model(noise(3, 6, seed=number)).square().mean()
 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         run.backward(forward(model, number) + forward(model, number + 50))
 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
@@ -92,7 +94,7 @@ def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         losses = [forward(model, 10 * number + i) for i in range(3)]
         for i in order:
             run.backward(losses[i])
@@ -102,7 +104,7 @@ def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g18_forwards_and_backwards_interleave(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         first = forward(model, 10 * number)
         second = forward(model, 10 * number + 1)
         run.backward(first)
@@ -140,12 +142,12 @@ class Exact(nn.Module):
 def test_g18_any_number_of_forwards_share_a_backward(ranks: Ranks, n: int, parts: list[int], accumulates: bool) -> None:
     """Sums of more than two uses may be made in another order than autograd's: in whole numbers they are the same."""
 
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         for i, forwards in enumerate(parts if accumulates or n != 3 else parts[:1]):
             xs = [noise(2, 5, seed=10 * i + j, dtype=torch.float64).sign() for j in range(forwards)]
             run.backward(sum(model(x).sum() for x in xs))
 
-    def program_in_block(model: nn.Module, run: Run, number: int) -> None:
+    def program_in_block(model: Any, run: Run, number: int) -> None:
         with run.accumulate():
             program(model, run, number)
 
@@ -154,7 +156,7 @@ def test_g18_any_number_of_forwards_share_a_backward(ranks: Ranks, n: int, parts
 
 
 class Heads(Stack):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         hidden = self.layers[0](self.enter(x))
         return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
 
@@ -162,7 +164,7 @@ class Heads(Stack):
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple[int, ...]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         outputs = model(noise(3, 6, seed=number))
         run.backward(sum(outputs[i].square().mean() for i in chosen))
 
@@ -172,7 +174,7 @@ def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 2, 2)])
 def test_g19_a_retained_graph_is_backed_through_again(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         outputs = model(noise(3, 6, seed=number))
         losses = [output.square().mean() for output in outputs]
         for i in order:

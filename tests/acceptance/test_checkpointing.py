@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ class Dropout(Around):
 MODELS = [Around, AroundReentrant, Inside, InsideReentrant, Both, OneOverAll, Dropout]
 
 
-def backward(model: nn.Module, run: Run, seed: int) -> None:
+def backward(model: Any, run: Run, seed: int) -> None:
     torch.manual_seed(seed)
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
 
@@ -85,7 +86,7 @@ def backward(model: nn.Module, run: Run, seed: int) -> None:
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         with set_checkpoint_early_stop(early_stop):
             backward(model, run, number)
             with run.accumulate():
@@ -106,7 +107,7 @@ def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[],
 def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
     ranks: Ranks, n: int, build: Callable[[], nn.Module], where: int
 ) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         calls = []
 
         def fail(module: nn.Module, args: object) -> None:
@@ -128,7 +129,7 @@ def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", [Around, AroundReentrant, Inside])
 def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         counts: list[str] = []
         handles = []
         for name in ("layers.0", "layers.1.first", "layers.2.second"):

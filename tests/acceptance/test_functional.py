@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,7 +40,7 @@ MODELS = [Stack, Tied, Shared]
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", [Stack, Tied])
 def test_g20_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number).requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -56,7 +57,7 @@ class Whole(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
         self.last = nn.Linear(3, 3)
-        self.last.weight = self.blocks[1].weight
+        self.last.weight = self.blocks[1].weight  # type: ignore[assignment]
         for number, parameter in enumerate(self.parameters()):
             generator = torch.Generator().manual_seed(number)
             parameter.data = torch.randint(-1, 2, parameter.shape, generator=generator).double()
@@ -69,7 +70,7 @@ class Whole(nn.Module):
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g20_modules_that_run_several_times_are_differentiated_twice(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
         output = model(x)
         (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
@@ -83,7 +84,7 @@ def test_g20_modules_that_run_several_times_are_differentiated_twice(ranks: Rank
 def test_g20_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int) -> None:
     """The gradient in the graph is the mean over ranks; with one batch on all ranks, that of each."""
 
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
         loss = model(x).square().mean()
         grads = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
@@ -96,7 +97,7 @@ def test_g20_a_penalty_on_the_gradient_of_parameters_trains(ranks: Ranks, n: int
 
 @pytest.mark.parametrize("n", [1, 2])
 def test_g21_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         x = noise(2, 3, seed=number, dtype=torch.float64).sign()
         grads = torch.autograd.grad(model(x).sum(), list(model.parameters()))
         for parameter, value in zip(model.parameters(), grads, strict=True):
@@ -108,7 +109,7 @@ def test_g21_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, 
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", [Stack, Tied])
 def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         loss = model(noise(4, 6, seed=number)).square().mean()
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         for parameter, value in zip(model.parameters(), grads, strict=True):
@@ -124,7 +125,7 @@ def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g21_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         x = noise(4, 6, seed=number)
         run.backward(model(x).square().mean(), inputs=list(model.layers.parameters()))
         run.backward(model(x).square().mean(), inputs=[model.enter.weight])
@@ -132,7 +133,7 @@ def test_g21_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-def _values(model: nn.Module, *, scale: float) -> dict[str, Tensor]:
+def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
     return {name: full(parameter) * scale for name, parameter in model.named_parameters()}
 
 
@@ -141,7 +142,7 @@ def _values(model: nn.Module, *, scale: float) -> dict[str, Tensor]:
 def test_g21_functional_call_uses_the_tensors_it_is_given(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     """Whole tensors, all or some of them: gradients with respect to them are those of the rank, the rest trains on."""
 
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)
         values = {name: value.requires_grad_() for name, value in _values(model, scale=0.5).items()}
         loss = functional_call(model, values, (x,)).square().mean()
@@ -156,7 +157,7 @@ def test_g21_functional_call_uses_the_tensors_it_is_given(ranks: Ranks, n: int, 
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g21_functional_call_in_units_called_alone_and_in_accumulate(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)
         with run.accumulate():
             run.backward(model(x).square().mean())
@@ -173,7 +174,7 @@ def test_g21_functional_call_in_units_called_alone_and_in_accumulate(ranks: Rank
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("build", MODELS)
 def test_g21_torch_func_transforms_a_functional_call(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)
         values = _values(model, scale=0.5)
 
@@ -195,7 +196,7 @@ def test_g21_torch_func_transforms_a_functional_call(ranks: Ranks, n: int, build
 
 @pytest.mark.parametrize("n", [2, 3])
 def test_g21_vmap_runs_an_ensemble_of_stacked_parameters(ranks: Ranks, n: int) -> None:
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)
         torch.manual_seed(number)
         stacked, _ = stack_module_state([Stack() for _ in range(3)])
@@ -212,7 +213,7 @@ def test_g21_an_inner_step_on_resting_parameters_is_differentiated(ranks: Ranks,
     """Fast weights of meta-learning are resting tensors: gathered by the forward, their gradients reduced. One batch on
     all ranks, so that the mean of their gradients is that of each."""
 
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         generator = torch.Generator().manual_seed(number)
         x, y = torch.randn(2, 4, 6, generator=generator)
         names, parameters = zip(*model.named_parameters(), strict=True)
@@ -232,7 +233,7 @@ def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> No
     def case() -> None:
         for stage in STAGES.values():
             torch.manual_seed(0)
-            model = stage(Stack(), axis())
+            model: Any = stage(Stack(), axis())
             before = [id(parameter) for parameter in model.parameters()]
             x = noise(3, 6, seed=1)
             expected = model(x)

@@ -130,7 +130,7 @@ def checked(pairs: list[tuple[list[str], list[str]]]) -> list[str]:
     found = []
     for outer, inner in pairs:
 
-        def program(model: nn.Module, run: Run, number: int, outer: list[str] = outer) -> Tensor:
+        def program(model: Any, run: Run, number: int, outer: list[str] = outer) -> Tensor:
             with run.accumulate():
                 for i in range(1 + number % 2):
                     x = wrapped(outer, noise(3, 6, seed=10 * number + i))
@@ -166,7 +166,7 @@ def test_g24_a_loss_made_inside_and_returned_in_an_object(ranks: Ranks, n: int) 
             output = super().forward(x)
             return Opaque({"loss": output.square().mean(), "logits": output.detach(), "hidden": [output * 2]})
 
-    def program(model: nn.Module, run: Run, number: int) -> object:
+    def program(model: Any, run: Run, number: int) -> object:
         outputs = model(noise(3, 6, seed=number))._hidden
         run.backward(outputs["loss"], retain_graph=True)
         run.backward(outputs["hidden"][0].sum())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,7 +76,7 @@ def checked(batch: list[Sizes], kind: type[Stack]) -> list[str]:
     found = []
     for size in batch:
 
-        def program(model: nn.Module, run: Run, number: int, size: Sizes = size) -> None:
+        def program(model: Any, run: Run, number: int, size: Sizes = size) -> None:
             run.backward(model(noise(3, size.width, seed=size.seed + number)).square().mean())
 
         def build(size: Sizes = size) -> Stack:
@@ -107,7 +109,7 @@ def test_g07_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n:
     def build() -> nn.Module:
         return Language(5, vocabulary)
 
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         tokens = torch.arange(vocabulary)
         before = full(model.head.weight)
         run.backward(F.cross_entropy(model(tokens), tokens.roll(number)))
@@ -129,7 +131,7 @@ def test_g08_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: 
     def case() -> None:
         for stage in STAGES.values():
             plain = build()
-            model = stage(plain, axis())
+            model: Any = stage(plain, axis())
             assert list(model.state_dict()) == list(plain.state_dict())
             assert len(list(model.parameters())) == len(list(plain.parameters()))
             names = {name for name, _ in model.named_parameters(remove_duplicate=False)}

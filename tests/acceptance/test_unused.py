@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -23,11 +25,11 @@ class Unused(Stack):
         return self.leave(self.layers[1](self.layers[0](self.enter(x))))
 
 
-def plain(model: nn.Module, run: Run, number: int) -> None:
+def plain(model: Any, run: Run, number: int) -> None:
     run.backward(model(noise(3, 6, seed=number)).square().mean())
 
 
-def accumulated(model: nn.Module, run: Run, number: int) -> None:
+def accumulated(model: Any, run: Run, number: int) -> None:
     with run.accumulate():
         plain(model, run, 10 * number)
         plain(model, run, 10 * number + 1)
@@ -85,7 +87,7 @@ def test_g17_backwards_that_differ_between_ranks_are_exact(ranks: Ranks, n: int)
     A kept unit was gathered again between two uses, on the ranks that ran the second: the others hung.
     """
 
-    def program(model: nn.Module, run: Run, number: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
         rank = axis().get_local_rank()
         first = model(noise(3, 6, seed=number))
         second = model(noise(3, 6, seed=number + 50))
