@@ -44,7 +44,7 @@ class Normed(nn.Module):
                 self.seen += x.abs().sum().long()  # type: ignore[operator]
                 self.wave += torch.complex(x[0, :3], x[0, 3:])  # type: ignore[operator]
                 self.flags ^= x[:2, :5] > 0  # type: ignore[operator]
-                self.turned = self.turned + x[:3, :4]  # replaced, not written  # type: ignore[has-type]
+                self.turned = self.turned + x[:3, :4]  # replaced, not written  # type: ignore[has-type, operator]
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
