@@ -22,6 +22,8 @@ from tests.ranks import Ranks, axis
 class Normed(nn.Module):
     """Statistics of the input, of a layer, without affine parameters, without a counter; a spectral norm; odd buffers."""
 
+    turned: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.BatchNorm1d(6)
@@ -44,7 +46,7 @@ class Normed(nn.Module):
                 self.seen += x.abs().sum().long()  # type: ignore[operator]
                 self.wave += torch.complex(x[0, :3], x[0, 3:])  # type: ignore[operator]
                 self.flags ^= x[:2, :5] > 0  # type: ignore[operator]
-                self.turned = self.turned + x[:3, :4]  # replaced, not written  # type: ignore[has-type, operator]
+                self.turned = self.turned + x[:3, :4]  # replaced, not written
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
