@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_fn.errors import DisagreementError
 
-__all__ = ["agree", "content_digest", "digest"]
+__all__ = ["agree", "content_digest", "differ", "digest"]
 
 
 def digest(rows: Sequence[str]) -> bytes:
@@ -53,9 +53,7 @@ def agree(transport: Exchanges, what: str, rows: Sequence[str], *, device: torch
     Raises:
         DisagreementError: Names the first two ranks and the first row that differ.
     """
-    own = torch.frombuffer(bytearray(digest(rows)), dtype=torch.uint8).to(device)
-    digests = transport.exchange(own).cpu()
-    differing = [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
+    differing = differ(transport, rows, device=device)
     if not differing:
         return
     other = differing[0]
@@ -69,6 +67,13 @@ def agree(transport: Exchanges, what: str, rows: Sequence[str], *, device: torch
         why=why,
         fix=fix,
     )
+
+
+def differ(transport: Exchanges, rows: Sequence[str], *, device: torch.device) -> list[int]:
+    """The ranks that hold other rows than rank 0. Communicates 16 bytes to each peer; waits."""
+    own = torch.frombuffer(bytearray(digest(rows)), dtype=torch.uint8).to(device)
+    digests = transport.exchange(own).cpu()
+    return [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
 
 
 def _exchange_texts(transport: Exchanges, text: str, device: torch.device) -> list[str]:

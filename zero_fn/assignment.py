@@ -24,6 +24,7 @@ class Assignment:
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
         output: Dtype of floating point outputs of the module; None leaves them.
         methods: Names of methods beside `forward` that gather, as `module.method`.
+        buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
     """
 
     axis: Axis | None = None
@@ -31,6 +32,7 @@ class Assignment:
     anchors: tuple[str, ...] | None = None
     output: torch.dtype | None = None
     methods: tuple[str, ...] = ()
+    buffers: str | None = None
 
     def home(self, fqn: str) -> Home:
         """Where the state of one parameter rests."""
@@ -66,6 +68,13 @@ class Assignment:
                 second=other.output,
                 fix="pass output= once",
             )
+        if self.buffers is not None and other.buffers is not None and self.buffers != other.buffers:
+            raise LayoutError(
+                "Two transforms ask for different treatment of buffers.",
+                first=self.buffers,
+                second=other.buffers,
+                fix="pass buffers= once",
+            )
         homes = dict(self.homes)
         for fqn, home in other.homes.items():
             try:
@@ -78,6 +87,7 @@ class Assignment:
             self.anchors if self.anchors is not None else other.anchors,
             self.output or other.output,
             tuple(sorted({*self.methods, *other.methods})),
+            self.buffers or other.buffers,
         )
 
     def below(self, prefix: str) -> Assignment:

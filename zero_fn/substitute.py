@@ -24,6 +24,7 @@ from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
+from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
@@ -55,7 +56,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         below = step.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
-            below = Assignment(below.axis, below.homes, methods=below.methods)
+            below = Assignment(below.axis, below.homes, methods=below.methods, buffers=below.buffers)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
         outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
@@ -246,10 +247,10 @@ def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
     for attribute, value in vars(old).items():
         if attribute not in ("_spec", "_local_tensor"):
             setattr(new, attribute, value)
-    for hook in (old._backward_hooks or {}).values():
+    for hook in gradient_hooks(old):
         new.register_hook(hook)  # type: ignore[no-untyped-call]
-    for hook in (old._post_accumulate_grad_hooks or {}).values():
-        new.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    for post_hook in parameter_hooks(old):
+        new.register_post_accumulate_grad_hook(post_hook)  # type: ignore[no-untyped-call]
 
 
 def _initial(source: Tensor) -> int | None:

@@ -306,6 +306,53 @@ def step_inside_accumulate() -> object:
             return optimizer.step()
 
 
+def gradient_read_inside_accumulate() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.accumulate(model):
+            model(batch()).sum().backward()
+            return nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def gradient_of_the_rank_is_asked_for() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.accumulate(model):
+            model(batch()).sum().backward()
+            return model.head.weight.grad.full_tensor()
+
+
+def torch_func_of_resting_parameters() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return torch.func.grad(lambda values: torch.func.functional_call(model, values, (batch(),)).sum())(values)
+
+
+def functional_call_with_another_shape() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        return torch.func.functional_call(model, {"head.weight": torch.zeros(3, 5)}, (batch(),))
+
+
+def functional_call_unties() -> object:
+    with alone() as mesh:
+        model = Model()
+        model.layers[1].weight = model.layers[0].weight
+        values = {f"layers.{i}.weight": torch.zeros(4, 4) for i in range(2)}
+        return torch.func.functional_call(zf.shard_params(model, mesh), values, (batch(),), tie_weights=False)
+
+
+def buffers_of_no_policy() -> object:
+    with pretended(2) as mesh:
+        return zf.shard_params(Model(), mesh, buffers="sync")  # type: ignore[arg-type]
+
+
+def buffers_twice_with_other_policies() -> object:
+    with pretended(2) as mesh:
+        return zf.shard_grads(zf.shard_params(Model(), mesh, buffers="local"), mesh, buffers="broadcast")
+
+
 def step_between_forward_and_backward() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -492,11 +539,13 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
         parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, launch_no_rank,
-        launch_no_thread, launch_no_time, launch_says_which_rank_is_which,
+        launch_no_thread, launch_no_time, launch_says_which_rank_is_which, buffers_of_no_policy,
+        buffers_twice_with_other_policies,
     ),
     PlacementError: (
         embedding_is_sparse, gradient_is_sparse, parameter_is_a_dtensor_already, parameter_was_replaced,
         parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
+        functional_call_with_another_shape, functional_call_unties,
     ),
     CheckpointError: (
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
@@ -506,6 +555,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
+        gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
     ),
     ShardedAccessError: (weight_of_another_unit_is_read,),
@@ -547,13 +597,21 @@ def initial_values_differ() -> None:
     zf.shard_params(nn.Linear(4, 4), axis())(torch.ones(1, 4))
 
 
+def buffers_differ() -> None:
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(2 + dist.get_rank()))
+    zf.shard_params(model, axis())(torch.ones(1, 4))
+
+
 def edits_differ() -> None:
     model = zf.shard_params(nn.Linear(4, 4), axis())
     with zf.unsharded(model, writeback=True), torch.no_grad():
         model.bias.fill_(float(dist.get_rank()))
 
 
-@pytest.mark.parametrize("mistake", [layouts_differ, initial_values_differ, edits_differ], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mistake", [layouts_differ, initial_values_differ, buffers_differ, edits_differ], ids=lambda m: m.__name__
+)
 def test_disagreement_of_ranks_is_the_snapshot(ranks: Ranks, mistake: Callable[[], None]) -> None:
     def messages() -> DisagreementError:
         try:
@@ -587,7 +645,7 @@ def summaries_in(source: str) -> list[str]:
 
 
 # Needs torchrun, GPUs, dying ranks: tests/test_launch.py and tests/test_ranks.py have them.
-ELSEWHERE = ("local", "launch.py")
+ELSEWHERE = ("local", "launch.py", "guarded.py")
 
 
 def test_every_error_has_a_snapshot() -> None:

@@ -25,6 +25,7 @@ from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
+from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 
@@ -60,6 +61,7 @@ class Entry:
         self._is_hidden = is_inner and self.own is None
         if self._is_hidden:
             unit.inner.append(weakref.ref(module))
+        unit.step.buffers.watch(module)
 
     @property
     def module(self) -> nn.Module:
@@ -89,22 +91,26 @@ class Entry:
         unit = self.unit
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
-        use = unit.step.enter(unit, self)
+        with outside_transforms():
+            use = unit.step.enter(unit, self)
         hidden = _hide(unit)
         failed = True
         try:
             unit.shadow(gather(use))
             if self.input_dtype is not None:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
-            if torch.is_grad_enabled():
+            has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
+            if has_backward:
                 with packing_gathered():
                     output = self.__wrapped__(*args, **kwargs)
             else:
                 output = self.__wrapped__(*args, **kwargs)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
-            if torch.is_grad_enabled():
+            if has_backward:
                 _watch(output, use)
+            elif use.node is not None:
+                use.has_graph = True
             failed = False
         except RuntimeError as error:
             if not is_about_shards(error):
@@ -114,7 +120,8 @@ class Entry:
             unit.unshadow()
             for names, entry in hidden:
                 names["forward"] = entry
-            unit.step.leave(use, failed=failed)
+            with outside_transforms():
+                unit.step.leave(use, failed=failed)
         return output
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
@@ -129,6 +136,7 @@ class Entry:
         twin._is_hidden = self._is_hidden
         if twin._is_hidden:
             twin.unit.inner.append(weakref.ref(module))
+        copy.deepcopy(self.unit.step, memo).buffers.watch(module)
         return twin
 
     def __reduce__(self) -> Any:

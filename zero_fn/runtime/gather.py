@@ -19,10 +19,11 @@ from torch.autograd.graph import get_gradient_edge
 from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.hooks import defer_hooks
+from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
 __all__ = ["UnitUse", "gather", "returns_gradients", "will_execute"]
@@ -67,21 +68,28 @@ def gather(use: UnitUse) -> list[Tensor]:
     Args:
         use: Of a unit whose parameters are gathered. Its `node` is set.
     """
+    unit = use.unit
+    if not unit.swapped and not is_transforming():
+        return _gathered(use)
+    with outside_transforms():  # [Note: torch.func sees whole tensors]
+        tensors = _gathered(use) if not unit.is_replaced else []
+    return [
+        whole_value(unit, slot, unit.swapped[i]) if i in unit.swapped else tensors[i]
+        for i, slot in enumerate(unit.slots)
+    ]
+
+
+def _gathered(use: UnitUse) -> list[Tensor]:
     tensors = use.unit.tensors()
     if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
         return tensors
-    # Autograd would call hooks of the parameter with None; `settle` calls them with the reduced gradient.
-    leaves = [slot.parameter.detach() if _has_hooks(slot) else slot.parameter for slot in use.unit.slots]
+    leaves = [slot.parameter for slot in use.unit.slots]
     outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
     for slot, output in zip(use.unit.slots, outputs, strict=True):
         if slot.parameter.requires_grad:
             use.node = weakref.ref(output.grad_fn)
             break
     return list(outputs)
-
-
-def _has_hooks(slot: Slot) -> bool:
-    return bool(slot.parameter._backward_hooks or slot.parameter._post_accumulate_grad_hooks)
 
 
 class _Gather(torch.autograd.Function):
@@ -108,6 +116,7 @@ class _Gather(torch.autograd.Function):
             )
         nothing = (None, None, None)
         if not returns_gradients():
+            defer_hooks(unit)
             unit.step.arrive(use, grads)
             return nothing + (None,) * len(grads)
         unit.step.arrive(use, None)
@@ -115,7 +124,10 @@ class _Gather(torch.autograd.Function):
 
 
 class _Reduce(torch.autograd.Function):
-    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather, over n."""
+    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather.
+
+    Not a gather over n: what a rank computes from whole tensors is averaged over ranks once more, when it is reduced.
+    """
 
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -143,7 +155,7 @@ class _Reduce(torch.autograd.Function):
                 continue
             local = local_of(grad)
             if slot.layout is None:
-                wholes.append(local / slot.size)
+                wholes.append(local)
                 continue
             flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
             flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(
@@ -154,6 +166,6 @@ class _Reduce(torch.autograd.Function):
         if segments:
             unit.transport.all_gather(segments, f"second gradients of {unit}").wait()
         return None, *(
-            whole if whole is None or slot.layout is None else (whole / slot.size).to(slot.compute_dtype)
+            whole if whole is None else whole.to(slot.compute_dtype)
             for whole, slot in zip(wholes, unit.slots, strict=True)
         )

@@ -4,13 +4,17 @@
     reduced      the mean over ranks of this rank's piece, summed in the order of the ranks
     at rest      `.grad` of the resting parameter: a DTensor with the placement of the parameter
 
+While `accumulate` sums, a marker stands as `.grad`. [Note: a pending gradient is part of .grad]
+
 A parameter that gets no gradient on this rank contributes zeros, because other ranks may have one; it stays without
 gradient only if no rank has one, as in a replica.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from zero_fn.collectives import Contribution
 from zero_fn.guarded import Guarded, Watched
 from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, resting_tensor
+from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
+from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
@@ -34,7 +40,7 @@ class Gradients:
         local: The sum for each slot; None if it has no gradient yet.
     """
 
-    __slots__ = ("_buffers", "_is_owned", "_memory", "_slots", "local")
+    __slots__ = ("__weakref__", "_buffers", "_is_owned", "_marked", "_markers", "_memory", "_slots", "local")
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
@@ -42,6 +48,8 @@ class Gradients:
         self._is_owned = [False] * len(slots)
         self._buffers: list[Tensor] | None = None
         self._memory: GradientMemory | None = None  # of the buffers
+        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, with the memory it was made for
+        self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
 
     def add(self, grads: Sequence[Tensor | None], memory: GradientMemory, *, exact: bool) -> None:
         """Adds what one use gave.
@@ -52,7 +60,7 @@ class Gradients:
             exact: Sum in the sum dtype from the first addend on: several will come.
         """
         for i, (slot, grad) in enumerate(zip(self._slots, grads, strict=True)):
-            if grad is None:
+            if grad is None or slot not in memory.ranges:  # frozen since the forward, as autograd then drops it
                 continue
             have = self.local[i]
             if have is not None and self._is_owned[i]:
@@ -66,8 +74,42 @@ class Gradients:
             else:
                 self.local[i] = grad
 
+    def add_pending(self, grads: Sequence[Tensor | None], memory: GradientMemory) -> None:
+        """As `add`, for sums that stay local when the backward ends."""
+        self.forget_dropped()
+        self.add(grads, memory, exact=True)
+        for i, slot in enumerate(self._slots):
+            if self.local[i] is not None and i not in self._marked:
+                marker = self._marker(i, slot)
+                marker.earlier, slot.parameter.grad = slot.parameter.grad, marker
+                self._marked[i] = marker
+
+    def _marker(self, i: int, slot: Slot) -> PendingGradient:
+        """The marker of a slot, made once for as long as its parameter rests where it does."""
+        known = self._markers.get(i)
+        if known is None or known[0] is not slot.flat:
+            known = slot.flat, PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
+            self._markers[i] = known
+        return known[1]
+
+    def forget_dropped(self) -> None:
+        """Drops the sums whose marker the user removed: `zero_grad()`, or any other assignment to `.grad`."""
+        for i, marker in list(self._marked.items()):
+            if self._slots[i].parameter.grad is not marker:
+                del self._marked[i]
+                self.local[i], self._is_owned[i] = None, False
+
+    def unmark(self) -> None:
+        """Shows the gradients of before again in place of the markers. The sums stay, without those the user dropped."""
+        self.forget_dropped()
+        for i, marker in self._marked.items():
+            self._slots[i].parameter.grad, marker.earlier = marker.earlier, None
+        self._marked = {}
+
     def take(self, memory: GradientMemory) -> tuple[list[Tensor | None], list[Tensor] | None]:
         """The local sums, which the unit no longer holds, and the buffers of `memory` if some of them lie there."""
+        if self._marked:
+            self.unmark()
         taken = self.local, self._buffers if self._memory is memory else None
         self.local, self._buffers, self._memory = [None] * len(self._slots), None, None
         self._is_owned = [False] * len(self._slots)
@@ -86,6 +128,13 @@ class Gradients:
             place = memory.ranges[slot]
             return self._buffers[place.buffer].as_strided(slot.shape, slot.stride, place.offset)
         return torch.empty_strided(slot.shape, slot.stride, dtype=slot.sum_dtype, device=device)
+
+
+def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
+    held = gradients()
+    local = held.local[i] if held is not None else None
+    if local is not None:
+        local.zero_()
 
 
 class _Range:
@@ -209,12 +258,12 @@ class Reduction:
 def settle(slot: Slot, grad: Tensor) -> None:
     """Adds a reduced gradient to `.grad`, firing the user's hooks as autograd would: once, with the resting gradient."""
     parameter = slot.parameter
-    for hook in tuple((parameter._backward_hooks or {}).values()):
+    for hook in gradient_hooks(parameter):
         replaced = hook(grad)
         grad = grad if replaced is None else replaced
     if parameter.grad is None:
         parameter.grad = grad
     else:
         local_of(parameter.grad).add_(local_of(grad))
-    for post_hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):
+    for post_hook in parameter_hooks(parameter):
         post_hook(parameter)

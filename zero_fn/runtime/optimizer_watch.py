@@ -50,7 +50,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             unit = _unit_of(slot) if slot is not None else None
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
-            if unit is not None and unit.step.accumulating and not unit.gradients.is_empty:
+            if unit is not None and unit.step.accumulating and unit.has_pending():
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
                     parameter=slot,
@@ -99,6 +99,7 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
+        unit.step.note_optimizer_step()
 
 
 def _unit_of(slot: Slot | None) -> Unit | None:

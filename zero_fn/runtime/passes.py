@@ -31,6 +31,7 @@ class ForwardPass:
         uses: Its uses.
         depth: Units that are running.
         failed: Whether an exception passed through it.
+        is_swapped: Whether some parameters are replaced by other tensors: its gathers are no pattern for later passes.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ForwardPass:
         self.uses: dict[Use, UnitUse] = {}
         self.depth = 0
         self.failed = False
+        self.is_swapped = False
         self._events = events
         self._cursor = 0
         self._offsets = offsets
@@ -160,6 +162,10 @@ class BackwardPass:
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
         return use in self._uses and use not in self._arrived
+
+    def has_met(self, use: Use) -> bool:
+        """Whether the use is in the schedule."""
+        return use in self._uses
 
     def uses_of(self, unit: int) -> int:
         """Uses of a unit in the schedule, the same number on every rank."""

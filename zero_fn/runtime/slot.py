@@ -68,7 +68,7 @@ class Place:
     def shadow(self, tensor: Tensor) -> None:
         """Lets the module see `tensor` under the name of the parameter; the registered parameter stays."""
         module = self._module()
-        if module is None:  # the model was deleted before a backward of it: nobody reads its names
+        if module is None:  # a graph outlived its model
             return
         module.__dict__[self.attribute] = tensor
         if self.aliases:
@@ -194,6 +194,8 @@ class Slot:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
         registered = self.places[0].registered
         if registered is not self.parameter:
+            return False
+        if len(self.places) > 1 and any(place.registered is not registered for place in self.places):
             return False
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local

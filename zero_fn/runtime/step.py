@@ -29,6 +29,7 @@ from torch import Tensor
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
 from zero_fn.guarded import Guarded, Watched
+from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
@@ -75,6 +76,8 @@ class Step:
     def __init__(self, transport: Guarded, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, depth
         self.units: list[Callable[[], Unit | None]] = []
+        axis = assignment.axis if assignment.buffers != "local" else None
+        self.buffers = Buffers(transport, axis.size if axis is not None else 1)
         self.accumulating = 0
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
@@ -85,6 +88,7 @@ class Step:
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._undecided: list[tuple[Unit, Reduction]] = []
         self._unread: list[Watched] = []
+        self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         twin = Step(self.transport, self.assignment, depth=self.depth)
@@ -152,19 +156,24 @@ class Step:
 
     def _begin_forward(self, unit: Unit, entry: object) -> None:
         self._recover()
+        is_swapped = False
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
                 other.reshard()
             other.readopt()
+            is_swapped |= bool(other.swapped)
         if not self._has_agreed:
             self._agree()
+        if self.buffers.is_active and not is_swapped:
+            self._broadcast_buffers()
         self._is_fresh = False
         if len(self._trace) > 2 * _REMEMBERED_USES:
             self._forget_graphs()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, getattr(entry, "attribute", "forward"))
-        recorded = self._recorded.get((begun_at, grad))
+        recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
         self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        self._forward.is_swapped = is_swapped
 
     def _agree(self) -> None:
         """Compares layout and initial values over ranks, once, and again after loading."""
@@ -188,6 +197,18 @@ class Step:
             why="each rank cut its shard from another tensor",
             fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
         )
+        self.buffers.begin(self._device())
+
+    def _broadcast_buffers(self) -> None:
+        """[Note: when buffers are broadcast]"""
+        for notes in self._notes:
+            self.buffers.told([bool(bit) for bit in notes.tolist()])
+        self._notes = []
+        if self._trace or (self.accumulating and not self._is_fresh):
+            return
+        if self.buffers.must_ask:
+            self.buffers.told(self._any(self.buffers.bits(), "which buffers changed"))
+        self.buffers.broadcast()
 
     def _reshard_in_forward(self, unit: Unit, *, grad: bool | None = None) -> None:
         grad = torch.is_grad_enabled() if grad is None else grad
@@ -195,15 +216,20 @@ class Step:
             unit.reshard()
 
     def _offsets(self) -> dict[int, int]:
-        """Uses of each unit in earlier passes whose backward has not run: numbers of this pass continue there."""
+        """For each unit, the first number above those of earlier passes whose backward has not run."""
         offsets: dict[int, int] = {}
         for bracket in self._trace:
             if isinstance(bracket, Enter):
-                offsets[bracket.use.unit] = offsets.get(bracket.use.unit, 0) + 1
+                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.count + 1)
         return offsets
 
     def _end_forward(self, forward: ForwardPass) -> None:
         self._forward = None
+        if self.buffers.is_active:
+            self.buffers.note()
+        if forward.is_swapped:
+            for unit in self.live_units():
+                unit.swapped = {}
         if forward.failed:
             for unit in self.live_units():
                 unit.reshard()
@@ -211,7 +237,7 @@ class Step:
         trace = forward.relative_trace()
         key = (forward.entry, forward.grad)
         recorded = self._recorded.get(key)
-        if recorded is None or recorded[0] != trace:
+        if not forward.is_swapped and (recorded is None or recorded[0] != trace):
             events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
             self._recorded[key] = (trace, events)
         kept = forward.kept_units() if forward.grad else set()
@@ -244,8 +270,8 @@ class Step:
         key = Use(unit.index, use.number)
         scheduled = backward is not None and backward.has(key)
         if grads is not None:
-            exact = bool(self.accumulating) or backward is None or not scheduled or backward.uses_of(unit.index) > 1
-            unit.add_gradients(grads, exact=exact)
+            exact = backward is None or not scheduled or backward.uses_of(unit.index) > 1
+            unit.add_gradients(grads, exact=exact, pending=bool(self.accumulating))
         if backward is None:
             return
         backward.arrive(key)
@@ -286,7 +312,7 @@ class Step:
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
         local = [self._will_run(self._use(use)) for use in uses]
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]))
-        union = self._any(local, "what the backward runs through", check=passed)
+        union = self._any(local, "what the backward runs through", check=passed, notes=self.buffers.bits())
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
         defers = not self.accumulating and not returns_gradients()
@@ -312,14 +338,17 @@ class Step:
         node = use.node()
         return node is not None and bool(will_execute(node))
 
-    def _any(self, local: list[bool], what: str, *, check: int = 0) -> list[bool]:
-        bits = torch.tensor(local, dtype=torch.uint8, device=self._device())
+    def _any(self, local: list[bool], what: str, *, check: int = 0, notes: Sequence[bool] = ()) -> list[bool]:
+        """Ors bits over ranks. Those of `notes` travel along and are read by the next forward."""
+        bits = torch.tensor([*local, *notes], dtype=torch.uint8, device=self._device())
         pending = self.transport.any(bits, what, check=check)
+        if notes:
+            self._notes.append(bits[len(local) :])
         if all(local):
             self._unread.append(pending)  # nothing to learn: the host need not wait for it now
             return local
         pending.wait()
-        return [bool(bit) for bit in bits.tolist()]
+        return [bool(bit) for bit in bits[: len(local)].tolist()]
 
     def _device(self) -> torch.device:
         """Where control messages are made."""
@@ -337,15 +366,18 @@ class Step:
         unit = self.unit(event.unit)
         match event:
             case Unshard():
-                if self._forward is not None or unit.is_transient:
-                    unit.unshard()
+                unit.unshard()
             case Await():
                 unit.await_gathered()
             case Reshard():
                 if self._forward is not None:
                     self._reshard_in_forward(unit, grad=self._forward.grad)
-                elif not unit.open and (unit.is_transient or not self.accumulating):
+                elif not unit.open and unit.is_transient:
                     unit.reshard()
+                elif (
+                    not unit.open
+                ):  # kept: gathered again for its next use, it would be so on the ranks that run that use
+                    unit.leave_backward()
             case Reduce():
                 assert self._backward is not None
                 exact = self._backward.uses_of(unit.index) > 1
@@ -423,12 +455,16 @@ class Step:
     def flush(self) -> None:
         """Reduces and settles all local gradients: the end of `accumulate`. All ranks call it."""
         units = self.live_units()
-        local = [not unit.gradients.is_empty for unit in units]
         if not units:
             return
-        for unit, has_any in zip(units, self._any(local, "which units accumulated"), strict=True):
-            if has_any:
-                self._settle(unit, unit.reduce_local(exact=True))
+        for unit in units:
+            unit.gradients.unmark()
+        local = [grad is not None for unit in units for grad in unit.gradients.local]
+        union = iter(self._any(local, "which gradients were accumulated"))
+        for unit in units:
+            present = [next(union) for _ in unit.slots]
+            if any(present):
+                self._settle(unit, unit.reduce_local(exact=True, present=present))
         self._decide()
         self._read_control()
 
@@ -463,10 +499,13 @@ class Step:
                 unit.reshard()
 
     def _end_backward(self) -> None:
-        self._backward = None
-        self._forget_graphs()
+        backward, self._backward = self._backward, None
+        if backward is not None:  # graphs it did not pass through wait for a backward of their own
+            self._trace = [bracket for bracket in self._trace if not backward.has_met(bracket.use)]
+            self._uses = {use: held for use, held in self._uses.items() if not backward.has_met(use)}
         self._read_control()
         for unit in self.live_units():
+            unit.leave_backward()
             if unit.is_transient or not self.accumulating:
                 unit.reshard()
 
@@ -475,6 +514,11 @@ class Step:
         unread, self._unread = self._unread, []
         for pending in unread:
             pending.wait()
+
+    def note_optimizer_step(self) -> None:
+        """Graphs of forwards before it can have no backward any more."""
+        if self._backward is None and self._forward is None:
+            self._forget_graphs()
 
     def _forget_graphs(self) -> None:
         self._trace = []

@@ -34,6 +34,7 @@ from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -90,8 +91,10 @@ class Unit:
         name: Name of the anchor module in the transformed module; "" is the root.
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
+        deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
+        swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
     """
@@ -105,7 +108,9 @@ class Unit:
         self.generation = 0
         self.open = 0
         self.inner: list[weakref.ref[nn.Module]] = []
+        self.deferred_in: int | None = None
         self.pinned: list[Tensor] | None = None
+        self.swapped: dict[int, Tensor] = {}
         self.groups: list[Group] = []
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
@@ -145,7 +150,13 @@ class Unit:
         Raises:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
-        if self.pinned is not None or all(slot.is_current() for slot in self.slots):
+        self.swapped = {}
+        if self.pinned is None and all(slot.is_current() for slot in self.slots):
+            return
+        self.swapped = swapped_values(self.slots)
+        if self.pinned is not None:
+            return
+        if self.swapped and all(i in self.swapped or slot.is_current() for i, slot in enumerate(self.slots)):
             return
         self.reshard()
         with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
@@ -194,6 +205,7 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
         twin.inner = []
+        twin.deferred_in, twin.swapped = None, {}
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -233,13 +245,18 @@ class Unit:
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
     @property
+    def is_replaced(self) -> bool:
+        """Whether the running forward uses other tensors in place of every parameter."""
+        return bool(self.swapped) and len(self.swapped) == len(self.slots)
+
+    @property
     def is_transient(self) -> bool:
         """Whether any gathered parameter is freed between uses."""
         return any(group.kept is None for group in self.groups)
 
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` makes its result readable."""
-        if self.phase is not Phase.AT_REST or self.pinned is not None:
+        if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
         segments: list[Segment] = []
         for index, group in enumerate(self.groups):
@@ -267,7 +284,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        self.unshadow_for_backward()
+        self.leave_backward()
         if self.phase is Phase.AT_REST:
             return
         self.await_gathered()
@@ -327,8 +344,8 @@ class Unit:
             self._memory = (trained, memory)
         return self._memory[1]
 
-    def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds to the local gradients; see `Gradients.add`.
+    def add_gradients(self, grads: Sequence[Tensor | None], *, exact: bool, pending: bool = False) -> None:
+        """Adds to the local gradients; see `Gradients.add` and, where they stay local for now, `Gradients.add_pending`.
 
         Raises:
             PlacementError: A gradient is sparse.
@@ -341,13 +358,32 @@ class Unit:
                     unit=self.name or "root",
                     fix="compute it with sparse=False: F.embedding(tokens, weight)",
                 )
-        self.gradients.add(grads, self.gradient_memory(), exact=exact)
+        if pending:
+            self.gradients.add_pending(grads, self.gradient_memory())
+        else:
+            self.gradients.add(grads, self.gradient_memory(), exact=exact)
 
-    def reduce_local(self, *, exact: bool) -> Reduction:
-        """Issues the reduction of the local gradients, which the unit then no longer holds."""
+    def reduce_local(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+        """Issues the reduction of the local gradients, which the unit then no longer holds.
+
+        Args:
+            exact: See `Reduction`.
+            present: For each parameter, whether any rank has a gradient; of parameters frozen since, too.
+        """
         memory = self.gradient_memory()
+        if present is not None and any(
+            has_any and slot not in memory.ranges for slot, has_any in zip(self.slots, present, strict=True)
+        ):
+            memory = GradientMemory(
+                [slot for slot, has_any in zip(self.slots, present, strict=True) if has_any or slot in memory.ranges]
+            )
         local, buffers = self.gradients.take(memory)
         return Reduction(self.slots, memory, local, self.transport, str(self), exact=exact, buffers=buffers)
+
+    def has_pending(self) -> bool:
+        """Whether gradients wait on this rank that the user did not drop."""
+        self.gradients.forget_dropped()
+        return not self.gradients.is_empty
 
     def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
         """Issues the reduction of these gradients."""
@@ -389,8 +425,8 @@ class Unit:
         self._backward_tensors, self.backward_entry = tensors, entry
         self.shadow(tensors)
 
-    def unshadow_for_backward(self) -> None:
-        """Undoes `shadow_for_backward`."""
+    def leave_backward(self) -> None:
+        """Undoes `shadow_for_backward`, if backward was in the unit."""
         if self.backward_entry is not None:
             self._backward_tensors, self.backward_entry = [], None
             self.unshadow()

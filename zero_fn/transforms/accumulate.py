@@ -22,7 +22,8 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
         optimizer.step()
 
     Inside, whole local gradients are held, in the dtype of the sum, for every stage; every stage therefore gives the same
-    numbers. To hold only shards, reduce after each backward instead: leave the block out.
+    numbers. `.grad` cannot be read before the end: it is not reduced yet. `zero_grad()` drops what was summed so far. To
+    hold only shards, reduce after each backward instead: leave the block out.
 
     Communicates: one reduction per block in place of one per backward. Parameters of stages 1 and 2 are gathered once;
     those of stage 3 in each forward and backward.
@@ -31,11 +32,11 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
         *modules: Transformed modules.
 
     Returns:
-        A context manager. After an exception inside, what was accumulated is dropped. Blocks may nest; the outermost
-        reduces.
+        A context manager. After an exception inside, what was accumulated is dropped, and `.grad` is what it was before.
+        Blocks may nest; the outermost reduces.
 
     Raises:
-        StateError: A module was not transformed, or (from `optimizer.step()`) a step inside the block.
+        StateError: A module was not transformed; or, inside the block, from `optimizer.step()` and whatever reads `.grad`.
     """
     steps = steps_of(*modules, verb="accumulate")
     for step in steps:

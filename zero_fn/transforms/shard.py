@@ -18,9 +18,18 @@ from zero_fn.units import Units, anchors_of, shared_parameters
 __all__ = ["replicate", "shard_grads", "shard_optimizer", "shard_params"]
 
 M = TypeVar("M", bound=nn.Module)
+Buffers = Literal["broadcast", "local"] | None
 
 
-def replicate(module: M, mesh: DeviceMesh, *, units: Units = None, where: Where = None, donate: bool = False) -> M:
+def replicate(
+    module: M,
+    mesh: DeviceMesh,
+    *,
+    units: Units = None,
+    where: Where = None,
+    buffers: Buffers = None,
+    donate: bool = False,
+) -> M:
     """Trains replicas of a module over one mesh axis (data parallelism, ZeRO stage 0).
 
     Every rank holds all parameters, gradients and optimizer states; gradients are averaged while backward runs.
@@ -35,6 +44,8 @@ def replicate(module: M, mesh: DeviceMesh, *, units: Units = None, where: Where 
         mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
         units: What is reduced together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
+        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
+            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each parameter as soon as it was copied; `module` can no longer run.
 
     Returns:
@@ -44,9 +55,10 @@ def replicate(module: M, mesh: DeviceMesh, *, units: Units = None, where: Where 
     Raises:
         MeshError: `mesh` is not one axis, or `module` was transformed over another one.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, or the module cannot be copied.
+        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
+            copied.
     """
-    return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, donate)
+    return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, buffers, donate)
 
 
 def shard_optimizer(
@@ -56,6 +68,7 @@ def shard_optimizer(
     units: Units = None,
     where: Where = None,
     persist_below: int = 0,
+    buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
     """Shards the optimizer state of a module over one mesh axis (ZeRO stage 1).
@@ -77,6 +90,8 @@ def shard_optimizer(
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
+        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
+            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
 
     Returns:
@@ -86,12 +101,13 @@ def shard_optimizer(
     Raises:
         MeshError: `mesh` is not one axis, or `module` was transformed over another one.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, or the module cannot be copied.
+        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
+            copied.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.1 (P_os) and 7.2.1 (volume 2Ψ).
     """
-    return _join(module, mesh, "shard_optimizer", Home(Sharded.OPTIMIZER), units, where, persist_below, donate)
+    return _join(module, mesh, "shard_optimizer", Home(Sharded.OPTIMIZER), units, where, persist_below, buffers, donate)
 
 
 def shard_grads(
@@ -101,6 +117,7 @@ def shard_grads(
     units: Units = None,
     where: Where = None,
     persist_below: int = 0,
+    buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
     """Shards gradients and optimizer state of a module over one mesh axis (ZeRO stage 2).
@@ -121,6 +138,8 @@ def shard_grads(
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
+        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
+            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
 
     Returns:
@@ -130,12 +149,13 @@ def shard_grads(
     Raises:
         MeshError: `mesh` is not one axis, or `module` was transformed over another one.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, or the module cannot be copied.
+        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
+            copied.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.2 (P_os+g) and 7.2.1 (volume 2Ψ).
     """
-    return _join(module, mesh, "shard_grads", Home(Sharded.GRADS), units, where, persist_below, donate)
+    return _join(module, mesh, "shard_grads", Home(Sharded.GRADS), units, where, persist_below, buffers, donate)
 
 
 def shard_params(
@@ -146,6 +166,7 @@ def shard_params(
     where: Where = None,
     persist_below: int = 0,
     reshard_after: Literal["forward", "backward"] = "forward",
+    buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
     """Shards the parameters of a module over one mesh axis (ZeRO stage 3).
@@ -170,6 +191,8 @@ def shard_params(
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
         reshard_after: When gathered parameters are freed. "backward" is one all-gather less and more memory.
+        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
+            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
 
     Returns:
@@ -179,7 +202,8 @@ def shard_params(
     Raises:
         MeshError: `mesh` is not one axis, or `module` was transformed over another one.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, or the module cannot be copied.
+        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
+            copied.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.3 (P_os+g+p) and 7.2.2 (volume 3Ψ).
@@ -190,12 +214,24 @@ def shard_params(
             "reshard_after names no moment.", got=repr(reshard_after), fix='reshard_after="forward" or "backward"'
         )
     home = Home(Sharded.PARAMS, reshard_after=moments[reshard_after])
-    return _join(module, mesh, "shard_params", home, units, where, persist_below, donate)
+    return _join(module, mesh, "shard_params", home, units, where, persist_below, buffers, donate)
 
 
 def _join(
-    module: M, mesh: DeviceMesh, verb: str, home: Home, units: Units, where: Where, persist_below: int, donate: bool
+    module: M,
+    mesh: DeviceMesh,
+    verb: str,
+    home: Home,
+    units: Units,
+    where: Where,
+    persist_below: int,
+    buffers: Buffers,
+    donate: bool,
 ) -> M:
+    if buffers not in (None, "broadcast", "local"):
+        raise LayoutError(
+            "buffers names no policy.", got=repr(buffers), fix='buffers="broadcast" (as DDP) or buffers="local"'
+        )
     axis = mesh_axis(mesh, verb=verb)
     shared = shared_parameters(module)
     if persist_below < 0:
@@ -208,5 +244,5 @@ def _join(
         for parameter in selected(shared, where)
     }
     anchors = None if units is None else tuple(anchors_of(module, units))
-    request = Assignment(axis, homes, anchors)
+    request = Assignment(axis, homes, anchors, buffers=buffers)
     return substitute(module, assignment_of(module).join(request), verb=verb, donate=donate)

@@ -1,0 +1,233 @@
+"""The oracle of the acceptance matrix: plain replicas whose gradients are summed in the order of the ranks, bit by bit.
+
+A *program* is what a user does in one step. It runs on plain replicas and on every stage, and calls `run.backward` and
+`run.accumulate` for the two things that replicas must do by hand. After each step every whole gradient, every whole
+parameter, every buffer and whatever the program returned must be equal: `torch.equal`, and the same gradients None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, full, gradients
+from tests.ranks import axis
+from zero_fn.runtime.entry import units_of
+
+__all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise", "reduced", "unequal"]
+
+OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
+    "adam": lambda ps: torch.optim.Adam(ps, lr=0.01),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, foreach=True),
+}
+
+
+class Run(Protocol):
+    """How gradients reach the other ranks."""
+
+    optimizer: torch.optim.Optimizer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """`loss.backward(**kwargs)`, reduced at its end, or at the end of `accumulate`."""
+
+    def accumulate(self) -> Any:
+        """Backwards inside are summed on each rank and reduced once."""
+
+    def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
+        """`zero_grad` of the optimizer, or of the model."""
+
+    def mean(self, grad: Tensor | None) -> Tensor | None:
+        """A gradient that `torch.autograd.grad` gave, as it is over all ranks."""
+
+
+Program = Callable[[Any, Run, int], object]
+
+
+def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An input of this rank."""
+    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
+    return torch.randn(*shape, generator=generator, dtype=dtype)
+
+
+def mean_of_ranks(tensor: Tensor) -> Tensor:
+    """The sum in the order of the ranks, divided by their number."""
+    flat = tensor.detach().contiguous().view(-1)
+    sent = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)  # gloo knows few dtypes
+    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, sent)
+    rows = [row.view(tensor.dtype).view(tensor.shape) for row in gathered]
+    total = rows[0]
+    for row in rows[1:]:
+        total = total + row
+    return total / len(rows)
+
+
+def reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
+    """The mean over ranks of a gradient that some may not have: they count as zero; None if no rank has one."""
+    has_any = torch.tensor(float(grad is not None))
+    dist.all_reduce(has_any)
+    if not has_any:
+        return None
+    mean = mean_of_ranks(torch.zeros_like(like) if grad is None else grad.detach())
+    return torch.empty_like(like).copy_(mean)  # in the strides of the parameter, as autograd keeps them
+
+
+class _Replicas:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self._depth = 0
+        self._earlier: list[Tensor | None] = []
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        with self.accumulate():
+            loss.backward(**kwargs)
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        self._depth += 1
+        try:
+            if self._depth == 1:
+                with self._reducing():
+                    yield
+            else:
+                yield
+        finally:
+            self._depth -= 1
+
+    def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
+        (self.model if by_model else self.optimizer).zero_grad(set_to_none=set_to_none)
+        self._earlier = [None if grad is None or set_to_none else torch.zeros_like(grad) for grad in self._earlier]
+
+    @contextmanager
+    def _reducing(self) -> Iterator[None]:
+        """What was in `.grad` before is set aside; what comes inside is reduced and added. An exception drops that."""
+        everything = list(self.model.parameters())
+        self._earlier = [parameter.grad for parameter in everything]
+        for parameter in everything:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, grad in zip(everything, self._earlier, strict=True):
+                parameter.grad = grad
+            raise
+        for parameter, grad in zip(everything, self._earlier, strict=True):
+            mean = reduced(parameter.grad, parameter)
+            parameter.grad = None  # may have other strides than what is assigned
+            parameter.grad = grad if mean is None else mean if grad is None else grad + mean
+
+    def mean(self, grad: Tensor | None) -> Tensor | None:
+        return None if grad is None else mean_of_ranks(grad)
+
+
+class _Transformed:
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
+    def accumulate(self) -> Any:
+        return zf.accumulate(self.model)
+
+    def zero_grad(self, *, set_to_none: bool, by_model: bool = False) -> None:
+        (self.model if by_model else self.optimizer).zero_grad(set_to_none=set_to_none)
+
+    def mean(self, grad: Tensor | None) -> Tensor | None:
+        return grad
+
+
+def differences(
+    build: Callable[[], nn.Module],
+    program: Program,
+    *,
+    steps: int = 3,
+    optimizer: str = "sgd",
+    stages: Sequence[str] = tuple(STAGES),
+    options: Mapping[str, object] | None = None,
+    transform: Callable[[nn.Module], nn.Module] = lambda model: model,
+    zeroes: bool = True,
+) -> list[str]:
+    """Where a stage differs from plain replicas, as lines of text; empty when none does.
+
+    Args:
+        build: Makes the plain model; seeded before each call.
+        program: What to run in each step; its results are compared too.
+        steps: Optimizer steps.
+        optimizer: A name in `OPTIMIZERS`.
+        stages: Names in `STAGES`.
+        options: Of each stage.
+        transform: Applied to each transformed model.
+        zeroes: Whether gradients are dropped after each step.
+    """
+    torch.manual_seed(0)
+    expected = _history(build(), _Replicas, program, steps, optimizer, zeroes)
+    found = []
+    for stage in stages:
+        torch.manual_seed(0)
+        model = transform(STAGES[stage](build(), axis(), **(options or {})))
+        history = _history(model, _Transformed, program, steps, optimizer, zeroes)
+        for step, (one, other) in enumerate(zip(expected, history, strict=True)):
+            found += [f"{stage}, step {step}: {line}" for line in unequal(one, other)]
+    return found
+
+
+def _history(
+    model: nn.Module,
+    kind: Callable[[nn.Module, torch.optim.Optimizer], Run],
+    program: Program,
+    steps: int,
+    optimizer: str,
+    zeroes: bool,
+) -> list[dict[str, Tensor | None]]:
+    trained = OPTIMIZERS[optimizer](list(model.parameters()))
+    run = kind(model, trained)
+    history = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        results = program(model, run, step)
+        state = {f"result {i}": _whole(leaf) for i, leaf in enumerate(tree_leaves(results))}
+        state.update({f"grad of {name}": grad for name, grad in gradients(model).items()})
+        trained.step()
+        if zeroes:
+            trained.zero_grad()
+        state.update(_values(model))
+        history.append(state)
+    return history
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """Whole parameters by name; not by `full_tensor()`, for gloo knows few dtypes."""
+    with zf.unsharded(model) if units_of(model) else nullcontext():
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def _whole(leaf: object) -> Tensor | None:
+    if leaf is None:
+        return None
+    return full(leaf) if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+
+
+def unequal(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
+    """What differs between two states, to the last bit."""
+    if one.keys() != other.keys():
+        return [f"names differ: {sorted(one.keys() ^ other.keys())}"]
+    lines = []
+    for name, expected in one.items():
+        value = other[name]
+        if expected is None or value is None:
+            if (expected is None) != (value is None):
+                lines.append(f"{name} is {'None' if value is None else 'not None'}")
+        elif expected.dtype != value.dtype or expected.shape != value.shape:
+            lines.append(f"{name} is {value.dtype}{list(value.shape)}, not {expected.dtype}{list(expected.shape)}")
+        elif not torch.equal(expected, value):
+            lines.append(f"{name} is off by {(expected - value).abs().max().item():.2e}")
+    return lines

@@ -1,0 +1,205 @@
+"""G1 to G3: gradients of several microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zero_fn as zf
+from tests.acceptance.models import Sizes, Stack, several, sizes
+from tests.acceptance.oracle import Program, Run, differences, noise
+from tests.distributed.training import STAGES, full
+from tests.ranks import Ranks, axis
+
+batches = st.lists(sizes, min_size=4, max_size=6)
+
+
+def backward(model: Any, run: Run, seed: int, width: int = 6) -> None:
+    run.backward(model(noise(3, width, seed=seed)).square().mean())
+
+
+def checked(batch: list[Sizes], program: Callable[[Sizes], Program]) -> list[str]:
+    """What differs, over a list of random models."""
+    found = []
+    for size in batch:
+        wrong = differences(size, program(size), optimizer=size.optimizer, options=size.options)
+        found += [f"{size}: {line}" for line in wrong]
+    return found
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@several
+@given(batch=batches)
+def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
+    def program(size: Sizes) -> Program:
+        def step(model: Any, run: Run, number: int) -> None:
+            with run.accumulate():
+                for i in range(size.microbatches):
+                    backward(model, run, size.seed + 10 * number + i, size.width)
+
+        return step
+
+    assert ranks(n).run(checked, batch, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@several
+@given(batch=batches)
+def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
+    def program(size: Sizes) -> Program:
+        def step(model: Any, run: Run, number: int) -> None:
+            for i in range(size.microbatches):
+                backward(model, run, size.seed + 10 * number + i, size.width)
+
+        return step
+
+    assert ranks(n).run(checked, batch, program) == [[]] * n
+
+
+WAYS = [(set_to_none, by_model) for set_to_none in (True, False) for by_model in (True, False)]
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(("set_to_none", "by_model"), WAYS)
+def test_g03_zero_grad_drops_pending_gradients(ranks: Ranks, n: int, set_to_none: bool, by_model: bool) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        backward(model, run, 1)
+        with run.accumulate():
+            backward(model, run, 10 * number + 2)
+            run.zero_grad(set_to_none=set_to_none, by_model=by_model)
+            if number != 1:  # in step 1 nothing comes after
+                backward(model, run, 10 * number + 3)
+                backward(model, run, 10 * number + 4)
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+class Fork(Stack):
+    """Odd ranks leave out the middle layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = [layer(self.enter(x)) for layer in self.layers]
+        rank = axis().get_local_rank()
+        return self.leave(outputs[0] + outputs[1 + rank % 2])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, n: int, set_to_none: bool) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        with run.accumulate():
+            backward(model, run, 10 * number + 2)
+            run.zero_grad(set_to_none=set_to_none)
+            if number:
+                backward(model, run, 10 * number + 3)
+
+    assert ranks(n).run(differences, Fork, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        backward(model, run, 10 * number)
+        with run.accumulate():
+            backward(model, run, 10 * number + 1)
+            with run.accumulate():
+                backward(model, run, 10 * number + 2)
+        if number % 2:
+            with run.accumulate():
+                backward(model, run, 10 * number + 3)
+        backward(model, run, 10 * number + 4)
+
+    assert ranks(n).run(differences, Stack, program, zeroes=False) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g03_an_exception_in_a_block_restores_the_gradients_before_it(ranks: Ranks, n: int) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        backward(model, run, 10 * number)
+        with pytest.raises(ZeroDivisionError), run.accumulate():
+            backward(model, run, 10 * number + 1)
+            raise ZeroDivisionError
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: int) -> None:
+    """The reduction had no room for it: an assertion failed."""
+
+    def program(model: Stack, run: Run, number: int) -> None:
+        model.requires_grad_(True)
+        with run.accumulate():
+            backward(model, run, 10 * number)
+            model.layers[number % 3].first.requires_grad_(False)
+            model.enter.bias.requires_grad_(False)
+            backward(model, run, 10 * number + 1)
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        before = [full(parameter) for parameter in model.parameters()]
+        weight = model.enter.weight
+        model(noise(3, 6, seed=1)).square().mean().backward()
+        earlier = full(weight.grad)
+        with zf.accumulate(model):
+            model(noise(3, 6, seed=2)).square().mean().backward()
+            assert weight.grad is not None
+            assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
+            reads: list[Callable[[], object]] = [
+                optimizer.step,
+                lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+                lambda: weight.grad.full_tensor(),
+                lambda: weight.grad.to_local(),
+                lambda: weight.grad.norm(),
+                lambda: weight.grad * 2,
+                lambda: weight.grad.mul_(2),
+                lambda: torch._foreach_norm([weight.detach(), weight.grad]),
+                lambda: weight + weight.grad,
+                lambda: weight.grad.isnan(),
+            ]
+            for read in reads:
+                with pytest.raises(zf.StateError, match=r"enter\.weight"):
+                    read()
+            optimizer.zero_grad()
+            optimizer.step()  # nothing waits: nothing happens, as in replicas
+        assert weight.grad is None
+        assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
+        assert earlier.any()
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("inside", [True, False])
+def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks: Ranks, n: int, inside: bool) -> None:
+    """It reaches the leaf beside the unit, as a resting gradient."""
+
+    def case() -> list[bool]:
+        equal = []
+        for stage in STAGES.values():
+            torch.manual_seed(0)
+            model: Any = stage(Stack(), axis())
+            weight = model.layers[0].first.weight
+            with zf.accumulate(model):
+                model(noise(3, 6, seed=2)).square().mean().backward()
+                if inside:
+                    weight.square().sum().backward()
+            if not inside:
+                weight.square().sum().backward()
+            equal.append(full(weight.grad))
+        return [torch.equal(grad, equal[0]) for grad in equal]
+
+    assert ranks(n).run(case) == [[True] * 4] * n

@@ -1,0 +1,145 @@
+"""G22: activation checkpointing, around units and inside them, and what can go wrong in a recomputation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+
+from tests.acceptance.models import Layer, Stack
+from tests.acceptance.oracle import Run, differences, noise
+from tests.ranks import Ranks
+
+
+class Around(Stack):
+    """Each layer, a unit, is a checkpoint."""
+
+    reentrant = False
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=self.reentrant)
+
+
+class AroundReentrant(Around):
+    reentrant = True
+
+
+class InnerLayer(Layer):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return x + checkpoint(self.second, torch.tanh(hidden), use_reentrant=self.reentrant)
+
+
+class InnerReentrantLayer(InnerLayer):
+    reentrant = True
+
+
+class Inside(Stack):
+    """Checkpoints inside units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InnerLayer(6, 9) for _ in range(3))
+
+
+class InsideReentrant(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InnerReentrantLayer(6, 9) for _ in range(3))
+
+
+class Both(Inside):
+    """A checkpoint in a checkpoint."""
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False)
+
+
+class OneOverAll(Stack):
+    """One checkpoint over several units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint_sequential(self.layers, 2, self.enter(x), use_reentrant=False)
+        return self.leave(x)
+
+
+class Dropout(Around):
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return super().run(layer, nn.functional.dropout(x, 0.5))
+
+
+MODELS = [Around, AroundReentrant, Inside, InsideReentrant, Both, OneOverAll, Dropout]
+
+
+def backward(model: Any, run: Run, seed: int) -> None:
+    torch.manual_seed(seed)
+    run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool) -> None:
+    def program(model: Any, run: Run, number: int) -> None:
+        with set_checkpoint_early_stop(early_stop):
+            backward(model, run, number)
+            with run.accumulate():
+                backward(model, run, number + 10)
+                backward(model, run, number + 20)
+
+    assert ranks(n).run(differences, build, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("build", "where"),
+    [
+        *((build, where) for build in (Around, AroundReentrant, Inside, InsideReentrant) for where in (0, 2)),
+        (OneOverAll, 0),
+    ],
+)
+def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
+    ranks: Ranks, n: int, build: Callable[[], nn.Module], where: int
+) -> None:
+    def program(model: Any, run: Run, number: int) -> object:
+        calls = []
+
+        def fail(module: nn.Module, args: object) -> None:
+            calls.append(module)
+            if len(calls) == 2:
+                raise ZeroDivisionError
+
+        hook = model.layers[where].second.register_forward_pre_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            backward(model, run, number)
+        hook.remove()
+        run.zero_grad(set_to_none=True)
+        backward(model, run, number)
+        return len(calls)
+
+    assert ranks(n).run(differences, build, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("build", [Around, AroundReentrant, Inside])
+def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
+    def program(model: Any, run: Run, number: int) -> object:
+        counts: list[str] = []
+        handles = []
+        for name in ("layers.0", "layers.1.first", "layers.2.second"):
+            module = model.get_submodule(name)
+            handles.append(module.register_forward_pre_hook(lambda *_, name=name: counts.append(f"before {name}")))
+            handles.append(module.register_forward_hook(lambda *_, name=name: counts.append(f"after {name}")))
+        backward(model, run, number)
+        for handle in handles:
+            handle.remove()
+        names = sorted(set(counts))
+        return [counts.count(name) for name in names]
+
+    assert ranks(n).run(differences, build, program) == [[]] * n

@@ -1,0 +1,206 @@
+"""G23: hooks of users on parameters and modules.
+
+A hook of a parameter is called once in each backward (once in a block of `accumulate`), on every rank, with the resting
+gradient: the mean over ranks, as a DTensor placed as the parameter. DDP calls it with the local gradient, before the mean;
+for a hook that is linear the two orders are one, and exactly one if it scales by powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.acceptance.models import Stack
+from tests.acceptance.oracle import Run, differences, mean_of_ranks, noise
+from tests.distributed.training import STAGES, full
+from tests.ranks import Ranks, axis
+
+
+def scaled(grad: Tensor) -> Tensor:
+    return grad * 4
+
+
+def doubled(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(2)
+
+
+def hook_some(model: Any) -> list[Any]:
+    return [
+        model.enter.weight.register_hook(scaled),
+        model.layers[0].second.weight.register_hook(scaled),
+        model.layers[0].second.weight.register_hook(scaled),
+        model.layers[1].first.bias.register_post_accumulate_grad_hook(doubled),
+        model.leave.weight.register_post_accumulate_grad_hook(doubled),
+        model.leave.weight.register_hook(scaled),
+    ]
+
+
+class Hooked(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        hook_some(self)
+
+
+def loss_of(model: Any, seed: int) -> Tensor:
+    return model(noise(3, 6, seed=seed)).square().mean()
+
+
+def plain(model: Any, run: Run, number: int) -> None:
+    run.backward(loss_of(model, number))
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g23_hooks_registered_before_the_transform_fire(ranks: Ranks, n: int) -> None:
+    assert ranks(n).run(differences, Hooked, plain) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g23_hooks_come_and_go_at_any_time(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> None:
+        early = hook_some(model) if number != 1 else []
+        loss = loss_of(model, number)
+        late = hook_some(model) if number != 2 else []
+        for handle in early[::2]:
+            handle.remove()
+        run.backward(loss)
+        for handle in (*early, *late):
+            handle.remove()
+        if number == 1:
+            run.backward(loss_of(model, 7))
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g23_hooks_fire_in_autograd_grad_and_backward_into_inputs(ranks: Ranks, n: int) -> None:
+    """A hooked parameter was "not used in the graph"."""
+
+    def program(model: Stack, run: Run, number: int) -> object:
+        handles = hook_some(model)
+        parameters = list(model.parameters())
+        grads = torch.autograd.grad(loss_of(model, number), parameters)
+        run.backward(loss_of(model, number), inputs=list(model.layers.parameters()))
+        for handle in handles:
+            handle.remove()
+        return [run.mean(grad) for grad in grads]
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g23_hooks_fire_on_sums_of_accumulated_microbatches(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> None:
+        with run.accumulate():
+            for i in range(2):
+                run.backward(loss_of(model, 10 * number + i))
+
+    class Scaled(Stack):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enter.weight.register_hook(scaled)
+            self.layers[0].second.weight.register_hook(scaled)  # type: ignore[operator]
+
+    assert ranks(n).run(differences, Scaled, program) == [[]] * n
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        reference = Stack()
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        seen: list[tuple[str, Tensor]] = []
+
+        def watch(name: str, parameter: nn.Parameter) -> None:
+            parameter.register_hook(lambda grad: seen.append((name, grad)))
+            parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
+
+        for name, parameter in model.named_parameters():
+            watch(name, parameter)
+        names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
+
+        def fired(run: Callable[[], object]) -> dict[str, Tensor]:
+            seen.clear()
+            run()
+            assert sorted(name for name, _ in seen) == names
+            return dict(seen)
+
+        loss_of(reference, 1).backward()
+        gradients = fired(lambda: loss_of(model, 1).backward())
+        for name, parameter in model.named_parameters():
+            grad = gradients[name]
+            assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
+            assert grad.placements == parameter.placements
+            assert gradients[f"{name} after"] is parameter.grad
+            local = reference.get_parameter(name).grad
+            assert local is not None
+            assert torch.equal(full(grad), mean_of_ranks(local))
+        model.zero_grad()
+
+        def two_microbatches() -> None:
+            with zf.accumulate(model):
+                loss_of(model, 1).backward()
+                loss_of(model, 2).backward()
+
+        fired(two_microbatches)
+        loss = loss_of(model, 3)
+        fired(lambda: loss.backward(retain_graph=True))
+        fired(loss.backward)
+        fired(lambda: loss_of(model, 4).backward(inputs=list(model.parameters())))
+        fired(lambda: loss_of(model, 4).backward(create_graph=True))
+        model.zero_grad()
+        seen.clear()
+        torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
+        assert sorted(name for name, _ in seen) == sorted(name for name in names if not name.endswith("after"))
+
+    ranks(3).run(case)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_g23_hooks_of_modules_fire_as_in_replicas(ranks: Ranks, n: int) -> None:
+    def program(model: Stack, run: Run, number: int) -> object:
+        seen: list[object] = []
+        handles = []
+
+        def note(*values: object) -> None:
+            seen.extend(values)
+
+        for module in (model, model.enter, model.layers[0], model.layers[1].first, model.layers[2]):
+            handles += [
+                module.register_forward_pre_hook(lambda _, args: note(args)),
+                module.register_forward_hook(lambda _, args, output: note(output)),
+                module.register_full_backward_pre_hook(lambda _, grads: note(grads)),
+                module.register_full_backward_hook(lambda _, inputs, outputs: note(inputs, outputs)),
+            ]
+        handles += [
+            model.layers[1].register_forward_pre_hook(lambda _, args: (args[0] * 2,)),
+            model.layers[1].register_forward_hook(lambda _, args, output: output * 0.5),
+            model.layers[2].register_full_backward_pre_hook(lambda _, grads: (grads[0] * 2,)),  # type: ignore[index]
+            model.layers[0].register_full_backward_hook(lambda _, inputs, outputs: (inputs[0] * 4,)),  # type: ignore[index]
+        ]
+        run.backward(model(noise(3, 6, seed=number).requires_grad_()).square().mean())
+        for handle in handles:
+            handle.remove()
+        return seen
+
+    assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+def test_g23_a_transformed_model_can_be_transformed_with_its_hooks(ranks: Ranks) -> None:
+    def case() -> list[str]:
+        def again(model: Any) -> nn.Module:
+            loss_of(model, 5).backward()
+            model.zero_grad()
+            return zf.shard_params(model, axis())
+
+        return differences(Hooked, plain, transform=again)
+
+    assert ranks(2).run(case) == [[]] * 2
