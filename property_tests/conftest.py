@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tests.conftest as suite
-from tests.conftest import _seed, ranks
+from tests.conftest import _seed, ranks, simulated
 
-__all__ = ["_seed", "ranks"]
+__all__ = ["_seed", "ranks", "simulated"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
