@@ -73,7 +73,7 @@ class SimulatedGroup(dist.ProcessGroup):
             rank: Of this rank in the group.
             members: All its ranks, counted in the whole world.
         """
-        super().__init__(rank, len(members))
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
         self._room, self._name, self._place, self._members = room, name, rank, list(members)
 
     def size(self) -> int:
