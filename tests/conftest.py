@@ -1,30 +1,19 @@
-"""Fixtures of the whole suite: ranks, seeds, strict warnings, profiles of Hypothesis.
-
-Profiles, chosen by the environment variable HYPOTHESIS_PROFILE:
-
-    dev     few examples, the same in every run (the default)
-    ci      more, still the same in every run
-    deep    many, random, with the database of failures
-"""
+"""Fixtures of the whole suite: ranks, seeds, strict warnings, the profile of Hypothesis."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import pytest
 import torch
-from hypothesis import settings
 
+from tests.profiles import load_profile
 from tests.ranks import Ranks
 from tests.simulation import Simulated
 
-settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
-settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+load_profile()
 
 
 class Tier(Protocol):

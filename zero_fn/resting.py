@@ -7,6 +7,7 @@ checks what is relied on here.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -28,17 +29,30 @@ def resting_spec(
 
 
 def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor whose local tensor is `local`, without a copy."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    """A DTensor whose local tensor is `local`, without a copy.
+
+    A DTensor takes over the storage offset of its local tensor and then passes for a tensor with a storage of its own,
+    which deepcopy fails on (2.13). So it is made over a tensor at offset 0 and moved.
+    """
+    if not local.storage_offset():
+        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor: DTensor = DTensor(_nothing(local.dtype, local.device), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    tensor._local_tensor = local
+    return tensor
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
     """The parameter to register: a DTensor over `local`, or, on no axis (spec None), `local` itself."""
     if spec is None:
         return nn.Parameter(local, requires_grad=requires_grad)
-    # A DTensor takes over the storage offset of its local tensor and then passes for a tensor with a storage of its own,
-    # which deepcopy fails on (2.13). So it is made over a tensor at offset 0 and moved.
-    parameter = nn.Parameter(resting_tensor(local.new_empty(0), spec), requires_grad=requires_grad)
+    # Over nothing first, for `nn.Parameter` makes another DTensor, with the offset of the local tensor again.
+    nothing = resting_tensor(_nothing(local.dtype, local.device), spec)
+    parameter = nn.Parameter(nothing, requires_grad=requires_grad)
     set_local(parameter, local)
     return parameter
 

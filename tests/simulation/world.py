@@ -6,6 +6,7 @@ groups of the main thread come back untouched when the case is over.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -59,11 +60,11 @@ _worlds = _Worlds()
 @contextmanager
 def worlds_by_thread() -> Iterator[None]:
     """In this block every thread that called `own_world` sees its own groups; the calling thread must wait for them."""
-    before = distributed_c10d._world
+    before, hook = distributed_c10d._world, sys.excepthook
     distributed_c10d._world = _worlds  # type: ignore[assignment]
     _look_up_by_thread(True)
     try:
         yield
     finally:
         _look_up_by_thread(False)
-        distributed_c10d._world = before
+        distributed_c10d._world, sys.excepthook = before, hook  # a new group makes a hook of its own

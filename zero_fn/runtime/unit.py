@@ -188,6 +188,10 @@ class Unit:
         twin.gradients = Gradients(twin.slots)
         for slot in twin.slots:
             slot.unit = weakref.ref(twin)
+        for slot in self.slots:
+            copied = memo.get(id(slot.parameter))
+            if copied is not None:
+                copied.grad = None  # as the copy of any parameter; that of a DTensor alone would have one
         twin.step = copy.deepcopy(self.step, memo)
         twin.step.units[self.index] = weakref.ref(twin)
         return twin
