@@ -1,7 +1,7 @@
 """Modules as values: trees of the layers people train, each a map from `rows width` to `rows width`.
 
-    Part      one layer or a nest of them; frozen or not; under a checkpoint or not
-    Model     parts in a row, ties between them, and what the root returns
+Part      one layer or a nest of them; frozen or not; under a checkpoint or not
+Model     parts in a row, ties between them, and what the root returns
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Record:
     note: str
 
 
-Pair = namedtuple("Pair", "first second")  # noqa: PYI024  a namedtuple as users write them
+Pair = namedtuple("Pair", "first second")  # as users write them
 
 
 class Opaque:
@@ -353,8 +353,7 @@ def build_model(model: Model, seed: int = 0) -> Root:
             if (parameter := place[0]._parameters[place[1]]) is not None
             and source is not None
             and parameter is not source
-            and (parameter.shape, parameter.dtype, parameter.stride())
-            == (source.shape, source.dtype, source.stride())
+            and (parameter.shape, parameter.dtype, parameter.stride()) == (source.shape, source.dtype, source.stride())
         ]
         if alike:
             module, name = alike[other % len(alike)]

@@ -163,9 +163,7 @@ def _held(model: nn.Module) -> dict[str, Held]:
             assert grad is None or (isinstance(grad, DTensor) and grad.placements == parameter.placements), name
             local_grad = grad._local_tensor.detach().clone() if isinstance(grad, DTensor) else None
             dim = placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
-            found[name] = Held(
-                parameter._local_tensor.detach().clone(), dim, local_grad, parameter.requires_grad
-            )
+            found[name] = Held(parameter._local_tensor.detach().clone(), dim, local_grad, parameter.requires_grad)
         else:
             found[name] = Held(
                 parameter.detach().clone(), None, None if grad is None else grad.clone(), parameter.requires_grad

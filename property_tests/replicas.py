@@ -5,14 +5,15 @@ what is trained, outputs. Everything must be equal to the bit, with two exceptio
 
     the norm that clipping returns    sums over shards are in another order: it must lie within the rounding of the sum, and
                                       the replicas then scale with the norm that the ranks found
-    sums in another order             where a program adds the same addends in two legal orders (`is_reordered`), gradients lie
-                                      within `2 gamma_k sum |addend|`; the replicas go on with those of the ranks
+    sums in another order             where a program adds the same addends in two legal orders (`is_reordered`), gradients
+                                      lie within `2 gamma_k sum |addend|`; replicas go on with those of the ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -50,10 +51,17 @@ _ADDENDS = 64  # more than any parameter of a program has
 class Replicas:
     """N replicas of a program; `follow` runs one rule and says where the ranks differ from it."""
 
-    def __init__(self, program: Program, n: int) -> None:
+    def __init__(self, program: Program, n: int, *, is_reordered: bool) -> None:
+        """N replicas of the model of a program.
+
+        Args:
+            program: Its rules may be those that will be followed, or none.
+            n: Replicas.
+            is_reordered: See the function of that name.
+        """
         self.spec, self.program, self.n = program.model, program, n
         self.models: list[nn.Module] = [build_model(program.model) for _ in range(n)]
-        self.is_reordered = is_reordered(program)
+        self.is_reordered = is_reordered
         self._magnitudes: dict[int, Tensor] = {}
         self._new_optimizer()
 
@@ -72,7 +80,9 @@ class Replicas:
             case Accumulate():
                 self._accumulate(rule, seed)
             case Evaluate():
-                found += self._compare_outputs(lambda model, rank: evaluated(model, self.spec, rule.mode, seed, rank), seen)
+                found += self._compare_outputs(
+                    lambda model, rank: evaluated(model, self.spec, rule.mode, seed, rank), seen
+                )
             case Step():
                 found += self._step(rule, seen)
             case ZeroGrad():
@@ -212,8 +222,10 @@ class Replicas:
                 for name, parameter in owner._parameters.items():
                     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
                         alias = parameter.view_as(parameter)
-                        alias.register_hook(lambda grad, number=number_of[id(parameter)]: self._measure(number, grad))
+                        alias.register_hook(partial(self._measure, number_of[id(parameter)]))
                         owner.__dict__[name] = alias
+                        if isinstance(owner, nn.LSTM):
+                            owner._flat_weights[owner._flat_weights_names.index(name)] = alias
 
         return enter
 
@@ -300,6 +312,7 @@ def is_reordered(program: Program) -> bool:
         or any(one.retain or one.forwards > 1 for one in passes)
         or bool(program.model.ties)
         or "odd" in program.model.kinds()  # one of its parameters is bfloat16, whose sums are float32 on ranks
+        or "recurrent" in program.model.kinds()  # uses its weights at every time
     )
     return several and one_by_one
 
@@ -317,7 +330,7 @@ def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str
         program: What the ranks ran.
         by_rank: What each rank held after each rule.
     """
-    replicas = Replicas(program, len(by_rank))
+    replicas = Replicas(program, len(by_rank), is_reordered=is_reordered(program))
     for number, rule in enumerate(program.rules):
         found = replicas.follow(rule, 100 * number, [seen[number] for seen in by_rank])
         if found:
@@ -329,6 +342,8 @@ def _unalias(module: nn.Module, *_: object) -> None:
     for owner in _read_by(module):
         for name in owner._parameters:
             owner.__dict__.pop(name, None)
+        if isinstance(owner, nn.LSTM):
+            owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
 
 
 def _read_by(module: nn.Module) -> list[nn.Module]:

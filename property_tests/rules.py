@@ -1,13 +1,13 @@
 """Training programs as values: lists of rules. What each means for one model, whoever runs it.
 
-A rule is complete in itself: when it ends, gradients are reduced and the model is at rest. So ranks and oracle can be compared
-after every one.
+A rule is complete in itself: when it ends, gradients are reduced and the model is at rest. So ranks and oracle can be
+compared after every one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -280,7 +280,5 @@ def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
 @contextmanager
 def expecting_failure() -> Iterator[None]:
     """Swallows `Failed`: the program goes on."""
-    try:
+    with suppress(Failed):
         yield
-    except Failed:
-        pass

@@ -1,12 +1,12 @@
 """Profiles of Hypothesis, chosen by the environment variable HYPOTHESIS_PROFILE, and how many examples a test has in each.
 
-    dev     few examples, the same in every run (the default)
-    ci      more, still the same in every run
-    deep    many, random, with the database of failures
+dev     few examples, the same in every run (the default)
+ci      more, still the same in every run
+deep    many, random, with the database of failures
 
-    @examples(dev=400, ci=4_000, deep=200_000)
-    @given(...)
-    def test_...
+@examples(dev=400, ci=4_000, deep=200_000)
+@given(...)
+def test_...
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
 
-__all__ = ["PROFILE", "examples", "load_profile"]
+__all__ = ["PROFILE", "examples", "load_profile", "machine_settings"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
@@ -32,9 +32,15 @@ def load_profile() -> None:
     settings.load_profile(PROFILE)
 
 
+_SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
 def examples(*, dev: int, ci: int, deep: int) -> Callable[[F], F]:
-    """How many examples a test has in each profile. The programs of the simulator are slow to draw and large: that is known."""
-    return settings(
-        max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    )
+    """How many examples a test has in each profile. Programs are slow to draw and large: that is known."""
+    return settings(max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE], suppress_health_check=_SLOW_TO_DRAW)
+
+
+def machine_settings(*, dev: int, ci: int, deep: int, rules: int = 15) -> settings:
+    """The same for a state machine of at most `rules` rules."""
+    number = {"dev": dev, "ci": ci, "deep": deep}[PROFILE]
+    return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW)

@@ -68,7 +68,8 @@ class Report(Generic[R]):
         events: The last communication events of each rank, as text.
         counts: How many events each rank has had.
         trace: The collectives of each rank.
-        desync: Where the collectives of two ranks differ, or messages nobody received; None if all is well.
+        desync: Where the collectives of two ranks differ; None if they do not.
+        left_over: Messages that nobody received.
     """
 
     outcomes: list[Outcome[R]]
@@ -78,13 +79,15 @@ class Report(Generic[R]):
     counts: list[int]
     trace: list[list[object]]
     desync: str | None
+    left_over: list[str]
 
     def __str__(self) -> str:
         lines = list(self.deadlock or [])
         for rank, (outcome, events) in enumerate(zip(self.outcomes, self.events, strict=True)):
             ended = "was killed" if outcome.was_killed else repr(outcome.error) if outcome.error else "returned"
             lines += [f"rank {rank} {ended}; its last events:", *(f"    {event}" for event in events)]
-        return "\n".join([*lines, *([self.desync] if self.desync else [])])
+        left = [f"nobody received {message}" for message in self.left_over]
+        return "\n".join([*lines, *([self.desync] if self.desync else []), *left])
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,12 @@ class Case:
     timing: Timing
     transport: Literal["exchange", "native"]
 
-    def run(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> list[R]:
+    def run(self, fn: Callable[..., R], *args: Any, may_leave_messages: bool = False, **kwargs: Any) -> list[R]:
         """Runs `fn(*args, **kwargs)` on every rank.
+
+        Args:
+            fn: Any function.
+            may_leave_messages: Messages that nobody received are no mistake: the program was left in the middle of something.
 
         Returns:
             The value of each rank.
@@ -113,7 +120,7 @@ class Case:
             if outcome.error is not None:
                 outcome.error.add_note(str(report))
                 raise outcome.error
-        if report.desync is not None:
+        if report.desync is not None or (report.left_over and not may_leave_messages):
             raise Desync(str(report))
         return [outcome.value for outcome in report.outcomes]  # type: ignore[misc]
 
@@ -199,7 +206,6 @@ class _Ranks:
         turns = self._run(lambda: _isolated(job), case)
         wires, traces = self._room.wires, self._room.traces
         outcomes, self._outcomes = self._outcomes, [Outcome()] * self._n
-        left = wires.left_over()
         return Report(
             outcomes,
             turns.deadlock,
@@ -207,7 +213,8 @@ class _Ranks:
             [[str(event) for event in events] for events in wires.events],
             wires.counts,
             [traces.of(rank) for rank in range(self._n)],
-            traces.difference(self._room.members) or ("messages nobody received: " + "; ".join(left) if left else None),
+            traces.difference(self._room.members),
+            wires.left_over(),
         )
 
     def close(self) -> None:
