@@ -46,11 +46,12 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
 def models(draw: st.DrawFn) -> Model:
     """Models of one to four parts.
 
-    Not ties together with reentrant checkpoints: see `test_ties_under_reentrant_checkpoints`.
+    No ties beside reentrant checkpoints or experts that are skipped: see the failures that are expected in
+    `test_simulated_training.py`.
     """
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
     ties: tuple[tuple[int, int], ...] = ()
-    if not any("reentrant" in Model(1, (part,)).kinds() for part in chosen):
+    if not Model(1, chosen).kinds() & {"reentrant", "routed"}:
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
     twice = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     model = Model(
@@ -107,7 +108,7 @@ def backwards(*, several: bool = True) -> st.SearchStrategy[Backward]:
 
 
 def steps() -> st.SearchStrategy[Step]:
-    """Optimizer steps, clipped or not. For p = inf see `test_simulated_clipping.py`."""
+    """Optimizer steps, clipped or not. For p = inf see `test_simulated_training.py`."""
     norms = [0.5, 1.0, 2.0, 3.0]
     clips = st.sampled_from([None, None, 0.1, 1.0])
     return st.builds(Step, clip=clips, norm=st.sampled_from(norms), keeps=st.sampled_from([False, False, True]))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
+from property_tests.programs import Link
 from property_tests.replicas import differences
-from property_tests.rules import Fail, Program
+from property_tests.rules import Backward, Copy, Fail, Program, Step
 from property_tests.strategies_of_programs import programs, schedules
 from tests.profiles import examples
 from tests.simulation import Simulated
@@ -49,3 +52,54 @@ def test_any_program_gives_what_replicas_give(
     transport: Literal["exchange", "native"],
 ) -> None:
     check(simulated, program, n, schedule, timing, transport)
+
+
+# -- found here ---------------------------------------------------------------------------------------------------------
+
+COPIED = Program(Model(1, (Part("linear", 1),)), (Link("replicate"),), (Backward(), Copy(), Backward(), Step()))
+
+
+def test_a_model_may_be_copied_while_it_has_gradients(simulated: Simulated) -> None:
+    """`copy.deepcopy` raised once, on a gradient that is a view beyond the start of its buffer; and copied gradients, which
+    the copy of a parameter never has."""
+    check(simulated, COPIED)
+
+
+@pytest.mark.xfail(
+    reason="the second backward of several forwards is not on a schedule: what it reduces depends on the rank"
+)
+@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
+def test_an_expert_tied_to_another_unit_may_be_skipped_in_the_second_of_two_backwards(
+    simulated: Simulated, verb: str
+) -> None:
+    """The weight of `expert0` belongs to the unit of the root, which output 1 uses only on ranks that chose this expert."""
+    model = Model(2, (Part("routed", 2), Part("linear", 1)), ties=((0, 2),), output="dict")
+    rules = (Backward(), Backward(forwards=2, together=False, output=1))
+    check(simulated, Program(model, (Link(verb),), rules))
+
+
+@pytest.mark.xfail(
+    reason="in a backward that is not the first, a unit is resharded after the first checkpoint inside it"
+)
+def test_ties_under_reentrant_checkpoints_train_in_later_backwards(simulated: Simulated) -> None:
+    inside = (Part("mlp", 1, wrap="reentrant"), Part("norm", 7, wrap="reentrant"), Part("conv", 7, wrap="reentrant"))
+    parts = (Part("linear", 2), Part("nest", children=inside), Part("weighted", 7, True, "reentrant"), Part("mlp", 2))
+    model = Model(3, parts, ties=((16, 5), (18, 7)))
+    rules = (
+        Backward(forwards=2, together=False, output=0),
+        Backward(forwards=3, together=False, output=0, retain=True),
+    )
+    check(simulated, Program(model, (Link("shard_params"),), rules), n=4)
+
+
+@pytest.mark.xfail(reason="torch has no maximum of an empty shard: one rank raises alone")
+def test_clipping_to_the_largest_element_works_when_a_shard_is_empty(simulated: Simulated) -> None:
+    rules = (Backward(), Step(clip=0.1, norm=float("inf")))
+    check(simulated, Program(Model(1, (Part("linear", 1),)), (Link("shard_optimizer"),), rules))
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("verb", ["replicate", "shard_optimizer", "shard_grads", "shard_params"])
+def test_clipping_to_the_largest_element_is_exact(simulated: Simulated, n: int, verb: str) -> None:
+    rules = (Backward(), Step(clip=0.01, norm=float("inf")), Backward(), Step(clip=0.01, norm=float("inf")))
+    check(simulated, Program(Model(4, (Part("mlp", 6), Part("linear", 1))), (Link(verb),), rules), n=n)
