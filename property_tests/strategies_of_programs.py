@@ -46,12 +46,12 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
 def models(draw: st.DrawFn) -> Model:
     """Models of one to four parts.
 
-    No ties beside reentrant checkpoints or experts that are skipped: see the failures that are expected in
+    No ties beside checkpoints or experts that are skipped: see the failures that are expected in
     `test_simulated_training.py`.
     """
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
     ties: tuple[tuple[int, int], ...] = ()
-    if not Model(1, chosen).kinds() & {"reentrant", "routed"}:
+    if not Model(1, chosen).kinds() & {"checkpoint", "reentrant", "routed"}:
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
     twice = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     model = Model(
