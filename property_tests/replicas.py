@@ -105,7 +105,7 @@ class Replicas:
 
     def _backward(self, rule: Backward, seed: int) -> None:
         with self._measured():
-            calls = self._on_all(lambda model, rank: backwards(model, self.spec, rule, seed, rank))
+            calls = [backwards(model, self.spec, rule, seed, rank) for rank, model in enumerate(self.models)]
             for same in zip(*calls, strict=True):
                 self._reduce([self._fresh(model, call) for model, call in zip(self.models, same, strict=True)])
 
@@ -115,14 +115,16 @@ class Replicas:
             if number == rule.fails_at:
                 return
             with self._measured():
-                calls = self._on_all(
-                    lambda model, rank, b=microbatch, i=number: backwards(model, self.spec, b, seed + 10 * i, rank)
-                )
+                calls = [
+                    backwards(model, self.spec, microbatch, seed + 10 * number, rank)
+                    for rank, model in enumerate(self.models)
+                ]
                 for rank, (model, own) in enumerate(zip(self.models, calls, strict=True)):
                     for call in own:
                         sums[rank] = [_added(a, b) for a, b in zip(sums[rank], self._fresh(model, call), strict=True)]
             if rule.evaluates:
-                self._on_all(lambda model, rank: evaluated(model, self.spec, "no_grad", seed, rank))
+                for rank, model in enumerate(self.models):
+                    evaluated(model, self.spec, "no_grad", seed, rank)
         self._reduce(sums)
 
     def _step(self, rule: Step, seen: Sequence[Seen]) -> list[str]:
@@ -238,9 +240,6 @@ class Replicas:
             parameter.grad = None
 
     # -- replicas ---------------------------------------------------------------------------------------------------
-
-    def _on_all(self, run: Callable[[nn.Module, int], list[Callable[[], None]]]) -> list[list[Callable[[], None]]]:
-        return [run(model, rank) for rank, model in enumerate(self.models)]
 
     def _share(self) -> None:
         """The other replicas take over the parameters of the first."""

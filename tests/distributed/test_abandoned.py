@@ -13,7 +13,7 @@ from tests.ranks import Ranks, axis
 
 
 def a_model_that_failed_and_then_another() -> float:
-    def build() -> nn.Module:
+    def build() -> nn.Sequential:
         torch.manual_seed(0)
         return zf.shard_params(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), axis())
 
