@@ -126,7 +126,7 @@ class Pending:
 
     def __del__(self) -> None:
         # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
-        if self._works:
+        if self._works and _dropped is not None:  # None while the interpreter ends
             _dropped.append((self._works, self._finish, self.kept))
 
     def wait(self) -> None:
