@@ -309,11 +309,12 @@ def is_reordered(program: Program) -> bool:
     one_by_one = (
         any(isinstance(rule, Accumulate) for rule in program.rules)
         or any(one.retain or one.forwards > 1 for one in passes)
-        or bool(program.model.ties)
+        or (several and bool(program.model.ties))
         or "odd" in program.model.kinds()  # one of its parameters is bfloat16, whose sums are float32 on ranks
         or "recurrent" in program.model.kinds()  # uses its weights at every time
     )
-    return several and one_by_one
+    # A tied parameter may belong to a unit that is entered once for each module that holds it.
+    return (several or bool(program.model.ties)) and one_by_one
 
 
 def _passes(rule: Rule) -> tuple[Backward, ...]:

@@ -16,7 +16,7 @@ from property_tests.modules import Model
 from property_tests.on_ranks import OnRank, Seen
 from property_tests.replicas import Replicas
 from property_tests.rules import Evaluate, Fail, Freeze, Optimizer, Program, Rule, ZeroGrad
-from property_tests.strategies_of_programs import backwards, chains_for, models, rules, schedules, steps
+from property_tests.strategies_of_programs import backwards, chains_for, may_follow, models, rules, schedules, steps
 from tests.profiles import machine_settings
 from tests.simulation import Simulated
 
@@ -30,6 +30,7 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.number = 0
+            self.before: Rule | None = None
             self.ranks: list[OnRank] = []
 
         @initialize(
@@ -80,8 +81,9 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
             self._do(data.draw(rules(self.model), label="rule"))
 
         def _do(self, one: Rule) -> None:
-            if not self.ranks:
+            if not self.ranks or not may_follow(one, self.before):
                 return
+            self.before = one
             seed = 100 * self.number
             self.number += 1
             seen: list[Seen] = self._on_ranks(lambda rank: self.ranks[rank].do(one, seed))

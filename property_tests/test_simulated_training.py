@@ -41,7 +41,7 @@ def check(
         assert not found, "\n".join(found)
 
 
-@examples(dev=700, ci=15_000, deep=1_000_000)
+@examples(dev=500, ci=15_000, deep=1_000_000)
 @given(programs(), st.sampled_from(MESHES), schedules, timings, transports)
 def test_any_program_gives_what_replicas_give(
     simulated: Simulated,
@@ -103,3 +103,13 @@ def test_clipping_to_the_largest_element_works_when_a_shard_is_empty(simulated: 
 def test_clipping_to_the_largest_element_is_exact(simulated: Simulated, n: int, verb: str) -> None:
     rules = (Backward(), Step(clip=0.01, norm=float("inf")), Backward(), Step(clip=0.01, norm=float("inf")))
     check(simulated, Program(Model(4, (Part("mlp", 6), Part("linear", 1))), (Link(verb),), rules), n=n)
+
+
+@pytest.mark.xfail(
+    reason="names show gathered tensors until the next forward after a backward that raised; deepcopy refuses them"
+)
+def test_a_model_may_be_copied_right_after_it_failed_in_backward(simulated: Simulated) -> None:
+    model = Model(2, (Part("dropped", 6), Part("odd", 6, wrap="reentrant"), Part("mixed", 4)), twice=0)
+    rules = (Backward(), Fail("backward", 2), Copy())
+    chain = (Link("shard_params", {"units": "parts.?", "reshard_after": "backward"}),)
+    check(simulated, Program(model, chain, rules))
