@@ -12,7 +12,7 @@ from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
 from property_tests.programs import Link
 from property_tests.replicas import differences
-from property_tests.rules import Backward, Copy, Fail, Program, Step
+from property_tests.rules import Backward, Copy, Edit, Fail, Load, Program, Rule, Step, Transform
 from property_tests.strategies_of_programs import programs, schedules
 from tests.profiles import examples
 from tests.simulation import Simulated
@@ -113,3 +113,11 @@ def test_a_model_may_be_copied_right_after_it_failed_in_backward(simulated: Simu
     rules = (Backward(), Fail("backward", 2), Copy())
     chain = (Link("shard_params", {"units": "parts.?", "reshard_after": "backward"}),)
     check(simulated, Program(model, chain, rules))
+
+
+@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
+@pytest.mark.parametrize("after", [Edit(), Load((Link("shard_grads"),)), Transform((Link("shard_grads"),))])
+def test_verbs_work_right_after_a_backward_that_raised(simulated: Simulated, verb: str, after: Rule) -> None:
+    """`unsharded` called the model in use until its next forward."""
+    model = Model(3, (Part("linear", 1), Part("mlp", 4), Part("mlp", 5)))
+    check(simulated, Program(model, (Link(verb),), (Fail("backward", 1), after, Backward(), Step())))

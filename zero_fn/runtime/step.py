@@ -455,6 +455,11 @@ class Step:
         self._trace = []
         self._uses = {}
 
+    def recover(self) -> None:
+        """Puts the module at rest if its last backward raised; verbs call it first. Ranks that raised alike stay in step."""
+        if self._backward is not None and not self._backward.is_alive:
+            self._recover()
+
     def _recover(self) -> None:
         """Drops what a forward or backward that raised left behind. Ranks that raised alike stay in step."""
         backward, self._backward = self._backward, None
