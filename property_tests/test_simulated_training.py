@@ -12,7 +12,7 @@ from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
 from property_tests.programs import Link
 from property_tests.replicas import differences
-from property_tests.rules import Backward, Copy, Edit, Fail, Load, Program, Rule, Step, Transform
+from property_tests.rules import Accumulate, Backward, Copy, Edit, Fail, Load, Program, Rule, Step, Transform
 from property_tests.strategies_of_programs import programs, schedules
 from tests.profiles import examples
 from tests.simulation import Simulated
@@ -115,9 +115,17 @@ def test_a_model_may_be_copied_right_after_it_failed_in_backward(simulated: Simu
     check(simulated, Program(model, chain, rules))
 
 
-@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
-@pytest.mark.parametrize("after", [Edit(), Load((Link("shard_grads"),)), Transform((Link("shard_grads"),))])
-def test_verbs_work_right_after_a_backward_that_raised(simulated: Simulated, verb: str, after: Rule) -> None:
+@pytest.mark.parametrize("after", [Edit(), Load((Link("shard_params"),)), Transform((Link("shard_grads"),))])
+def test_verbs_work_right_after_a_backward_that_raised(simulated: Simulated, after: Rule) -> None:
     """`unsharded` called the model in use until its next forward."""
-    model = Model(3, (Part("linear", 1), Part("mlp", 4), Part("mlp", 5)))
-    check(simulated, Program(model, (Link(verb),), (Fail("backward", 1), after, Backward(), Step())))
+    model = Model(5, (Part("routed", 2), Part("recurrent", 7), Part("conv", 1, frozen=True)), output="opaque")
+    rules = (Fail("backward"), after, Backward(), Step())
+    check(simulated, Program(model, (Link("shard_optimizer"),), rules), n=4)
+
+
+@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
+def test_accumulate_forgets_what_a_backward_that_raised_before_it_left(simulated: Simulated, verb: str) -> None:
+    """Its local gradients were silently added to the sum of the block."""
+    model = Model(3, (Part("embedding"), Part("mlp", 5)), output="pair", twice=0)
+    rules = (Fail("backward", 3), Accumulate((Backward(forwards=2, output=1),)), Step())
+    check(simulated, Program(model, (Link(verb),), rules))

@@ -421,6 +421,7 @@ class Step:
     def begin_accumulation(self) -> None:
         """Entered by `accumulate`."""
         if not self.accumulating:
+            self.recover()  # what a backward before left must not be taken for a part of this sum
             self._is_fresh = True
         self.accumulating += 1
 
