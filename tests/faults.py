@@ -25,7 +25,7 @@ from tests.ranks import axis
 from zero_fn.guarded import Guarded
 from zero_fn.local.ranks import LocalRanks, RankDied
 
-__all__ = ["ASTRAY", "ENDINGS", "Fault", "Said", "outcomes"]
+__all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
 
 ENDINGS = ("kill", "exit", "stop")
 """Faults that strike at a collective: SIGKILL, `os._exit`, SIGSTOP."""
@@ -99,23 +99,34 @@ class Wandering(nn.Module):
         return output
 
 
-def outcomes(n: int, stage: str, fault: Fault, *, compare: bool = False) -> dict[int, Said | None]:
-    """What each rank that lives got; None for one that noticed nothing.
+class FreshRanks:
+    """The fixture `fresh_ranks`: `fresh_ranks(2, "zero3", fault)` is what each rank that lives got, None if nothing.
 
-    Raises:
-        AssertionError: The ranks returned too late, or an ending left its victim alive.
+    Attributes:
+        executed: Cases so far.
     """
-    with tempfile.TemporaryDirectory() as directory, LocalRanks(n) as ranks:
-        with contextlib.suppress(RankDied, _Reported):
-            ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
-        struck_s = json.loads((Path(directory) / "struck").read_text())
-        said: dict[int, Said | None] = {}
-        for rank in range(n):
-            if rank == fault.victim and fault.kind in ENDINGS:
-                continue
-            report = json.loads((Path(directory) / f"rank{rank}").read_text())
-            said[rank] = Said(report["error"], report["text"], report["at_s"] - struck_s) if report["error"] else None
-        return said
+
+    def __init__(self) -> None:
+        self.executed = 0
+
+    def __call__(self, n: int, stage: str, fault: Fault, *, compare: bool = False) -> dict[int, Said | None]:
+        self.executed += 1
+        with tempfile.TemporaryDirectory() as directory, LocalRanks(n) as ranks:
+            with contextlib.suppress(RankDied, _Reported):
+                ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
+            struck_s = json.loads((Path(directory) / "struck").read_text())
+            said: dict[int, Said | None] = {}
+            for rank in range(n):
+                if rank == fault.victim and fault.kind in ENDINGS:
+                    continue
+                report = json.loads((Path(directory) / f"rank{rank}").read_text())
+                said[rank] = (
+                    Said(report["error"], report["text"], report["at_s"] - struck_s) if report["error"] else None
+                )
+            return said
+
+    def close(self) -> None:
+        """Nothing is left: every case ends its ranks."""
 
 
 def _train(directory: str, stage: str, fault: Fault, compare: bool) -> None:

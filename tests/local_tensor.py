@@ -25,7 +25,6 @@ from functools import reduce
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
@@ -37,7 +36,7 @@ import zero_fn.layout
 from tests.groups import pretended
 from zero_fn.mesh import Axis, mesh_axis
 
-__all__ = ["LocalTensors", "World", "local_tensor"]
+__all__ = ["LocalTensors", "World"]
 
 
 class World:
@@ -89,14 +88,8 @@ class LocalTensors:
             mode = stack.enter_context(LocalTensorMode(n))
             yield World(mesh, mode)
 
-
-_SIMULATED = LocalTensors()
-
-
-@pytest.fixture(scope="session")
-def local_tensor() -> LocalTensors:
-    """Ranks simulated in this process: `with local_tensor(16) as world:`. See `tests/local_tensor.py`."""
-    return _SIMULATED
+    def close(self) -> None:
+        """Nothing is left open."""
 
 
 def _least(*values: Any) -> Any:

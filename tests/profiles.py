@@ -1,25 +1,46 @@
-"""How much a run tests: profiles of Hypothesis, chosen by the environment variable HYPOTHESIS_PROFILE.
+"""Profiles of Hypothesis, chosen by the environment variable HYPOTHESIS_PROFILE, and how many examples a test has in each.
 
 dev     few examples, the same in every run (the default)
 ci      more, still the same in every run
 deep    many, random, with the database of failures
+
+@examples(dev=400, ci=4_000, deep=200_000)
+@given(...)
+def test_...
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import TypeVar
 
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-__all__ = ["PROFILE", "cases"]
+__all__ = ["PROFILE", "examples", "load_profile", "machine_settings"]
+
+F = TypeVar("F", bound=Callable[..., object])
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
 
-settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
-settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
-settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
+
+def load_profile() -> None:
+    """Makes PROFILE the profile of tests that ask for no number of examples."""
+    settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
+    settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
+    settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
+    settings.load_profile(PROFILE)
 
 
-def cases(*, dev: int, ci: int, deep: int) -> int:
-    """The number of examples of one test in the chosen profile."""
-    return {"dev": dev, "ci": ci, "deep": deep}[PROFILE]
+_SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
+def examples(*, dev: int, ci: int, deep: int) -> Callable[[F], F]:
+    """How many examples a test has in each profile. Programs are slow to draw and large: that is known."""
+    return settings(max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE], suppress_health_check=_SLOW_TO_DRAW)
+
+
+def machine_settings(*, dev: int, ci: int, deep: int, rules: int = 15) -> settings:
+    """The same for a state machine of at most `rules` rules."""
+    number = {"dev": dev, "ci": ci, "deep": deep}[PROFILE]
+    return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW)

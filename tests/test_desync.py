@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
-from tests.faults import ASTRAY, Fault, outcomes
-from tests.profiles import cases
+from tests.faults import ASTRAY, Fault, FreshRanks
+from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from zero_fn.collectives.waiting import deadline
 from zero_fn.local.ranks import LocalRanks
@@ -34,14 +34,14 @@ def victims(draw: st.DrawFn) -> tuple[int, int]:
     return n, draw(st.integers(0, n - 1))
 
 
-@settings(max_examples=cases(dev=6, ci=60, deep=100))
+@examples(dev=6, ci=60, deep=100)
 @given(where=victims(), stage=stages, kind=st.sampled_from(["kill", "exit"]), at=st.integers(0, 30))
-@example(
-    where=(3, 0), stage="zero3", kind="kill", at=0
-)  # rank 0, which may serve the store, in the very first collective
-def test_the_others_name_a_rank_that_ended(where: tuple[int, int], stage: str, kind: str, at: int) -> None:
+@example(where=(3, 0), stage="zero3", kind="kill", at=0)
+def test_the_others_name_a_rank_that_ended(
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, at: int
+) -> None:
     n, victim = where
-    said = outcomes(n, stage, Fault(kind, victim, at))
+    said = fresh_ranks(n, stage, Fault(kind, victim, at))
     assert len(said) == n - 1
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
@@ -50,12 +50,14 @@ def test_the_others_name_a_rank_that_ended(where: tuple[int, int], stage: str, k
         assert report.after_s < NOTICED_S, report
 
 
-@settings(max_examples=cases(dev=3, ci=40, deep=60))
+@examples(dev=3, ci=40, deep=60)
 @given(where=victims(), stage=stages, at=st.integers(0, 30))
 @example(where=(3, 2), stage="zero2", at=11)
-def test_the_others_name_a_rank_that_stopped_at_the_deadline(where: tuple[int, int], stage: str, at: int) -> None:
+def test_the_others_name_a_rank_that_stopped_at_the_deadline(
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, at: int
+) -> None:
     n, victim = where
-    said = outcomes(n, stage, Fault("stop", victim, at, DEADLINE_S))
+    said = fresh_ranks(n, stage, Fault("stop", victim, at, DEADLINE_S))
     assert len(said) == n - 1
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
@@ -64,15 +66,15 @@ def test_the_others_name_a_rank_that_stopped_at_the_deadline(where: tuple[int, i
         assert DEADLINE_S * 0.9 < report.after_s < DEADLINE_S + NOTICED_S, report
 
 
-@settings(max_examples=cases(dev=8, ci=60, deep=100))
+@examples(dev=8, ci=60, deep=100)
 @given(where=victims(), stage=stages, kind=st.sampled_from(ASTRAY), step=st.integers(0, 2), compare=st.booleans())
 @example(where=(2, 1), stage="zero3", kind="skips a backward", step=1, compare=False)
 @example(where=(3, 0), stage="zero1", kind="raises and goes on", step=1, compare=True)
 def test_every_rank_is_told_at_once_where_one_went_astray(
-    where: tuple[int, int], stage: str, kind: str, step: int, compare: bool
+    fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, step: int, compare: bool
 ) -> None:
     n, victim = where
-    said = outcomes(n, stage, Fault(kind, victim, step), compare=compare)
+    said = fresh_ranks(n, stage, Fault(kind, victim, step), compare=compare)
     assert len(said) == n
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
@@ -82,8 +84,8 @@ def test_every_rank_is_told_at_once_where_one_went_astray(
         assert f"rank_{victim or 1}" in report.text
 
 
-def test_the_error_says_where_ranks_parted() -> None:
-    said = outcomes(2, "zero3", Fault("other order", 1, 1), compare=True)
+def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
+    said = fresh_ranks(2, "zero3", Fault("other order", 1, 1), compare=True)
     for report in said.values():
         assert report is not None
         assert report.text.splitlines()[0] == "Ranks 0 and 1 hold different collectives."

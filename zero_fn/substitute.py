@@ -184,6 +184,7 @@ def _source(shared: Shared, assignment: Assignment) -> Tensor:
 
 def _require_rest(module: nn.Module, verb: str) -> None:
     for unit in units_of(module):
+        unit.step.recover()
         unit.readopt()
         if unit.open or unit.step.accumulating or unit.pinned is not None:
             raise StateError(

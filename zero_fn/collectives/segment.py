@@ -6,6 +6,7 @@ of one call are packed into one message per peer; larger ones are sent from wher
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -111,6 +112,10 @@ class Contribution:
         self.addend, self.out, self.sum_dtype = addend, out, sum_dtype
 
 
+_dropped: deque[object] = deque(maxlen=1024)
+"""What collectives that nobody waited for hold: kept until their messages have come, which nobody can ask for."""
+
+
 class Pending:
     """A collective under way. `wait` returns when its result may be used and may be called again.
 
@@ -126,6 +131,11 @@ class Pending:
         kept: object = None,
     ) -> None:
         self._works, self._finish, self.kept = works, finish, kept
+
+    def __del__(self) -> None:
+        # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
+        if self._works and _dropped is not None:  # None while the interpreter ends
+            _dropped.append((self._works, self._finish, self.kept))
 
     def wait(self) -> None:
         """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""

@@ -476,6 +476,7 @@ class Step:
     def begin_accumulation(self) -> None:
         """Entered by `accumulate`."""
         if not self.accumulating:
+            self.recover()  # what a backward before left must not be taken for a part of this sum
             self._is_fresh = True
         self.accumulating += 1
 
@@ -523,6 +524,11 @@ class Step:
     def _forget_graphs(self) -> None:
         self._trace = []
         self._uses = {}
+
+    def recover(self) -> None:
+        """Puts the module at rest if its last backward raised; verbs call it first. Ranks that raised alike stay in step."""
+        if self._backward is not None and not self._backward.is_alive:
+            self._recover()
 
     def _recover(self) -> None:
         """Drops what a forward or backward that raised left behind. Ranks that raised alike stay in step."""

@@ -40,7 +40,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
         StateError: A module was not transformed, or its unit is running, accumulating, or open in another block.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    steps_of(*modules, verb="unsharded")
+    for step in steps_of(*modules, verb="unsharded"):
+        step.recover()
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     for unit in units:
         unit.readopt()

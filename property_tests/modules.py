@@ -1,0 +1,373 @@
+"""Modules as values: trees of the layers people train, each a map from `rows width` to `rows width`.
+
+Part      one layer or a nest of them; frozen or not; under a checkpoint or not
+Model     parts in a row, ties between them, and what the root returns
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+__all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "called_parts", "inputs", "outputs_of"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One layer. `size` is an inner width, a number of experts, of rows of a table: whatever its kind has."""
+
+    kind: str
+    size: int = 3
+    frozen: bool = False
+    wrap: str = ""
+    children: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """A tree of parts.
+
+    Attributes:
+        width: Of what flows between parts.
+        ties: Pairs of places of parameters, by number; tied where shapes and dtypes agree.
+        output: What the root returns; one of `OUTPUTS`.
+        listed: Whether a plain Python list holds the parts beside the `ModuleList`.
+        twice: A part that runs a second time at the end; -1 for none.
+        double: Whether everything is float64.
+    """
+
+    width: int
+    parts: tuple[Part, ...]
+    ties: tuple[tuple[int, int], ...] = ()
+    output: str = "tensor"
+    listed: bool = False
+    twice: int = -1
+    double: bool = False
+
+    def kinds(self) -> set[str]:
+        """The kinds of all parts."""
+        found: set[str] = set()
+        stack = list(self.parts)
+        while stack:
+            part = stack.pop()
+            found |= {part.kind, part.wrap}
+            stack += part.children
+        return found
+
+
+@dataclass
+class Record:
+    """A structured output."""
+
+    value: Tensor
+    note: str
+
+
+Pair = namedtuple("Pair", "first second")  # as users write them
+
+
+class Opaque:
+    """An output that no pytree looks into."""
+
+    def __init__(self, *values: Tensor) -> None:
+        self.values = values
+
+
+class _Linear(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width, bias=bool(size % 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+class _Mlp(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, size), nn.Linear(size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class _Conv(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.spread, self.gather = nn.Conv1d(1, size, 3, padding=1), nn.Conv1d(size, 1, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gather(torch.tanh(self.spread(x.unsqueeze(1)))).squeeze(1)
+
+
+class _Embedding(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(size, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.detach().sum(1).abs() * 97).long() % self.table.num_embeddings
+        return x + self.table(rows)
+
+
+class _Norm(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width) if size % 2 else nn.BatchNorm1d(width, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 1, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.unsqueeze(0)
+        return x + self.attention(rows, rows, rows, need_weights=False)[0].squeeze(0)
+
+
+class _Recurrent(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rnn(x.unsqueeze(0))[0].squeeze(0)
+
+
+class _Routed(nn.Module):
+    """One expert, chosen by the rank's own rows; the others get no gradient on this rank."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.count = min(size, 4)
+        for number in range(self.count):
+            self.add_module(f"expert{number}", nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = int(x.detach().sum().abs() * 97) % self.count
+        return x + torch.tanh(getattr(self, f"expert{chosen}")(x))
+
+
+class _Mixed(nn.Module):
+    """Every expert runs, on those rows that chose it: often on none."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(width, min(size, 4))
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(min(size, 4)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = torch.softmax(self.router(x), 1)
+        chosen = weights.argmax(1)
+        total = x
+        for number, expert in enumerate(self.experts):
+            mask = chosen == number
+            total = total.index_put((mask,), expert(x[mask]) * weights[mask, number, None], accumulate=True)
+        return total
+
+
+class _Normed(nn.Module):
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        linear = nn.Linear(width, width)
+        if size % 2:
+            self.linear = nn.utils.parametrizations.weight_norm(linear)
+        else:
+            self.linear = nn.utils.parametrizations.spectral_norm(linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class _Weighted(nn.Module):
+    """The older `weight_norm`, by a hook: torch itself cannot copy such a module once it ran."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.utils.weight_norm(nn.Linear(width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class _Odd(nn.Module):
+    """Parameters of every awkward kind."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.25))
+        self.single = nn.Parameter(torch.randn(1))
+        self.empty = nn.Parameter(torch.empty(0, size))
+        self.turned = nn.Parameter(torch.randn(width, size).t())
+        self.precise = nn.Parameter(torch.randn(size, dtype=torch.float64))
+        self.coarse = nn.Parameter(torch.randn(size, 2).bfloat16())
+        self.steps = nn.Parameter(torch.arange(size), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(size))
+        self.pair = nn.ParameterList([torch.randn(width), torch.randn(width, 1)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = torch.tanh(F.linear(x, self.turned))
+        extra = self.precise.sin().sum().to(x.dtype) + self.coarse.to(x.dtype).cos().sum() + self.steps.sum()
+        spread = x @ self.pair[1]
+        return x * self.scale + self.single * inner.sum(1, keepdim=True) + extra * self.pair[0] + spread
+
+
+class _Dropped(_Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(super().forward(x), 0.3, self.training)
+
+
+class _Opaquely(nn.Module):
+    """Its inner layer returns an object that no pytree looks into."""
+
+    def __init__(self, width: int, size: int) -> None:
+        super().__init__()
+        self.inner = _OpaqueInside(width, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).values[0]
+
+
+class _OpaqueInside(_Mlp):
+    def forward(self, x: Tensor) -> Opaque:  # type: ignore[override]
+        return Opaque(super().forward(x))
+
+
+class _Nest(nn.Module):
+    """Parts in a `Sequential`, after a parameter of its own."""
+
+    def __init__(self, width: int, part: Part) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(width))
+        self.inside = nn.Sequential(*(_part(width, child) for child in part.children))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.inside(x)
+
+
+KINDS: dict[str, Any] = {
+    "linear": _Linear,
+    "mlp": _Mlp,
+    "conv": _Conv,
+    "embedding": _Embedding,
+    "norm": _Norm,
+    "attention": _Attention,
+    "recurrent": _Recurrent,
+    "routed": _Routed,
+    "mixed": _Mixed,
+    "normed": _Normed,
+    "weighted": _Weighted,
+    "odd": _Odd,
+    "dropped": _Dropped,
+    "opaquely": _Opaquely,
+}
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def _part(width: int, part: Part) -> nn.Module:
+    module = _Nest(width, part) if part.kind == "nest" else KINDS[part.kind](width, part.size)
+    if part.frozen:
+        module.requires_grad_(False)
+    return _Checkpointed(module, reentrant=part.wrap == "reentrant") if part.wrap else module
+
+
+OUTPUTS = ("tensor", "dict", "record", "pair", "opaque")
+
+
+class Root(nn.Module):
+    """The parts in a row; two outputs, in one of several wrappings."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__()
+        self.model = model
+        self.parts = nn.ModuleList(_part(model.width, part) for part in model.parts)
+        if model.listed:
+            self.plain = list(self.parts)
+        self.head = nn.Linear(model.width, 2)
+
+    def forward(self, x: Tensor) -> Any:
+        for part in self.plain if self.model.listed else self.parts:
+            x = part(x)
+        if self.model.twice >= 0:
+            x = self.parts[self.model.twice % len(self.parts)](torch.tanh(x))
+        y = self.head(x)
+        match self.model.output:
+            case "dict":
+                return {"first": y, "others": [x, "note"]}
+            case "record":
+                return Record(y, "note")
+            case "pair":
+                return Pair(y, x)
+            case "opaque":
+                return Opaque(y, x)
+        return y
+
+
+def outputs_of(returned: Any) -> list[Tensor]:
+    """The tensors in what a root returned."""
+    if isinstance(returned, Opaque):
+        return list(returned.values)
+    if isinstance(returned, Record):
+        return [returned.value]
+    return [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+
+
+def build_model(model: Model, seed: int = 0) -> Root:
+    """The module of a value, the same wherever it is built. Uses the default generator and leaves it as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        root = Root(model)
+    if model.double:
+        root = root.double()
+    places = [
+        (module, name)
+        for module in root.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not isinstance(module, nn.LSTM)
+    ]
+    for one, other in model.ties:
+        module, name = places[one % len(places)]
+        source = module._parameters[name]
+        alike = [
+            place
+            for place in places
+            if (parameter := place[0]._parameters[place[1]]) is not None
+            and source is not None
+            and parameter is not source
+            and (parameter.shape, parameter.dtype, parameter.stride()) == (source.shape, source.dtype, source.stride())
+        ]
+        if alike:
+            module, name = alike[other % len(alike)]
+            module._parameters[name] = source
+    return root
+
+
+def called_parts(root: nn.Module) -> list[nn.Module]:
+    """The parts that run in every forward on every rank."""
+    return list(root.parts)  # type: ignore[attr-defined, arg-type]
+
+
+def inputs(model: Model, seed: int, rank: int) -> Tensor:
+    """What one rank sees in one forward: as many rows on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    dtype = torch.float64 if model.double else torch.float32
+    return torch.randn(3, model.width, generator=generator, dtype=dtype)

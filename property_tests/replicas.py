@@ -1,0 +1,382 @@
+"""The oracle: plain replicas, one for each rank, whose gradients are added in the order of the ranks and divided.
+
+It follows a program rule by rule and compares all that the ranks hold after each: parameters, gradients (and which are None),
+what is trained, outputs. Everything must be equal to the bit, with two exceptions:
+
+    the norm that clipping returns    sums over shards are in another order: it must lie within the rounding of the sum, and
+                                      the replicas then scale with the norm that the ranks found
+    sums in another order             where a program adds the same addends in two legal orders (`is_reordered`), gradients
+                                      lie within `2 gamma_k sum |addend|`; replicas go on with those of the ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from property_tests.modules import build_model
+from property_tests.on_ranks import Seen, whole
+from property_tests.rules import (
+    Accumulate,
+    Backward,
+    Copy,
+    Edit,
+    Evaluate,
+    Fail,
+    Freeze,
+    Load,
+    Program,
+    Rule,
+    Step,
+    Transform,
+    ZeroGrad,
+    backwards,
+    edited,
+    evaluated,
+    expecting_failure,
+    failing,
+    set_frozen,
+)
+from tests.reference import mean_in_rank_order
+
+__all__ = ["Replicas", "differences", "is_reordered"]
+
+_ADDENDS = 64  # more than any parameter of a program has
+
+
+class Replicas:
+    """N replicas of a program; `follow` runs one rule and says where the ranks differ from it."""
+
+    def __init__(self, program: Program, n: int, *, is_reordered: bool) -> None:
+        """N replicas of the model of a program.
+
+        Args:
+            program: Its rules may be those that will be followed, or none.
+            n: Replicas.
+            is_reordered: See the function of that name.
+        """
+        self.spec, self.program, self.n = program.model, program, n
+        self.models: list[nn.Module] = [build_model(program.model) for _ in range(n)]
+        self.is_reordered = is_reordered
+        self._magnitudes: dict[int, Tensor] = {}
+        self._new_optimizer()
+
+    def follow(self, rule: Rule, seed: int, seen: Sequence[Seen]) -> list[str]:
+        """Runs a rule. Returns a line for each difference between the replicas and the ranks.
+
+        Args:
+            rule: The rule.
+            seed: Of its inputs.
+            seen: What each rank held after it.
+        """
+        found: list[str] = []
+        match rule:
+            case Backward():
+                self._backward(rule, seed)
+            case Accumulate():
+                self._accumulate(rule, seed)
+            case Evaluate():
+                found += self._compare_outputs(
+                    lambda model, rank: evaluated(model, self.spec, rule.mode, seed, rank), seen
+                )
+            case Step():
+                found += self._step(rule, seen)
+            case ZeroGrad():
+                self.optimizer.zero_grad(set_to_none=rule.to_none)
+            case Freeze():
+                for model in self.models:
+                    set_frozen(model, rule)
+            case Edit():
+                found += self._edit(rule, seed, seen)
+            case Load():
+                self._load()
+            case Transform() | Copy():
+                self._drop_gradients()
+                self._new_optimizer()
+            case Fail():
+                self._fail(rule, seed)
+        return found + self._compare(seen)
+
+    # -- rules ------------------------------------------------------------------------------------------------------
+
+    def _backward(self, rule: Backward, seed: int) -> None:
+        with self._measured():
+            calls = [backwards(model, self.spec, rule, seed, rank) for rank, model in enumerate(self.models)]
+            for same in zip(*calls, strict=True):
+                self._reduce([self._fresh(model, call) for model, call in zip(self.models, same, strict=True)])
+
+    def _accumulate(self, rule: Accumulate, seed: int) -> None:
+        sums: list[list[Tensor | None]] = [[None] * len(list(model.parameters())) for model in self.models]
+        for number, microbatch in enumerate(rule.microbatches):
+            if number == rule.fails_at:
+                return
+            with self._measured():
+                calls = [
+                    backwards(model, self.spec, microbatch, seed + 10 * number, rank)
+                    for rank, model in enumerate(self.models)
+                ]
+                for rank, (model, own) in enumerate(zip(self.models, calls, strict=True)):
+                    for call in own:
+                        sums[rank] = [_added(a, b) for a, b in zip(sums[rank], self._fresh(model, call), strict=True)]
+            if rule.evaluates:
+                for rank, model in enumerate(self.models):
+                    evaluated(model, self.spec, "no_grad", seed, rank)
+        self._reduce(sums)
+
+    def _step(self, rule: Step, seen: Sequence[Seen]) -> list[str]:
+        found: list[str] = []
+        parameters = list(self.models[0].parameters())
+        if rule.clip is not None:
+            norm = seen[0].norm
+            assert norm is not None
+            if not all(torch.equal(other.norm, norm) for other in seen if other.norm is not None):
+                found.append("ranks clip with different norms")
+            grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            found += _norm_differs(grads, rule.norm, norm)
+            if grads:
+                nn.utils.clip_grads_with_norm_(parameters, rule.clip, norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+        if not rule.keeps:
+            self.optimizer.zero_grad()
+        self._share()
+        return found
+
+    def _edit(self, rule: Edit, seed: int, seen: Sequence[Seen]) -> list[str]:
+        before = [parameter.detach().clone() for parameter in self.models[0].parameters()]
+        edited(self.models[0], rule)
+        self._share()
+        found: list[str] = []
+        if rule.forward:
+            found = self._compare_outputs(lambda model, rank: evaluated(model, self.spec, "no_grad", seed, rank), seen)
+        if not rule.writeback:
+            with torch.no_grad():
+                for parameter, values in zip(self.models[0].parameters(), before, strict=True):
+                    parameter.copy_(values)
+            self._share()
+        return found
+
+    def _load(self) -> None:
+        states = [model.state_dict() for model in self.models]
+        self.models = [build_model(self.spec, seed=1) for _ in self.models]
+        for model, state in zip(self.models, states, strict=True):
+            model.load_state_dict(state)
+        self._new_optimizer()
+
+    def _fail(self, rule: Fail, seed: int) -> None:
+        for rank, model in enumerate(self.models):
+            with expecting_failure(), failing(model, rule):
+                for call in backwards(model, self.spec, Backward(), seed, rank):
+                    call()
+            model.zero_grad()
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def _fresh(self, model: nn.Module, call: Callable[[], None]) -> list[Tensor | None]:
+        """The gradients of one backward alone."""
+        parameters = list(model.parameters())
+        before = [parameter.grad for parameter in parameters]
+        for parameter in parameters:
+            parameter.grad = None
+        call()
+        grads = [parameter.grad for parameter in parameters]
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+        return [None if grad is None else _wide(grad) for grad in grads]
+
+    def _reduce(self, by_rank: list[list[Tensor | None]]) -> None:
+        """Adds the mean over ranks to the gradients of the first replica. No gradient is a gradient of zeros if another rank
+        has one."""
+        for parameter, grads in zip(self.models[0].parameters(), zip(*by_rank, strict=True), strict=True):
+            present = [grad for grad in grads if grad is not None]
+            if not present:
+                continue
+            addends = [torch.zeros_like(present[0]) if grad is None else grad for grad in grads]
+            mean = mean_in_rank_order(addends, addends[0].dtype).to(parameter.dtype)
+            parameter.grad = mean if parameter.grad is None else parameter.grad + mean
+
+    @contextmanager
+    def _measured(self) -> Iterator[None]:
+        """Notes the magnitudes of what is added up, call by call of the modules that own parameters."""
+        if not self.is_reordered:
+            yield
+            return
+        numbers = [{id(p): i for i, p in enumerate(model.parameters())} for model in self.models]
+        handles = []
+        for model, number_of in zip(self.models, numbers, strict=True):
+            for module in model.modules():
+                handles.append(module.register_forward_pre_hook(self._alias(number_of), prepend=True))
+                handles.append(module.register_forward_hook(_unalias, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _alias(self, number_of: dict[int, int]) -> Callable[..., None]:
+        def enter(module: nn.Module, _args: object) -> None:
+            for owner in _read_by(module):
+                for name, parameter in owner._parameters.items():
+                    if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                        alias = parameter.view_as(parameter)
+                        alias.register_hook(partial(self._measure, number_of[id(parameter)]))
+                        owner.__dict__[name] = alias
+                        if isinstance(owner, nn.LSTM):
+                            owner._flat_weights[owner._flat_weights_names.index(name)] = alias
+
+        return enter
+
+    def _measure(self, number: int, grad: Tensor) -> None:
+        have = self._magnitudes.get(number)
+        self._magnitudes[number] = grad.abs() if have is None else have + grad.abs()
+
+    def _drop_gradients(self) -> None:
+        for parameter in self.models[0].parameters():
+            parameter.grad = None
+
+    # -- replicas ---------------------------------------------------------------------------------------------------
+
+    def _share(self) -> None:
+        """The other replicas take over the parameters of the first."""
+        with torch.no_grad():
+            for model in self.models[1:]:
+                for parameter, source in zip(model.parameters(), self.models[0].parameters(), strict=True):
+                    parameter.copy_(source)
+
+    def _new_optimizer(self) -> None:
+        self.optimizer = self.program.optimizer.build(list(self.models[0].parameters()))
+        self.scheduler = self.program.optimizer.schedule(self.optimizer)
+
+    # -- comparison -------------------------------------------------------------------------------------------------
+
+    def _compare_outputs(self, run: Callable[[nn.Module, int], list[Tensor]], seen: Sequence[Seen]) -> list[str]:
+        found = []
+        for rank, model in enumerate(self.models):
+            expected = run(model, rank)
+            if len(expected) != len(seen[rank].outputs) or not all(map(torch.equal, expected, seen[rank].outputs)):
+                found.append(f"outputs of rank {rank} differ")
+        return found
+
+    def _compare(self, seen: Sequence[Seen]) -> list[str]:
+        expected = dict(self.models[0].named_parameters())
+        if any(rank.held.keys() != expected.keys() for rank in seen):
+            return ["names differ"]
+        found = []
+        for number, (name, parameter) in enumerate(expected.items()):
+            held = [rank.held[name] for rank in seen]
+            if any(one.trained != parameter.requires_grad for one in held):
+                found.append(f"requires_grad of {name} differs")
+            values = whole([one.values for one in held], held[0].dim)
+            if values is None or values.dtype != parameter.dtype or not torch.equal(values, parameter):
+                found.append(f"{name} differs{_by_how_much(values, parameter)}")
+            grads = [one.grad for one in held if one.grad is not None]
+            if len(grads) not in (0, len(held)):
+                found.append(f"grad of {name} is None on some ranks")
+            elif bool(grads) != (parameter.grad is not None):
+                found.append(f"grad of {name} is {'there' if grads else 'None'}")
+            elif grads and parameter.grad is not None:
+                found += self._compare_grad(name, number, whole(grads, held[0].dim), parameter)
+        self._magnitudes = {}
+        return found
+
+    def _compare_grad(self, name: str, number: int, grad: Tensor | None, parameter: nn.Parameter) -> list[str]:
+        assert parameter.grad is not None
+        if grad is not None and torch.equal(grad, parameter.grad) and grad.dtype == parameter.grad.dtype:
+            return []
+        if grad is not None and number in self._magnitudes and grad.shape == parameter.shape:
+            u = torch.finfo(grad.dtype).eps / 2
+            bound = 2 * (_ADDENDS * u / (1 - _ADDENDS * u)) * (self._magnitudes[number] + parameter.grad.abs())
+            if bool(((grad - parameter.grad).abs() <= bound).all()):
+                parameter.grad = grad.clone()
+                return []
+        return [f"grad of {name} differs{_by_how_much(grad, parameter.grad)}"]
+
+
+def is_reordered(program: Program) -> bool:
+    """Whether some sum of the program has two legal orders.
+
+    A unit that runs several times in a backward adds its uses one by one, to what an `accumulate` block has so far; in a
+    backward that is not the first after its forwards, it reduces them one by one. A replica adds all uses of a parameter in a
+    backward first.
+    """
+    passes = [one for rule in program.rules for one in _passes(rule)]
+    several = program.model.twice >= 0 or any(one.together and one.forwards > 1 for one in passes)
+    one_by_one = (
+        any(isinstance(rule, Accumulate) for rule in program.rules)
+        or any(one.retain or one.forwards > 1 for one in passes)
+        or (several and bool(program.model.ties))
+        or "odd" in program.model.kinds()  # one of its parameters is bfloat16, whose sums are float32 on ranks
+        or "recurrent" in program.model.kinds()  # uses its weights at every time
+    )
+    # A tied parameter may belong to a unit that is entered once for each module that holds it.
+    return (several or bool(program.model.ties)) and one_by_one
+
+
+def _passes(rule: Rule) -> tuple[Backward, ...]:
+    if isinstance(rule, Accumulate):
+        return rule.microbatches
+    return (rule,) if isinstance(rule, Backward) else ()
+
+
+def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str]:
+    """Where the ranks differ from replicas, as lines of text; empty if nowhere. Stops at the first rule that differs.
+
+    Args:
+        program: What the ranks ran.
+        by_rank: What each rank held after each rule.
+    """
+    replicas = Replicas(program, len(by_rank), is_reordered=is_reordered(program))
+    for number, rule in enumerate(program.rules):
+        found = replicas.follow(rule, 100 * number, [seen[number] for seen in by_rank])
+        if found:
+            return [f"after rule {number}, {rule}: {line}" for line in found]
+    return []
+
+
+def _unalias(module: nn.Module, *_: object) -> None:
+    for owner in _read_by(module):
+        for name in owner._parameters:
+            owner.__dict__.pop(name, None)
+        if isinstance(owner, nn.LSTM):
+            owner._flat_weights = [getattr(owner, name) for name in owner._flat_weights_names]
+
+
+def _read_by(module: nn.Module) -> list[nn.Module]:
+    """A module, and children whose parameters it reads without calling them."""
+    children = [child for child in module.children() if isinstance(child, nn.ParameterList | nn.ParameterDict)]
+    return [module, *children, *([module.out_proj] if isinstance(module, nn.MultiheadAttention) else [])]
+
+
+def _wide(grad: Tensor) -> Tensor:
+    """In the dtype of sums."""
+    return grad.float() if grad.is_floating_point() and grad.itemsize < 4 else grad.clone()
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return one + other if one is not None and other is not None else one if other is None else other
+
+
+def _norm_differs(grads: list[Tensor], p: float, norm: Tensor) -> list[str]:
+    """The norm of all gradients against its value in float64, within the rounding of a sum in the dtype of the norm."""
+    if not grads:
+        return []
+    exact = torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), p)
+    terms = sum(grad.numel() for grad in grads) + 32  # additions, powers and roots
+    u = max(torch.finfo(grad.dtype).eps for grad in grads) / 2
+    gamma = terms * u / (1 - terms * u) * max(1.0, 1 / p)
+    if not bool((norm.double() - exact).abs() <= 2 * gamma * exact):
+        return [f"the norm is {norm.item()!r}, not {exact.item()!r}"]
+    return []
+
+
+def _by_how_much(one: Tensor | None, other: Tensor) -> str:
+    if one is None:
+        return " between ranks"
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return f": {list(one.shape)} {one.dtype} for {list(other.shape)} {other.dtype}"
+    return f" by {(one.double() - other.detach().double()).abs().max().item():.3g}"

@@ -1,0 +1,308 @@
+"""The fixture `simulated`: runs a function on N ranks of this process.
+
+    def test_ranks_agree(simulated):
+        first, second = simulated(2, schedule=[1, 0, 2]).run(mean_of_ranks, 3.0)
+
+Threads, groups and meshes of a number of ranks are kept from case to case. Everything that a case changes in them is made
+anew for each (turns, messages, traces), so no failing case can poison the next. Threads are never replaced either: a mesh
+knows its thread by a number that the system gives out again.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.simulation.group import SimulatedGroup
+from tests.simulation.traces import Recorded, Traces
+from tests.simulation.turns import RankKilled, Turns
+from tests.simulation.wires import Fault, Timing, Wires
+from tests.simulation.world import own_world, worlds_by_thread
+from zero_fn import guarded
+from zero_fn.collectives import BY_BACKEND, Transport
+from zero_fn.collectives.exchange import Exchange
+from zero_fn.collectives.native import Native
+
+__all__ = ["Case", "Desync", "Outcome", "Report", "Simulated", "axis"]
+
+R = TypeVar("R")
+
+_here = threading.local()
+
+
+def axis() -> DeviceMesh:
+    """The axis "dp" of the rank that calls: over all ranks, or one row of the grid."""
+    mesh: DeviceMesh = _here.mesh
+    return mesh
+
+
+class Desync(AssertionError):
+    """Ranks called different collectives, or left messages, though nothing went wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome(Generic[R]):
+    """How one rank ended: with a value, with an error, or killed."""
+
+    value: R | None = None
+    error: BaseException | None = None
+    was_killed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Generic[R]):
+    """How a case ended.
+
+    Attributes:
+        outcomes: By rank.
+        deadlock: What each rank waited for when none could go on; None if that never was so.
+        happened: Faults that have happened: a program may be over before its fault is due.
+        events: The last communication events of each rank, as text.
+        counts: How many events each rank has had.
+        trace: The collectives of each rank.
+        desync: Where the collectives of two ranks differ; None if they do not.
+        left_over: Messages that nobody received.
+    """
+
+    outcomes: list[Outcome[R]]
+    deadlock: list[str] | None
+    happened: list[Fault]
+    events: list[list[str]]
+    counts: list[int]
+    trace: list[list[object]]
+    desync: str | None
+    left_over: list[str]
+
+    def __str__(self) -> str:
+        lines = list(self.deadlock or [])
+        for rank, (outcome, events) in enumerate(zip(self.outcomes, self.events, strict=True)):
+            ended = "was killed" if outcome.was_killed else repr(outcome.error) if outcome.error else "returned"
+            lines += [f"rank {rank} {ended}; its last events:", *(f"    {event}" for event in events)]
+        left = [f"nobody received {message}" for message in self.left_over]
+        return "\n".join([*lines, *([self.desync] if self.desync else []), *left])
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A number of ranks and what happens to them."""
+
+    simulated: Simulated
+    ranks: _Ranks
+    schedule: Sequence[int]
+    faults: Sequence[Fault]
+    timing: Timing
+    transport: Literal["exchange", "native"]
+
+    def run(self, fn: Callable[..., R], *args: Any, may_leave_messages: bool = False, **kwargs: Any) -> list[R]:
+        """Runs `fn(*args, **kwargs)` on every rank.
+
+        Args:
+            fn: Any function.
+            may_leave_messages: Messages that nobody received are no mistake: the program was left in the middle of something.
+
+        Returns:
+            The value of each rank.
+
+        Raises:
+            Exception: Whatever the first rank that raised has raised, with the report as a note.
+            Desync: Nobody raised, but ranks called different collectives or messages were left.
+        """
+        report = self.report(fn, *args, **kwargs)
+        for outcome in report.outcomes:
+            if outcome.error is not None:
+                outcome.error.add_note(str(report))
+                raise outcome.error
+        if report.desync is not None or (report.left_over and not may_leave_messages):
+            raise Desync(str(report))
+        return [outcome.value for outcome in report.outcomes]  # type: ignore[misc]
+
+    def report(self, fn: Callable[..., R], *args: Any, **kwargs: Any) -> Report[R]:
+        """As `run`, but returns how every rank ended, whatever that is."""
+        self.simulated.executed += 1
+        return self.ranks.run(self, lambda: fn(*args, **kwargs))
+
+
+class Simulated:
+    """Ranks of this process, by number.
+
+    Attributes:
+        executed: Cases so far.
+    """
+
+    def __init__(self) -> None:
+        self.executed = 0
+        self._ranks: dict[tuple[int, ...], _Ranks] = {}
+
+    def __call__(
+        self,
+        n: int | tuple[int, int],
+        *,
+        schedule: Sequence[int] = (),
+        faults: Sequence[Fault] = (),
+        timing: Timing = "early",
+        transport: Literal["exchange", "native"] = "exchange",
+    ) -> Case:
+        """A case.
+
+        Args:
+            n: Ranks; a pair is a grid with the axes "outer" and "dp", of which programs use "dp".
+            schedule: Which rank is next; see `turns`.
+            faults: See `wires`.
+            timing: When messages are read and written; see `wires`.
+            transport: What zero_fn sends: its own direct exchange, or the collectives of the group.
+        """
+        shape = (n,) if isinstance(n, int) else n
+        if shape not in self._ranks:
+            self._ranks[shape] = _Ranks(shape)
+        return Case(self, self._ranks[shape], schedule, faults, timing, transport)
+
+    def close(self) -> None:
+        """Ends all threads."""
+        while self._ranks:
+            _, ranks = self._ranks.popitem()
+            ranks.close()
+
+
+@dataclass
+class _Room:
+    """What the groups of a set of ranks look at: the case that runs now."""
+
+    wires: Wires = None  # type: ignore[assignment]
+    traces: Traces = field(default_factory=Traces)
+    transport: str = "exchange"
+    members: dict[str, Sequence[int]] = field(default_factory=dict)
+
+
+class _Ranks:
+    """Threads, groups and meshes of one shape of mesh."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        self._shape = shape
+        self._n = n = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+        self._room = _Room()
+        self._store = dist.HashStore()
+        self._locks = [_held() for _ in range(n)]
+        self._done = _held()
+        self._job: Callable[[], object] | None = self._prepare
+        self._outcomes: list[Outcome[Any]] = [Outcome()] * n
+        self._threads = [threading.Thread(target=self._live, args=(rank,), daemon=True) for rank in range(n)]
+        for thread in self._threads:
+            thread.start()
+        self._run(self._prepare, Case(None, self, (), (), "early", "exchange"))  # type: ignore[arg-type]
+        for outcome in self._outcomes:
+            if outcome.error is not None:
+                raise outcome.error
+
+    def run(self, case: Case, job: Callable[[], R]) -> Report[R]:
+        """Runs a job on every rank."""
+        turns = self._run(lambda: _isolated(job), case)
+        wires, traces = self._room.wires, self._room.traces
+        outcomes, self._outcomes = self._outcomes, [Outcome()] * self._n
+        return Report(
+            outcomes,
+            turns.deadlock,
+            wires.happened,
+            [[str(event) for event in events] for events in wires.events],
+            wires.counts,
+            [traces.of(rank) for rank in range(self._n)],
+            traces.difference(self._room.members),
+            wires.left_over(),
+        )
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._job = None
+        for lock, thread in zip(self._locks, self._threads, strict=True):
+            lock.release()
+            thread.join()
+
+    def _run(self, job: Callable[[], object], case: Case) -> Turns:
+        self._job = job
+        self._turns = turns = Turns(self._locks, self._done, case.schedule)
+        room = self._room
+        room.wires, room.traces = Wires(turns, self._n, case.faults, case.timing), Traces()
+        room.transport = case.transport
+        guarded._histories.clear()  # a group that was lost in an earlier case is as good as new
+        # No last words: a rank that is lost here would keep the others, which hold the turn, waiting for them.
+        with worlds_by_thread(), _generator_kept(), patch.object(guarded, "_store_of", lambda axis: None):
+            turns.begin()
+            self._done.acquire()
+        self._job = None
+        return turns
+
+    def _live(self, rank: int) -> None:
+        _here.rank, _here.room = rank, self._room
+        own_world()
+        while True:
+            self._locks[rank].acquire()
+            job = self._job
+            if job is None:
+                return
+            try:
+                self._outcomes[rank] = Outcome(job())
+            except RankKilled:
+                self._outcomes[rank] = Outcome(was_killed=True)
+            except BaseException as error:
+                killed = self._room.wires.is_dead(rank)
+                self._outcomes[rank] = Outcome(was_killed=True) if killed else Outcome(error=error)
+            del job
+            self._turns.end(rank)
+
+    def _prepare(self) -> None:
+        """Makes the groups and the mesh of the calling rank."""
+        dist.init_process_group("simulated", store=self._store, rank=_here.rank, world_size=self._n)
+        names = ("dp",) if len(self._shape) == 1 else ("outer", "dp")
+        mesh = init_device_mesh("cpu", self._shape, mesh_dim_names=names)
+        _here.mesh = mesh["dp"]
+
+
+def _held() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _isolated(job: Callable[[], R]) -> R:
+    """Runs a case as if it were the first of its process."""
+    torch.manual_seed(0)
+    return job()
+
+
+@contextmanager
+def _generator_kept() -> Iterator[None]:
+    state, numbers = torch.default_generator.get_state(), random.getstate()
+    with warnings.catch_warnings():
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(state)
+            random.setstate(numbers)
+
+
+def _create_group(options: Any, _backend_options: object) -> SimulatedGroup:
+    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    _here.room.members[options.group_id] = members
+    return SimulatedGroup(_here.room, options.group_id, options.group_rank, members)
+
+
+def _transport(group: dist.ProcessGroup, rank: int, size: int) -> Transport:
+    assert isinstance(group, SimulatedGroup)
+    room: _Room = _here.room
+    own = group.members[rank]
+    chosen = Native if room.transport == "native" else Exchange
+    return Recorded(chosen(group, rank, size), lambda entry: room.traces.note(group.pg_name, own, entry))
+
+
+if "simulated" not in dist.Backend.backend_list:
+    dist.Backend.register_backend("simulated", _create_group, extended_api=True, devices=["cpu"])
+BY_BACKEND["simulated"] = _transport

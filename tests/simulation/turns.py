@@ -1,0 +1,132 @@
+"""Whose turn it is: one rank runs at a time, and a list of integers says which one is next.
+
+A rank gives the baton up at communication only, so a case is a pure function of its program, its schedule and its faults.
+An entry of the schedule picks one of the ranks that can run, counted from the one that runs now: 0 lets it go on. The list is
+read round and round, and only where there is a choice; the empty list is all zeros, so that schedules shrink towards few
+switches.
+
+No wait needs a timeout: when every unfinished rank waits and no message is on its way, that is a deadlock, and at once
+each of these waits raises what gloo raises when its time is over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+__all__ = ["RankKilled", "Turns", "Wait"]
+
+
+class RankKilled(BaseException):
+    """Ends a rank in the middle of its program. Not an `Exception`: no program catches it."""
+
+
+class Wait(Protocol):
+    """What a rank waits for."""
+
+    def is_over(self, turn: int) -> bool:
+        """Whether the rank can go on, with what it waited for or without."""
+
+    def ripens_at(self) -> int | None:
+        """The turn from which a message that is on its way can be seen; None if none is."""
+
+    def __str__(self) -> str: ...
+
+
+class Turns:
+    """The baton of one case.
+
+    Attributes:
+        turn: Counts how often the baton was offered.
+        deadlock: The first deadlock, as a line for each rank that waited; None while there was none.
+    """
+
+    def __init__(self, locks: Sequence[threading.Lock], done: threading.Lock, schedule: Sequence[int]) -> None:
+        """The baton lies with the caller until `begin`.
+
+        Args:
+            locks: One per rank, held; releasing it lets the rank run.
+            done: Held; released when all ranks have ended.
+            schedule: Which rank is next.
+        """
+        self._locks, self._done, self._schedule = locks, done, tuple(schedule)
+        self._cursor = 0
+        self.turn = 0
+        self.deadlock: list[str] | None = None
+        self._waits: list[Wait | None] = [None] * len(locks)
+        self._ended = [False] * len(locks)
+        self._timed_out = [False] * len(locks)
+
+    def begin(self) -> None:
+        """Gives the baton to the first rank."""
+        first = self._next(0)
+        assert first is not None
+        self._locks[first].release()
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether the program of a rank is over: it returned, raised, or was killed."""
+        return self._ended[rank]
+
+    def offer(self, rank: int) -> None:
+        """`rank` could go on; another may be let run before."""
+        self._pass_on(rank)
+
+    def wait(self, rank: int, wait: Wait) -> bool:
+        """`rank` goes on when `wait` is over. Returns False if it never will: every rank waits."""
+        self._waits[rank] = wait
+        self._pass_on(rank)
+        self._waits[rank] = None
+        timed_out, self._timed_out[rank] = self._timed_out[rank], False
+        return not timed_out
+
+    def end(self, rank: int) -> None:
+        """The program of `rank` is over."""
+        self._ended[rank] = True
+        following = self._next(rank)
+        if following is None:
+            self._done.release()
+        else:
+            self._locks[following].release()
+
+    def _pass_on(self, rank: int) -> None:
+        following = self._next(rank)
+        if following is None or following == rank:
+            return
+        # The default generator is one per process; here every rank has its own.
+        generator = torch.default_generator.get_state()
+        self._locks[following].release()
+        self._locks[rank].acquire()
+        torch.default_generator.set_state(generator)
+
+    def _next(self, current: int) -> int | None:
+        n = len(self._locks)
+        order = [*range(current, n), *range(current)]
+        unfinished = [rank for rank in order if not self._ended[rank]]
+        if not unfinished:
+            return None
+        self.turn += 1
+        while not (able := [rank for rank in unfinished if self._is_able(rank)]):
+            ripe = [at for rank in unfinished if (at := self._ripens_at(rank)) is not None]
+            if ripe:
+                self.turn = max(self.turn, min(ripe))
+                continue
+            lines = [f"rank {rank} waits for {self._waits[rank]}" for rank in sorted(unfinished)]
+            self.deadlock = self.deadlock or lines
+            for rank in unfinished:
+                self._timed_out[rank] = True
+        if len(able) == 1 or not self._schedule:
+            return able[0]
+        choice = self._schedule[self._cursor % len(self._schedule)]
+        self._cursor += 1
+        return able[choice % len(able)]
+
+    def _is_able(self, rank: int) -> bool:
+        wait = self._waits[rank]
+        return wait is None or self._timed_out[rank] or wait.is_over(self.turn)
+
+    def _ripens_at(self, rank: int) -> int | None:
+        wait = self._waits[rank]
+        return wait.ripens_at() if wait is not None else None
