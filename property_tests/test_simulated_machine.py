@@ -30,7 +30,7 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
         def __init__(self) -> None:
             super().__init__()
             self.number = 0
-            self.before: Rule | None = None
+            self.before: list[Rule] = []
             self.ranks: list[OnRank] = []
 
         @initialize(
@@ -83,7 +83,7 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
         def _do(self, one: Rule) -> None:
             if not self.ranks or not may_follow(one, self.before):
                 return
-            self.before = one
+            self.before.append(one)
             seed = 100 * self.number
             self.number += 1
             seen: list[Seen] = self._on_ranks(lambda rank: self.ranks[rank].do(one, seed))

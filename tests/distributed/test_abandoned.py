@@ -28,7 +28,7 @@ def a_model_that_failed_and_then_another() -> float:
     del model
     gc.collect()
     model = build()
-    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4)).sum().backward()  # type: ignore[operator]
     grad = model[0].weight.grad
     return grad.full_tensor().sum().item()
 
