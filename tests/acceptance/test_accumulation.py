@@ -15,6 +15,7 @@ import zero_fn as zf
 from tests.acceptance.models import Sizes, Stack, several, sizes
 from tests.acceptance.oracle import Program, Run, differences, noise
 from tests.distributed.training import STAGES, full
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 batches = st.lists(sizes, min_size=4, max_size=6)
@@ -33,7 +34,7 @@ def checked(batch: list[Sizes], program: Callable[[Sizes], Program]) -> list[str
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(batch=batches)
 def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
@@ -48,7 +49,7 @@ def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, bat
     assert ranks(n).run(checked, batch, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(batch=batches)
 def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
@@ -65,7 +66,7 @@ def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: lis
 WAYS = [(set_to_none, by_model) for set_to_none in (True, False) for by_model in (True, False)]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(("set_to_none", "by_model"), WAYS)
 def test_g03_zero_grad_drops_pending_gradients(ranks: Ranks, n: int, set_to_none: bool, by_model: bool) -> None:
     def program(model: Any, run: Run, number: int) -> None:
@@ -89,7 +90,7 @@ class Fork(Stack):
         return self.leave(outputs[0] + outputs[1 + rank % 2])
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks, n: int, set_to_none: bool) -> None:
     def program(model: Any, run: Run, number: int) -> None:
@@ -102,7 +103,7 @@ def test_g03_zero_grad_drops_gradients_that_wait_on_some_ranks_only(ranks: Ranks
     assert ranks(n).run(differences, Fork, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         backward(model, run, 10 * number)
@@ -118,7 +119,7 @@ def test_g03_blocks_and_plain_backwards_add_up_without_zero_grad(ranks: Ranks, n
     assert ranks(n).run(differences, Stack, program, zeroes=False) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g03_an_exception_in_a_block_restores_the_gradients_before_it(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         backward(model, run, 10 * number)
@@ -129,7 +130,7 @@ def test_g03_an_exception_in_a_block_restores_the_gradients_before_it(ranks: Ran
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: int) -> None:
     """The reduction had no room for it: an assertion failed."""
 
@@ -182,7 +183,7 @@ def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: st
     ranks(2).run(case)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("inside", [True, False])
 def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks: Ranks, n: int, inside: bool) -> None:
     """It reaches the leaf beside the unit, as a resting gradient."""

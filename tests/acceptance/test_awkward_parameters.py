@@ -17,6 +17,7 @@ from property_tests.strategies import memory_orders, shapes, trees
 from tests.acceptance.models import several
 from tests.acceptance.oracle import Run, differences, noise
 from tests.distributed.training import STAGES, full
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 
@@ -156,14 +157,14 @@ def strided(draw: st.DrawFn) -> Leaf:
     return Leaf(shape, draw(memory_orders(len(shape))))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(models=st.lists(st.lists(strided(), min_size=1, max_size=3), min_size=3, max_size=4))
 def test_g13_parameters_in_any_memory_order(ranks: Ranks, n: int, models: list[list[Leaf]]) -> None:
     assert ranks(n).run(checked, models) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g13_channels_last_and_transposed_modules(ranks: Ranks, n: int) -> None:
     def build() -> nn.Module:
         turned = nn.Linear(6, 5)
@@ -206,7 +207,7 @@ def test_g14_a_unit_may_mix_all_dtypes(ranks: Ranks, n: int, order: str) -> None
     assert ranks(n).run(checked, [leaves]) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(
     drawn=st.lists(trees(dtypes=(torch.float32, torch.float64, torch.int64, torch.complex64, torch.bool)), min_size=4)

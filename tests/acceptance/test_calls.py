@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tests.acceptance.models import Layer, Stack, several
 from tests.acceptance.oracle import Run, differences, noise
+from tests.profiles import SIZES
 from tests.ranks import Ranks
 
 
@@ -38,7 +39,7 @@ WIDTHS = {"stacks.1.layers.1.second": 5}
 calls = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, max_size=5)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(orders=st.lists(calls, min_size=4, max_size=6), units=st.sampled_from([None, "*", "stacks.*"]))
 def test_g16_any_module_is_an_entry_in_any_order(
@@ -68,7 +69,7 @@ def test_g16_any_module_is_an_entry_in_any_order(
     assert ranks(n).run(case) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g16_the_first_call_of_all_may_be_a_child(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         child = model.layers[number]
@@ -83,7 +84,7 @@ def forward(model: Any, number: int) -> Tensor:
     return model(noise(3, 6, seed=number)).square().mean()
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         run.backward(forward(model, number) + forward(model, number + 50))
@@ -91,7 +92,7 @@ def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
@@ -102,7 +103,7 @@ def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g18_forwards_and_backwards_interleave(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         first = forward(model, 10 * number)
@@ -161,7 +162,7 @@ class Heads(Stack):
         return self.layers[1](hidden), self.leave(self.layers[2](hidden)), hidden
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
 def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
@@ -171,7 +172,7 @@ def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple
     assert ranks(n).run(differences, Heads, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 2, 2)])
 def test_g19_a_retained_graph_is_backed_through_again(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkp
 
 from tests.acceptance.models import Layer, Stack
 from tests.acceptance.oracle import Run, differences, noise
+from tests.profiles import SIZES
 from tests.ranks import Ranks
 
 
@@ -82,7 +83,7 @@ def backward(model: Any, run: Run, seed: int) -> None:
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module], early_stop: bool) -> None:
@@ -96,7 +97,7 @@ def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[],
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(
     ("build", "where"),
     [
@@ -126,7 +127,7 @@ def test_g22_an_exception_in_a_recomputation_leaves_nothing_behind(
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Around, AroundReentrant, Inside])
 def test_g22_hooks_of_modules_are_called_in_both_forwards(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:

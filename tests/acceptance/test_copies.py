@@ -14,6 +14,7 @@ from torch import nn
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 
@@ -42,7 +43,7 @@ def _deep_copies(world: World) -> None:
     world.note_model(model, fresh, twin, again)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g28_deep_copies_train_on_their_own(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _deep_copies):
         assert found == []

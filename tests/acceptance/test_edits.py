@@ -18,6 +18,7 @@ import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, full, parameters
 from tests.models import Block
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 # -- G33 --------------------------------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ def _edits(world: World) -> None:
     world.note_model(model)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g33_edits_at_rest_and_with_writeback_are_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _edits):
         assert found == []
@@ -212,7 +213,7 @@ def _cast(world: World) -> None:
         _train(world, model, optimizer, step)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g35_a_cast_before_the_first_step_or_with_its_states_is_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _cast):
         assert found == []
@@ -291,7 +292,7 @@ def _from_meta(way: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("way", ["materialize", "to_empty and load_state_dict"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g35_a_model_from_meta_is_exact(ranks: Ranks, n: int, way: str) -> None:
     def trial(world: World) -> None:
         _from_meta(way, world)
@@ -361,7 +362,7 @@ def _coding(order: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("order", ["before", "after", "between", "deepcopy"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g36_declared_methods_gather_as_forward_does(ranks: Ranks, n: int, order: str) -> None:
     def trial(world: World) -> None:
         _coding(order, world)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.acceptance.models import Sizes, several, sizes
 from tests.acceptance.oracle import Run, differences, noise
+from tests.profiles import SIZES
 from tests.ranks import Ranks
 
 flags = st.lists(st.booleans(), min_size=16, max_size=16)
@@ -38,7 +39,7 @@ def checked(batch: list[tuple[Sizes, list[list[bool]], bool]], *, late: bool) ->
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("late", [False, True])
 @several
 @given(batch=st.lists(schedules(), min_size=4, max_size=6))
@@ -49,7 +50,7 @@ def test_g09_frozen_parameters_keep_their_values_and_stale_gradients(
     assert ranks(n).run(checked, batch, late=late) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g09_a_unit_frozen_after_the_forward_gets_no_gradient(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         model.requires_grad_(True)

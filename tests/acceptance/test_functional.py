@@ -15,6 +15,7 @@ import zero_fn as zf
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, noise
 from tests.distributed.training import STAGES, full
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 
@@ -37,7 +38,7 @@ class Shared(Stack):
 MODELS = [Stack, Tied, Shared]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
 def test_g20_a_gradient_penalty_on_the_input_trains(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:
@@ -68,7 +69,7 @@ class Whole(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g20_modules_that_run_several_times_are_differentiated_twice(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         x = noise(2, 3, seed=number, dtype=torch.float64).sign().requires_grad_()
@@ -106,7 +107,7 @@ def test_g21_autograd_grad_adds_up_modules_that_run_several_times(ranks: Ranks, 
     assert ranks(n).run(differences, Whole, program, steps=1) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", [Stack, Tied])
 def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:
@@ -123,7 +124,7 @@ def test_g21_autograd_grad_gives_resting_gradients(ranks: Ranks, n: int, build: 
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g21_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         x = noise(4, 6, seed=number)
@@ -137,7 +138,7 @@ def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
     return {name: full(parameter) * scale for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", MODELS)
 def test_g21_functional_call_uses_the_tensors_it_is_given(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     """Whole tensors, all or some of them: gradients with respect to them are those of the rank, the rest trains on."""
@@ -155,7 +156,7 @@ def test_g21_functional_call_uses_the_tensors_it_is_given(ranks: Ranks, n: int, 
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g21_functional_call_in_units_called_alone_and_in_accumulate(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)
@@ -171,7 +172,7 @@ def test_g21_functional_call_in_units_called_alone_and_in_accumulate(ranks: Rank
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("build", MODELS)
 def test_g21_torch_func_transforms_a_functional_call(ranks: Ranks, n: int, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> object:
@@ -194,7 +195,7 @@ def test_g21_torch_func_transforms_a_functional_call(ranks: Ranks, n: int, build
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g21_vmap_runs_an_ensemble_of_stacked_parameters(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> object:
         x = noise(4, 6, seed=number)

@@ -19,6 +19,7 @@ import zero_fn as zf
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, mean_of_ranks, noise
 from tests.distributed.training import STAGES, full
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 
@@ -56,12 +57,12 @@ def plain(model: Any, run: Run, number: int) -> None:
     run.backward(loss_of(model, number))
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g23_hooks_registered_before_the_transform_fire(ranks: Ranks, n: int) -> None:
     assert ranks(n).run(differences, Hooked, plain) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g23_hooks_come_and_go_at_any_time(ranks: Ranks, n: int) -> None:
     def program(model: Stack, run: Run, number: int) -> None:
         early = hook_some(model) if number != 1 else []
@@ -78,7 +79,7 @@ def test_g23_hooks_come_and_go_at_any_time(ranks: Ranks, n: int) -> None:
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g23_hooks_fire_in_autograd_grad_and_backward_into_inputs(ranks: Ranks, n: int) -> None:
     """A hooked parameter was "not used in the graph"."""
 
@@ -94,7 +95,7 @@ def test_g23_hooks_fire_in_autograd_grad_and_backward_into_inputs(ranks: Ranks, 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g23_hooks_fire_on_sums_of_accumulated_microbatches(ranks: Ranks, n: int) -> None:
     def program(model: Stack, run: Run, number: int) -> None:
         with run.accumulate():
@@ -164,7 +165,7 @@ def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(rank
     ranks(3).run(case)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g23_hooks_of_modules_fire_as_in_replicas(ranks: Ranks, n: int) -> None:
     def program(model: Stack, run: Run, number: int) -> object:
         seen: list[object] = []

@@ -18,6 +18,7 @@ import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, full
 from tests.models import Block, Odd
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 # -- G37 --------------------------------------------------------------------------------------------------------------
@@ -80,7 +81,7 @@ TRIALS = {
 
 
 @pytest.mark.parametrize("case", TRIALS)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g37_several_models_and_optimizers_are_exact(ranks: Ranks, n: int, case: str) -> None:
     for found in ranks(n).run(differences, TRIALS[case]):
         assert found == []
@@ -127,7 +128,7 @@ def _dropout(build: type[Tower], world: World) -> None:
 
 
 @pytest.mark.parametrize("build", [Tower, Recomputed])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g39_dropout_draws_what_replicas_draw(ranks: Ranks, n: int, build: type[Tower]) -> None:
     def trial(world: World) -> None:
         _dropout(build, world)
@@ -203,7 +204,7 @@ def _uneven_batches(world: World) -> None:
         world.step(model, optimizer, loss)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g43_uneven_batches_scaled_by_the_user_are_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _uneven_batches):
         assert found == []
@@ -320,7 +321,7 @@ def _awkward(world: World) -> None:
             world.note(name, buffer)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g46_recurrent_attention_and_parametrized_modules_are_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _awkward):
         assert found == []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.acceptance.worlds import WIDTH, Tower, World, differences, noise
+from tests.profiles import SIZES
 from tests.ranks import Ranks
 
 # -- G25 --------------------------------------------------------------------------------------------------------------
@@ -31,7 +32,7 @@ def _input_gradients(world: World) -> None:
         model.requires_grad_(True)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g25_gradients_of_inputs_are_those_of_replicas(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _input_gradients):
         assert found == []
@@ -68,7 +69,7 @@ def _evaluation(mode: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g26_evaluation_first_and_between_changes_nothing(ranks: Ranks, n: int, mode: str) -> None:
     def trial(world: World) -> None:
         _evaluation(mode, world)

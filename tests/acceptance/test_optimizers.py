@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, full, parameters
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 # -- G31 --------------------------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ def _groups(kind: str, world: World) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sgd", "foreach", "tensor lr"])
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g31_groups_schedules_and_tensor_rates_are_exact(ranks: Ranks, n: int, kind: str) -> None:
     def trial(world: World) -> None:
         _groups(kind, world)
@@ -135,7 +136,7 @@ def _norms(p: float, foreach: bool) -> None:
 
 @pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
 @pytest.mark.parametrize("p", NORMS)
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g40_the_clipped_norm_is_that_of_replicas(ranks: Ranks, n: int, p: float, foreach: bool) -> None:
     ranks(n).run(_norms, p, foreach)
 
@@ -193,7 +194,7 @@ def _scaled(world: World) -> None:
     assert scaler.get_scale() == 4.0, "backed off once, grew once"
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g42_an_overflow_on_one_rank_skips_the_step_on_all(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _scaled):
         assert found == []

@@ -15,6 +15,7 @@ import zero_fn as zf
 from tests.acceptance.models import Layer, Sizes, Stack, several, sizes
 from tests.acceptance.oracle import Run, differences, noise
 from tests.distributed.training import STAGES, full
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 batches = st.lists(sizes, min_size=4, max_size=6)
@@ -87,14 +88,14 @@ def checked(batch: list[Sizes], kind: type[Stack]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(batch=batches)
 def test_g06_what_runs_several_times_is_summed_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
     assert ranks(n).run(checked, batch, Repeated) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(batch=batches)
 def test_g07_ties_in_a_unit_are_one_parameter(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
@@ -119,7 +120,7 @@ def test_g07_the_last_rank_updates_its_rows_of_a_tied_embedding(ranks: Ranks, n:
     assert ranks(n).run(differences, build, program, optimizer="adam") == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @several
 @given(batch=batches)
 def test_g08_ties_across_units_are_one_parameter(ranks: Ranks, n: int, batch: list[Sizes]) -> None:

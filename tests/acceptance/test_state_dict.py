@@ -17,6 +17,7 @@ import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, full, parameters
 from tests.models import Odd
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from zero_fn.loading import keeps_every_bit
 
@@ -50,7 +51,7 @@ def _before_the_first_forward(world: World) -> None:
             world.step(each, optimizer, each(noise(4, WIDTH, seed=step)).square().mean())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g29_a_state_dict_before_the_first_forward_is_whole_and_loads(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _before_the_first_forward):
         assert found == []
@@ -93,7 +94,7 @@ def _loads_whole(world: World) -> None:
         world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g30_whole_tensors_are_sharded_on_load(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _loads_whole):
         assert found == []

@@ -43,5 +43,4 @@ def test_every_test_of_the_matrix_is_in_its_row_of_the_table() -> None:
 
 
 def test_the_rows_of_the_table_are_in_order_without_gaps() -> None:
-    assert list(rows()) == [f"G{number}" for number in range(1, len(rows()) + 1)]
-    assert len(rows()) >= 24
+    assert list(rows()) == [f"G{number}" for number in range(1, 49)]

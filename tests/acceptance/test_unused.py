@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, noise
+from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 
 
@@ -38,7 +39,7 @@ def accumulated(model: Any, run: Run, number: int) -> None:
 PROGRAMS = [plain, accumulated]
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
 def test_g04_what_no_rank_uses_has_no_gradient(ranks: Ranks, n: int, program: object, optimizer: str) -> None:
@@ -80,7 +81,7 @@ def test_g05_a_rank_that_does_not_use_a_parameter_contributes_zero(
     assert ranks(n).run(differences, build, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 def test_g17_backwards_that_differ_between_ranks_are_exact(ranks: Ranks, n: int) -> None:
     """Each rank picks one of two losses, or backs through a head that others leave out.
 
