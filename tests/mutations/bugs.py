@@ -42,6 +42,7 @@ _PEAK = "tests/distributed/test_peak_memory.py"
 _PLAN = "property_tests/test_plan_laws.py"
 _TRANSFORMS = "property_tests/test_transform_laws.py"
 _DESYNC = "tests/test_desync.py"
+_ACCEPTANCE = "tests/acceptance/"
 _TRAINING = "tests/distributed/test_training.py"
 
 BUGS: tuple[Bug, ...] = (
@@ -288,15 +289,15 @@ BUGS: tuple[Bug, ...] = (
         "hooks-fire-twice",
         "runtime/gradients.py",
         "hooks of users on parameters",
-        "for hook in tuple((parameter._backward_hooks or {}).values()):",
-        "for hook in 2 * tuple((parameter._backward_hooks or {}).values()):",
+        "    for hook in gradient_hooks(parameter):",
+        "    for hook in 2 * gradient_hooks(parameter):",
         _VERBS,
     ),
     Bug(
         "post-hooks-never-fire",
         "runtime/gradients.py",
         "post-accumulate hooks of users",
-        "for post_hook in tuple((parameter._post_accumulate_grad_hooks or {}).values()):",
+        "    for post_hook in parameter_hooks(parameter):",
         "for post_hook in ():",
         _VERBS,
     ),
@@ -349,9 +350,9 @@ BUGS: tuple[Bug, ...] = (
         "double-backward-divisor",
         "runtime/gather.py",
         "the gradient of a gradient: the transpose of the mean",
-        "else (whole / slot.size).to(slot.compute_dtype)",
-        "else whole.to(slot.compute_dtype)",
-        _PROGRAMS,
+        "whole if whole is None else whole.to(slot.compute_dtype)",
+        "whole if whole is None else (whole / slot.size).to(slot.compute_dtype)",
+        "tests/acceptance/test_functional.py",
     ),
     # -- gathering and freeing --------------------------------------------------------------------------------------
     Bug(
@@ -411,8 +412,8 @@ BUGS: tuple[Bug, ...] = (
         "reshard-forgotten-in-backward",
         "runtime/step.py",
         "memory in backward",
-        "elif not unit.open and (unit.is_transient or not self.accumulating):",
-        "elif unit.open and (unit.is_transient or not self.accumulating):",
+        "elif not unit.open and unit.is_transient:",
+        "elif unit.open and unit.is_transient:",
         _PEAK,
     ),
     Bug(
@@ -459,24 +460,24 @@ BUGS: tuple[Bug, ...] = (
         "accumulate-forgets-to-reset",
         "runtime/step.py",
         "what was accumulated before an exception is dropped",
-        "            self._recover()\n            self.drop_gradients()\n",
-        "            self._recover()\n",
+        "                self._read_control()\n                self.drop_gradients()\n",
+        "                self._read_control()\n",
         _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing accumulation-2]",
     ),
     Bug(
         "accumulate-ignores-exceptions",
         "transforms/accumulate.py",
         "a block that raised reduces nothing",
-        "step.end_accumulation(failed=failed)",
-        "step.end_accumulation(failed=False)",
+        "ends.callback(step.end_accumulation, failed=failed)",
+        "ends.callback(step.end_accumulation, failed=False)",
         _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing accumulation-2]",
     ),
     Bug(
         "accumulate-is-never-fresh",
         "runtime/step.py",
         "a block gathers what a step has changed",
-        "if not self.accumulating:\n            self._is_fresh = True",
-        "if self.accumulating:\n            self._is_fresh = True",
+        "            self._is_fresh = True\n        self.accumulating += 1",
+        "            self._is_fresh = False\n        self.accumulating += 1",
         _VERBS,
     ),
     Bug(
@@ -547,8 +548,8 @@ BUGS: tuple[Bug, ...] = (
         "step-inside-accumulate-unnoticed",
         "runtime/optimizer_watch.py",
         "a step with gradients that were not reduced is refused",
-        "unit.step.accumulating and not unit.gradients.is_empty:",
-        "unit.step.accumulating and unit.gradients.is_empty:",
+        "unit.step.accumulating and unit.has_pending():",
+        "unit.step.accumulating and not unit.has_pending():",
         _ERRORS,
     ),
     # -- modules ----------------------------------------------------------------------------------------------------
@@ -564,7 +565,7 @@ BUGS: tuple[Bug, ...] = (
         "user-hooks-left-behind",
         "substitute.py",
         "hooks registered before the transform",
-        "for hook in (old._backward_hooks or {}).values():",
+        "for hook in gradient_hooks(old):",
         "for hook in ():",
         _VERBS,
     ),
@@ -588,8 +589,8 @@ BUGS: tuple[Bug, ...] = (
         "moved-parameters-not-followed",
         "runtime/unit.py",
         ".to(), to_empty() and load_state_dict(assign=True)",
-        "if self.pinned is not None or all(slot.is_current() for slot in self.slots):",
-        "if self.pinned is not None or any(slot.is_current() for slot in self.slots) or self.slots:",
+        "if self.pinned is None and all(slot.is_current() for slot in self.slots):",
+        "if self.slots:",
         _VERBS,
     ),
     Bug(
@@ -688,6 +689,47 @@ BUGS: tuple[Bug, ...] = (
         "if slot.parameter.requires_grad:",
         "if slot.parameter is not None:",
         _PLAN,
+    ),
+    # -- what users may do ------------------------------------------------------------------------------------------
+    Bug(
+        "zero-grad-leaves-pending",
+        "runtime/gradients.py",
+        "zero_grad() inside accumulate drops what was summed so far",
+        "if self._slots[i].parameter.grad is not marker:",
+        "if False:",
+        _ACCEPTANCE + "test_accumulation.py",
+    ),
+    Bug(
+        "earlier-gradient-lost",
+        "runtime/gradients.py",
+        "gradients of before an accumulate block stay in the sum",
+        "self._slots[i].parameter.grad, marker.earlier = marker.earlier, None",
+        "self._slots[i].parameter.grad, marker.earlier = None, None",
+        _ACCEPTANCE + "test_accumulation.py",
+    ),
+    Bug(
+        "buffers-never-due",
+        "runtime/buffers.py",
+        "rank 0's statistics are those of all ranks",
+        "self._due = [due or bit for due, bit in zip(self._due, union, strict=False)]",
+        "self._due = [False for due, bit in zip(self._due, union, strict=False)]",
+        _ACCEPTANCE + "test_buffers.py",
+    ),
+    Bug(
+        "swapped-values-ignored",
+        "runtime/swapped.py",
+        "functional_call computes with the values it was given",
+        "found[i] = swapped[0]",
+        "pass",
+        _ACCEPTANCE + "test_functional.py",
+    ),
+    Bug(
+        "whole-tensor-optimizers-accepted",
+        "runtime/elementwise.py",
+        "optimizers over whole tensors are refused",
+        "    if not looks_at_whole_tensors(type(optimizer)):",
+        "    if True:",
+        _ACCEPTANCE + "test_optimizers.py",
     ),
     # -- ranks that part or are lost --------------------------------------------------------------------------------
     Bug(

@@ -374,9 +374,8 @@ class Step:
                     self._reshard_in_forward(unit, grad=self._forward.grad)
                 elif not unit.open and unit.is_transient:
                     unit.reshard()
-                elif (
-                    not unit.open
-                ):  # kept: gathered again for its next use, it would be so on the ranks that run that use
+                elif not unit.open:
+                    # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
                     unit.leave_backward()
             case Reduce():
                 assert self._backward is not None
