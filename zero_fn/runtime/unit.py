@@ -144,6 +144,10 @@ class Unit:
         if self.pinned is not None or all(slot.is_current() for slot in self.slots):
             return
         self.reshard()
+        with torch.inference_mode(False), torch.no_grad():  # a forward may ask: its memory must serve training too
+            self._move_in()
+
+    def _move_in(self) -> None:
         moved = [self._resting_successor(slot) for slot in self.slots]
         for slot, parameter in zip(self.slots, moved, strict=True):
             slot.set_dtype(parameter.dtype)
