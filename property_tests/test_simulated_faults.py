@@ -111,7 +111,9 @@ def test_nan_in_one_gradient_message_reaches_every_rank_alike(
     if not any(poisoned):  # the message was one of the second step, or held nothing
         return
     for seen in values:
-        assert all(held.values.isnan().all() for held in seen[-1].held.values())
+        # The rows of the head have gradients of their own; everything before it has not.
+        inner = [held for name, held in seen[-1].held.items() if not name.startswith("head")]
+        assert all(held.values.isnan().all() for held in inner)
 
 
 def _has_nan(held: Held) -> bool:

@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable
 from typing import TypeVar
 
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 __all__ = ["PROFILE", "examples", "load_profile", "machine_settings"]
 
@@ -35,15 +35,19 @@ def load_profile() -> None:
     settings.load_profile(PROFILE)
 
 
+# Shrinking a program takes minutes: in the profile of everyday it is printed as it was found.
+_PHASES = (Phase.explicit, Phase.generate) if PROFILE == "dev" else tuple(Phase)
 _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
 def examples(*, dev: int, ci: int, deep: int) -> Callable[[F], F]:
     """How many examples a test has in each profile. Programs are slow to draw and large: that is known."""
-    return settings(max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE], suppress_health_check=_SLOW_TO_DRAW)
+    return settings(
+        max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE], suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES
+    )
 
 
 def machine_settings(*, dev: int, ci: int, deep: int, rules: int = 15) -> settings:
     """The same for a state machine of at most `rules` rules."""
     number = {"dev": dev, "ci": ci, "deep": deep}[PROFILE]
-    return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW)
+    return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES)
