@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
     config.stash[_TIERS] = {name: make() for name, make in TIERS.items()}
     config.stash[_PASSED] = Counter()
+    config.pluginmanager.register(_Counting(), "zero_fn_tiers")
 
 
 def _tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
@@ -79,12 +80,15 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.hookimpl(hookwrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    outcome = yield
-    report = outcome.get_result()  # type: ignore[attr-defined]
-    if report.when == "call" and report.passed:
-        item.config.stash[_PASSED].update(TIERS.keys() & set(getattr(item, "fixturenames", ())))
+class _Counting:
+    """Counts tests that passed on each tier. A plugin: hooks of a conftest hear of the tests beside it only."""
+
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        outcome = yield
+        report = outcome.get_result()  # type: ignore[attr-defined]
+        if report.when == "call" and report.passed:
+            item.config.stash[_PASSED].update(TIERS.keys() & set(getattr(item, "fixturenames", ())))
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
