@@ -312,6 +312,8 @@ def is_reordered(program: Program) -> bool:
         or (several and bool(program.model.ties))
         or "odd" in program.model.kinds()  # one of its parameters is bfloat16, whose sums are float32 on ranks
         or "recurrent" in program.model.kinds()  # uses its weights at every time
+        or "normed" in program.model.kinds()  # uses its weight twice
+        or "reentrant" in program.model.kinds()  # every use ends in a backward of its own, and is reduced there
     )
     # A tied parameter may belong to a unit that is entered once for each module that holds it.
     return (several or bool(program.model.ties)) and one_by_one

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hypothesis import strategies as st
 
 import zero_fn as zf
@@ -27,7 +25,7 @@ from property_tests.rules import (
 )
 from tests.simulation import Fault
 
-__all__ = ["backwards", "chains_for", "faults", "may_follow", "models", "programs", "rules", "schedules"]
+__all__ = ["backwards", "chains_for", "faults", "models", "programs", "rules", "schedules"]
 
 schedules = st.lists(st.integers(0, 7), max_size=12).map(tuple)
 """Which rank is next; see `tests/simulation/turns.py`."""
@@ -40,20 +38,18 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
     """One layer, or a nest of up to three."""
     kind = draw(st.sampled_from([*KINDS, "nest"] if depth else list(KINDS)))
     children = tuple(draw(st.lists(parts(depth - 1), min_size=1, max_size=3))) if kind == "nest" else ()
-    wrap = draw(st.sampled_from(["", "", "", "checkpoint", "reentrant"]))
+    # Not around the old weight_norm: see `test_a_hook_that_reads_parameters_runs_before_its_unit_in_a_retained_checkpoint`.
+    wraps = ["", "", "", "checkpoint", "reentrant"] if kind != "weighted" else [""]
+    wrap = draw(st.sampled_from(wraps))
     return Part(kind, draw(st.integers(1, 7)), draw(st.sampled_from([False, False, False, True])), wrap, children)
 
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Models of one to four parts.
-
-    No ties beside checkpoints or experts that are skipped: see the failures that are expected in
-    `test_simulated_training.py`.
-    """
+    """Models of one to four parts. No ties beside reentrant checkpoints: `test_simulated_training.py` says why."""
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
     ties: tuple[tuple[int, int], ...] = ()
-    if not Model(1, chosen).kinds() & {"checkpoint", "reentrant", "routed"}:
+    if "reentrant" not in Model(1, chosen).kinds():
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
     twice = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     model = Model(
@@ -110,8 +106,8 @@ def backwards(*, several: bool = True) -> st.SearchStrategy[Backward]:
 
 
 def steps() -> st.SearchStrategy[Step]:
-    """Optimizer steps, clipped or not. For p = inf see `test_simulated_training.py`."""
-    norms = [0.5, 1.0, 2.0, 3.0]
+    """Optimizer steps, clipped or not."""
+    norms = [0.5, 1.0, 2.0, 3.0, float("inf")]
     clips = st.sampled_from([None, None, 0.1, 1.0])
     return st.builds(Step, clip=clips, norm=st.sampled_from(norms), keeps=st.sampled_from([False, False, True]))
 
@@ -152,13 +148,7 @@ def programs(draw: st.DrawFn, *, max_rules: int = 6) -> Program:
     optimizer = draw(st.builds(Optimizer, st.sampled_from(["sgd", "adam", "adamw"]), st.booleans(), st.booleans()))
     chain = draw(chains_for(model))
     drawn = draw(st.lists(rules(model), min_size=2, max_size=max_rules))
-    chosen = tuple(one for number, one in enumerate(drawn) if may_follow(one, drawn[:number]))
-    return Program(model, chain, chosen, optimizer)
-
-
-def may_follow(rule: Rule, before: Sequence[Rule]) -> bool:
-    """A model is not copied after it failed: see the failures that are expected in `test_simulated_training.py`."""
-    return not (isinstance(rule, Copy) and any(isinstance(one, Fail) for one in before))
+    return Program(model, chain, tuple(drawn), optimizer)
 
 
 def faults(n: int, *, kinds: tuple[str, ...] = ("delay", "drop", "kill"), last: int = 120) -> st.SearchStrategy[Fault]:

@@ -16,7 +16,7 @@ from property_tests.modules import Model
 from property_tests.on_ranks import OnRank, Seen
 from property_tests.replicas import Replicas
 from property_tests.rules import Evaluate, Fail, Freeze, Optimizer, Program, Rule, ZeroGrad
-from property_tests.strategies_of_programs import backwards, chains_for, may_follow, models, rules, schedules, steps
+from property_tests.strategies_of_programs import backwards, chains_for, models, rules, schedules, steps
 from tests.profiles import machine_settings
 from tests.simulation import Simulated
 
@@ -81,7 +81,7 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
             self._do(data.draw(rules(self.model), label="rule"))
 
         def _do(self, one: Rule) -> None:
-            if not self.ranks or not may_follow(one, self.before):
+            if not self.ranks:
                 return
             self.before.append(one)
             seed = 100 * self.number

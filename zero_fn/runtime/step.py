@@ -122,6 +122,8 @@ class Step:
             self._begin_forward(unit, entry)
         assert self._forward is not None
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
+        if self._forward.grad:
+            unit.last_entry = weakref.ref(entry)
         bracket = Enter(Use(unit.index, use.number))
         self._forward.note(bracket, use)
         for event in self._forward.before(bracket):
@@ -260,8 +262,9 @@ class Step:
             self._pump(backward)
         unit.unshard()
         unit.await_gathered()
-        if use is not None and backward is not None:
-            self._prepare_recomputation(unit, use)
+        began_at = use.began_at if use is not None else unit.last_entry()
+        if began_at is not None and backward is not None:
+            self._prepare_recomputation(unit, began_at)
 
     def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
@@ -426,8 +429,23 @@ class Step:
         return self._backward.recomputed if self._backward is not None else []
 
     def is_recomputing(self, unit: Unit, entry: object) -> bool:
-        """Whether a checkpoint inside the unit runs `entry` again, with the parameters in place already."""
-        return unit.backward_entry is not None and unit.backward_entry is not entry and current_graph_task() != -1
+        """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
+        if current_graph_task() == -1:
+            return False
+        if unit.backward_entry is None and self._ran_inside(unit, entry):
+            self.demand(
+                unit
+            )  # the checkpoint is the first that backward meets of the unit: its outputs were not watched
+        return unit.backward_entry is not None and unit.backward_entry is not entry
+
+    def _ran_inside(self, unit: Unit, entry: object) -> bool:
+        """Whether the forwards of a unit that wait for their backward began elsewhere than at `entry`."""
+        waiting = [self._use(key) for key in self._uses if key.unit == unit.index]
+        began = {id(use.began_at) for use in waiting if use is not None and self._is_awaited(use)}
+        if not began:  # a retained graph: its uses are not remembered beyond its first backward
+            last = unit.last_entry()
+            return last is not None and last is not entry
+        return id(entry) not in began
 
     def _enter_recomputation(self, unit: Unit, entry: object) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
@@ -439,11 +457,11 @@ class Step:
         unit.open += 1
         return use
 
-    def _prepare_recomputation(self, unit: Unit, use: UnitUse) -> None:
+    def _prepare_recomputation(self, unit: Unit, began_at: object) -> None:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
         if unit.backward_entry is None:
             with torch.enable_grad():
-                unit.shadow_for_backward(gather(UnitUse(unit, -1)), use.began_at)
+                unit.shadow_for_backward(gather(UnitUse(unit, -1)), began_at)
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,7 @@ class Unit:
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
+        last_entry: The entry at which its last forward with gradients began, weakly.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
@@ -109,6 +110,7 @@ class Unit:
         self.open = 0
         self.inner: list[weakref.ref[nn.Module]] = []
         self.deferred_in: int | None = None
+        self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
         self.swapped: dict[int, Tensor] = {}
         self.groups: list[Group] = []
@@ -205,7 +207,7 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
         twin.inner = []
-        twin.deferred_in, twin.swapped = None, {}
+        twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -311,7 +313,9 @@ class Unit:
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
-        if self.phase is not Phase.GATHERED:
+        if (
+            self.phase is not Phase.GATHERED or self.backward_entry is None
+        ):  # backward has come, or this is the first it sees
             self.step.demand(self)
         return self._buffers[group]
 
@@ -461,3 +465,7 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def _no_entry() -> None:
+    """Of a unit that has not run."""
