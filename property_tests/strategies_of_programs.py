@@ -38,7 +38,7 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
     """One layer, or a nest of up to three."""
     kind = draw(st.sampled_from([*KINDS, "nest"] if depth else list(KINDS)))
     children = tuple(draw(st.lists(parts(depth - 1), min_size=1, max_size=3))) if kind == "nest" else ()
-    # Not around the old weight_norm: see `test_a_hook_that_reads_parameters_runs_before_its_unit_in_a_retained_checkpoint`.
+    # Not around the old weight_norm: see `test_a_hook_may_read_parameters_before_its_module_is_recomputed`.
     wraps = ["", "", "", "checkpoint", "reentrant"] if kind != "weighted" else [""]
     wrap = draw(st.sampled_from(wraps))
     return Part(kind, draw(st.integers(1, 7)), draw(st.sampled_from([False, False, False, True])), wrap, children)
