@@ -65,9 +65,9 @@ def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
         _, first = shared.write(0, 100)
         _, second = shared.write(0, 100)
         assert first != second  # neither was read
-        shared.note_read(1, [2, 0])
+        shared.note_read(1, [2, 0, 0])
         assert arena.allocate(100) not in (first, second)  # rank 2 may be reading them
-        shared.note_read(2, [1, 0])
+        shared.note_read(2, [1, 0, 0])
         assert arena.allocate(100) == first
         assert arena.allocate(100) != second
     finally:

@@ -45,6 +45,7 @@ wholes = [parameter.full_tensor() for parameter in model.parameters()]
 equal = all(torch.equal(a, b) for a, b in zip(wholes, reference.parameters(), strict=True))
 print("equal" if equal else "different", flush=True)
 dist.destroy_process_group()
+os._exit(0)  # under heavy load the end of the interpreter itself has aborted, after all was done (3 of 60 runs, see LOG.md)
 """
 
 

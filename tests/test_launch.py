@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -216,7 +217,10 @@ def test_a_script_is_executed_once_and_its_ranks_die_with_it(tmp_path: Path) -> 
 def start(script: Path) -> subprocess.Popen[str]:
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen([sys.executable, str(script)], stdout=pipe, stderr=null, text=True, env=environ)
+    # Background jobs of a shell ignore SIGINT, and so would what they start.
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, str(script)]
+    return subprocess.Popen(command, stdout=pipe, stderr=null, text=True, env=environ, preexec_fn=heed)
 
 
 def is_gone_within(seconds: float, pid: int) -> bool:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -197,9 +197,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Exit(Use(use.unit.index, use.number)))
         leave(step, use, failed=failed)
 
-    def reduce_noted(unit: Unit, *, exact: bool) -> Reduction:
+    def reduce_noted(unit: Unit, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
         done.append(Reduce(unit.index))
-        return reduce(unit, exact=exact)
+        return reduce(unit, exact=exact, present=present)
 
     def settle_noted(step: Step, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
