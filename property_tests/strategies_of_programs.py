@@ -46,10 +46,14 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Models of one to four parts. No ties beside reentrant checkpoints: `test_simulated_training.py` says why."""
+    """Models of one to four parts.
+
+    No ties beside reentrant checkpoints or experts that are skipped: see the expected failures in
+    `test_simulated_training.py`.
+    """
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
     ties: tuple[tuple[int, int], ...] = ()
-    if "reentrant" not in Model(1, chosen).kinds():
+    if not Model(1, chosen).kinds() & {"reentrant", "routed"}:
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
     twice = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     model = Model(

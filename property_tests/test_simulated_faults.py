@@ -54,7 +54,11 @@ def assert_right_or_told(report: Report[list[Seen]], expected: list[list[Seen]])
         if outcome.value is not None:
             assert all(map(is_same, outcome.value, values)), f"wrong numbers, and nobody said so\n{report}"
         elif not outcome.was_killed:
-            assert isinstance(outcome.error, zf.LostRankError | zf.DisagreementError), report
+            is_told = isinstance(outcome.error, zf.LostRankError | zf.DisagreementError)
+            by_torch = any(
+                text in str(outcome.error) for text in ("Timed out", "Connection closed")
+            )  # in clip_grad_norm_
+            assert is_told or by_torch, report
 
 
 @examples(dev=150, ci=3_000, deep=100_000)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zero_fn as zf
 from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
 from property_tests.programs import Link
@@ -93,6 +94,30 @@ def test_an_expert_tied_to_another_unit_may_be_skipped_in_the_second_of_two_back
     model = Model(2, (Part("routed", 2), Part("linear", 1)), ties=((0, 2),), output="dict")
     rules = (Backward(), Backward(forwards=2, together=False, output=1))
     check(simulated, Program(model, (Link(verb),), rules))
+
+
+@pytest.mark.xfail(
+    reason="what a later backward gathers depends on the rank where an expert is tied to a part that the rank skips",
+    raises=zf.LostRankError,
+)
+def test_ties_of_skipped_experts_train_in_later_backwards(simulated: Simulated) -> None:
+    """Not silent: ranks stop at different collectives, and the error names them."""
+    parts = (Part("routed", 3, True, "checkpoint"), Part("routed", 2))
+    model = Model(1, parts, ties=((5, 0), (19, 4)), output="opaque", listed=False)
+    chain = (Link("shard_optimizer", {"where": "head.*"}), Link("shard_params", {"reshard_after": "backward"}))
+    first = (
+        Backward(forwards=2, together=False, output=1, retain=True),
+        Backward(forwards=2, together=False, output=0),
+    )
+    second = (Backward(forwards=3, output=0), Backward(together=False))
+    rules = (
+        Accumulate(first),
+        Evaluate(),
+        Accumulate(second),
+        Backward(forwards=3, together=False, output=1),
+        Step(clip=1.0),
+    )
+    check(simulated, Program(model, chain, rules), 3, (2, 6), "early")
 
 
 @pytest.mark.xfail(
