@@ -28,6 +28,7 @@ reference = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
 model = zf.shard_params(model, mesh["dp"])
 optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
 for step in range(5):
+    dist.barrier()  # what is in flight when a rank is killed is lost with it, and DDP would be the first to say so
     if len(sys.argv) > 1 and step == 2 and dist.get_rank() == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
@@ -70,7 +71,7 @@ def test_torchrun_trains_as_ddp_does(program: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["equal", "equal"]
+    assert "".join(done.stdout.split()) == 2 * "equal"  # two ranks write: line ends may come last
 
 
 @pytest.mark.parametrize("victim", [0, 2])
