@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 import zero_fn as zf
@@ -73,6 +73,7 @@ def test_the_others_name_a_rank_that_stopped_at_the_deadline(
 def test_every_rank_is_told_at_once_where_one_went_astray(
     fresh_ranks: FreshRanks, where: tuple[int, int], stage: str, kind: str, step: int, compare: bool
 ) -> None:
+    assume((stage, kind) != ("replicate", "raises and goes on"))  # its forward sends nothing: nothing was missed
     n, victim = where
     said = fresh_ranks(n, stage, Fault(kind, victim, step), compare=compare)
     assert len(said) == n
