@@ -18,7 +18,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -183,27 +183,18 @@ class Guarded:
         """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
         numel = sum([segment.numel for segment in segments])
         event, mark = self._begin("all-gather of ", what, numel)
-        try:
-            return Watched(self._raw.all_gather(segments, mark), self, event)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
+        return self._issued(event, self._raw.all_gather, segments, mark)
 
     def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
         """Writes into each `out` the mean over ranks of this rank's piece."""
         numel = sum([contribution.addend.numel for contribution in contributions])
         event, mark = self._begin("reduce-scatter of ", what, numel)
-        try:
-            return Watched(self._raw.reduce_scatter(contributions, mark), self, event)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
+        return self._issued(event, self._raw.reduce_scatter, contributions, mark)
 
     def any(self, bits: Tensor, what: str, *, check: int = 0) -> Watched:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
         event, mark = self._begin("agreement on ", what, bits.numel(), check)
-        try:
-            return Watched(self._raw.any(bits, mark), self, event)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
+        return self._issued(event, self._raw.any, bits, mark)
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
         """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
@@ -246,6 +237,13 @@ class Guarded:
             self._compare(event)
         history.events.append(event)
         return event, (mark ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF
+
+    def _issued(self, event: _Event, issue: Callable[[Any, int], Pending], payload: object, mark: int) -> Watched:
+        """The collective that `issue` begins."""
+        try:
+            return Watched(issue(payload, mark), self, event)
+        except (PeerLost, OutOfStep) as failure:
+            raise self.broken(failure, event) from failure
 
     def _compare(self, event: _Event) -> None:
         history = self._history
