@@ -8,7 +8,7 @@ parameter, every buffer and whatever the program returned must be equal: `torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, full, gradients
+from tests.distributed.training import STAGES
 from tests.ranks import axis
-from zero_fn.runtime.entry import units_of
+from tests.wholes import Held, held, means, wholes
 
-__all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise", "reduced", "unequal"]
+__all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise", "unequal"]
 
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
@@ -59,25 +59,9 @@ def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 def mean_of_ranks(tensor: Tensor) -> Tensor:
     """The sum in the order of the ranks, divided by their number."""
-    flat = tensor.detach().contiguous().view(-1)
-    sent = (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)  # gloo knows few dtypes
-    gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, sent)
-    rows = [row.view(tensor.dtype).view(tensor.shape) for row in gathered]
-    total = rows[0]
-    for row in rows[1:]:
-        total = total + row
-    return total / len(rows)
-
-
-def reduced(grad: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mean over ranks of a gradient that some may not have: they count as zero; None if no rank has one."""
-    has_any = torch.tensor(float(grad is not None))
-    dist.all_reduce(has_any)
-    if not has_any:
-        return None
-    mean = mean_of_ranks(torch.zeros_like(like) if grad is None else grad.detach())
-    return torch.empty_like(like).copy_(mean)  # in the strides of the parameter, as autograd keeps them
+    (mean,) = means([tensor.detach()], [tensor])
+    assert mean is not None
+    return mean
 
 
 class _Replicas:
@@ -119,8 +103,8 @@ class _Replicas:
             for parameter, grad in zip(everything, self._earlier, strict=True):
                 parameter.grad = grad
             raise
-        for parameter, grad in zip(everything, self._earlier, strict=True):
-            mean = reduced(parameter.grad, parameter)
+        fresh = means([parameter.grad for parameter in everything], everything)
+        for parameter, grad, mean in zip(everything, self._earlier, fresh, strict=True):
             parameter.grad = None  # may have other strides than what is assigned
             parameter.grad = grad if mean is None else mean if grad is None else grad + mean
 
@@ -190,30 +174,23 @@ def _history(
 ) -> list[dict[str, Tensor | None]]:
     trained = OPTIMIZERS[optimizer](list(model.parameters()))
     run = kind(model, trained)
-    history = []
+    history: list[dict[str, Held]] = []
     for step in range(steps):
         torch.manual_seed(step)
         results = program(model, run, step)
-        state = {f"result {i}": _whole(leaf) for i, leaf in enumerate(tree_leaves(results))}
-        state.update({f"grad of {name}": grad for name, grad in gradients(model).items()})
+        state = {f"result {i}": held(_tensor(leaf)) for i, leaf in enumerate(tree_leaves(results))}
+        state.update({f"grad of {name}": held(parameter.grad) for name, parameter in model.named_parameters()})
         trained.step()
         if zeroes:
             trained.zero_grad()
-        state.update(_values(model))
+        state.update({name: held(parameter) for name, parameter in model.named_parameters()})
         history.append(state)
-    return history
+    found = iter(wholes([part for state in history for part in state.values()]))
+    return [{name: next(found) for name in state} for state in history]
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
-    """Whole parameters by name; not by `full_tensor()`, for gloo knows few dtypes."""
-    with zf.unsharded(model) if units_of(model) else nullcontext():
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def _whole(leaf: object) -> Tensor | None:
-    if leaf is None:
-        return None
-    return full(leaf) if isinstance(leaf, Tensor) else torch.as_tensor(leaf)
+def _tensor(leaf: object) -> Tensor | None:
+    return leaf if leaf is None or isinstance(leaf, Tensor) else torch.as_tensor(leaf)
 
 
 def unequal(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:

@@ -14,9 +14,10 @@ from torch import nn
 import zero_fn as zf
 from tests.acceptance.models import Sizes, Stack, several, sizes
 from tests.acceptance.oracle import Program, Run, differences, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full, fulls
 
 batches = st.lists(sizes, min_size=4, max_size=6)
 
@@ -151,7 +152,7 @@ def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: st
         torch.manual_seed(0)
         model: Any = STAGES[stage](Stack(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        before = [full(parameter) for parameter in model.parameters()]
+        before = fulls(model.parameters())
         weight = model.enter.weight
         model(noise(3, 6, seed=1)).square().mean().backward()
         earlier = full(weight.grad)
@@ -177,7 +178,7 @@ def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: st
             optimizer.zero_grad()
             optimizer.step()  # nothing waits: nothing happens, as in replicas
         assert weight.grad is None
-        assert all(torch.equal(full(p), q) for p, q in zip(model.parameters(), before, strict=True))
+        assert all(map(torch.equal, fulls(model.parameters()), before))
         assert earlier.any()
 
     ranks(2).run(case)

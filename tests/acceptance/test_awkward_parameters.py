@@ -16,9 +16,10 @@ from property_tests.programs import Leaf, Tree, build
 from property_tests.strategies import memory_orders, shapes, trees
 from tests.acceptance.models import several
 from tests.acceptance.oracle import Run, differences, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full, fulls, named_fulls
 
 
 class Odd(nn.Module):
@@ -87,8 +88,9 @@ def saved_and_loaded(models: list[list[Leaf]], folder: str) -> None:
             state = other.state_dict()
             dcp.load(state, checkpoint_id=folder)
             other.load_state_dict(state)
+            wholes = named_fulls(other.state_dict())
             for name, value in plain.state_dict().items():
-                whole = full(other.state_dict()[name])
+                whole = wholes[name]
                 assert (whole.shape, whole.dtype, whole.stride()) == (value.shape, value.dtype, value.stride()), name
                 assert torch.equal(whole, value), name
 
@@ -138,7 +140,7 @@ def test_g12_padding_is_in_no_norm_and_no_state(ranks: Ranks, n: int) -> None:
             for number in range(2):
                 model(noise(4, seed=number, dtype=torch.float64)).square().mean().backward()
                 norm = nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-                squares = [full(p.grad).double().square().sum() for p in model.parameters()]
+                squares = [grad.double().square().sum() for grad in fulls(p.grad for p in model.parameters())]
                 ratio = abs(full(norm).double() / torch.stack(squares).sum().sqrt() - 1)
                 assert ratio <= 64 * 2.0**-24
                 optimizer.step()

@@ -16,10 +16,11 @@ from torch.nn.utils import parametrize
 
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
-from tests.distributed.training import STAGES, full, parameters
+from tests.distributed.training import STAGES, parameters
 from tests.models import Block
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
 
 # -- G33 --------------------------------------------------------------------------------------------------------------
 
@@ -233,12 +234,14 @@ def _cast_with_states(stage: str, moment: str) -> None:
         model(noise(4, WIDTH, seed=0)).square().mean().backward()
         model.double()
     before = parameters(model)
-    moments = {name: full(optimizer.state[p]["exp_avg"]) for name, p in model.named_parameters()}
+    moments = named_fulls({name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()})
     with pytest.raises(zf.StateError, match=r"states have another dtype[\s\S]*float64, its exp_avg is float32"):
         optimizer.step()
+    after = named_fulls({name: optimizer.state[p]["exp_avg"] for name, p in model.named_parameters()})
+    values = parameters(model)
     for name, parameter in model.named_parameters():
-        assert torch.equal(full(parameter), before[name])
-        assert torch.equal(full(optimizer.state[parameter]["exp_avg"]), moments[name])
+        assert torch.equal(values[name], before[name])
+        assert torch.equal(after[name], moments[name])
         assert optimizer.state[parameter]["step"].item() == 1
     model.float()
     model.zero_grad()

@@ -14,9 +14,10 @@ from torch.func import functional_call, grad, grad_and_value, stack_module_state
 import zero_fn as zf
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
 
 
 class Tied(Stack):
@@ -135,7 +136,7 @@ def test_g21_backward_into_some_parameters(ranks: Ranks, n: int) -> None:
 
 
 def _values(model: Any, *, scale: float) -> dict[str, Tensor]:
-    return {name: full(parameter) * scale for name, parameter in model.named_parameters()}
+    return {name: value * scale for name, value in named_fulls(dict(model.named_parameters())).items()}
 
 
 @pytest.mark.parametrize("n", SIZES)

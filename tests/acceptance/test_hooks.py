@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, mean_of_ranks, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 
 
 def scaled(grad: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.models import Block, Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full, fulls
 
 # -- G37 --------------------------------------------------------------------------------------------------------------
 
@@ -170,7 +171,7 @@ def _clip_over_a_mix() -> None:
         world.reduce(body, head)
         World(None).reduce(plain)
         everything = [*body.parameters(), *head.parameters(), *plain.parameters()]
-        grads = [full(p.grad) for p in everything if p.grad is not None]
+        grads = fulls(p.grad for p in everything if p.grad is not None)
         parts = [model.parameters() for model in (body, head, plain)]
         norms = [nn.utils.get_total_norm([p.grad for p in part if p.grad is not None]) for part in parts]
         if stage is None:
@@ -178,7 +179,7 @@ def _clip_over_a_mix() -> None:
         else:
             with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor"):
                 nn.utils.clip_grad_norm_(everything, 0.01)
-            after = [full(p.grad) for p in everything if p.grad is not None]
+            after = fulls(p.grad for p in everything if p.grad is not None)
             assert all(torch.equal(one, other) for one, other in zip(grads, after, strict=True)), "clipped half-way"
             total = torch.stack([full(norm) for norm in norms]).norm()  # what a user writes then
         totals.append(full(total).item())

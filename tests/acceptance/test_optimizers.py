@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
-from tests.distributed.training import STAGES, full, parameters
+from tests.distributed.training import STAGES, parameters
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full, fulls
 
 # -- G31 --------------------------------------------------------------------------------------------------------------
 
@@ -111,7 +112,7 @@ def _clipped(stage: str | None, p: float, foreach: bool) -> tuple[Tensor, list[T
     model(noise(4, WIDTH, seed=0)).square().mean().backward()
     world.reduce(model)
     total = nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm_type=p, foreach=foreach)
-    grads = [full(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    grads = fulls(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return full(total), grads, float(sum(grad.numel() for grad in grads))
 
 
@@ -150,13 +151,14 @@ def _nonfinite(value: float) -> None:
         grad = model.enter.weight.grad
         if dist.get_rank() == 1 or stage == "replicate":
             grad.to_local()[0, 0] = value
-        before = [full(parameter.grad) for parameter in model.parameters()]
+        before = fulls(parameter.grad for parameter in model.parameters())
         # Not math.inf for NaN: the maximum of gloo drops it, and torch's norm of a sharded gradient with it.
         for p in (1.0, 2.0, math.inf if math.isinf(value) else 3.0):
             with pytest.raises(RuntimeError, match="non-finite"):
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0, norm_type=p, error_if_nonfinite=True)
-        for parameter, value_before in zip(model.parameters(), before, strict=True):
-            assert torch.equal(full(parameter.grad).nan_to_num(1, 2, 3), value_before.nan_to_num(1, 2, 3))
+        after = fulls(parameter.grad for parameter in model.parameters())
+        for value_after, value_before in zip(after, before, strict=True):
+            assert torch.equal(value_after.nan_to_num(1, 2, 3), value_before.nan_to_num(1, 2, 3))
         total = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert not torch.isfinite(full(total))
 

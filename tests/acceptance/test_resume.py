@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from tests.acceptance.worlds import WIDTH, Tower, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
 
 STEPS = 3
 
@@ -58,10 +59,11 @@ class Run:
         self.schedule.load_state_dict(own["schedule"])
 
     def result(self) -> dict[str, Tensor]:
-        found = {name: full(parameter) for name, parameter in self.model.named_parameters()}
+        found: dict[str, Tensor] = dict(self.model.named_parameters())
         for name, parameter in self.model.named_parameters():
             for key, value in self.optimizer.state[parameter].items():
-                found[f"{key} of {name}"] = full(value)
+                found[f"{key} of {name}"] = value
+        found = named_fulls(found)
         found["random"] = torch.get_rng_state()
         found["lr"] = torch.tensor(self.schedule.get_last_lr())
         return found

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.acceptance.models import Layer, Sizes, Stack, several, sizes
 from tests.acceptance.oracle import Run, differences, noise
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full, named_fulls
 
 batches = st.lists(sizes, min_size=4, max_size=6)
 
@@ -142,7 +143,7 @@ def test_g08_ties_survive_transforms_steps_and_state_dicts(ranks: Ranks, build: 
             optimizer = torch.optim.Adam(other.parameters(), lr=0.1)
             other(noise(3, 6, seed=1)).sum().backward()
             optimizer.step()
-            values = {name: full(p) for name, p in other.named_parameters(remove_duplicate=False)}
+            values = named_fulls(dict(other.named_parameters(remove_duplicate=False)))
             with torch.no_grad():
                 plain.load_state_dict(values)  # one value for each tie, or the last one would win
             for name, parameter in plain.named_parameters(remove_duplicate=False):

@@ -15,10 +15,11 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import zero_fn as zf
 from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
-from tests.distributed.training import STAGES, full, parameters
+from tests.distributed.training import STAGES, parameters
 from tests.models import Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
 from zero_fn.loading import keeps_every_bit
 
 # -- G29 --------------------------------------------------------------------------------------------------------------
@@ -106,8 +107,9 @@ def _loads_any_stage(saved: str, loaded: str) -> None:
     torch.manual_seed(0)
     model: Any = STAGES[loaded](Odd(), axis())
     model.load_state_dict(source.state_dict())
+    expected = parameters(source)
     for name, value in parameters(model).items():
-        assert torch.equal(value, full(source.get_parameter(name)))
+        assert torch.equal(value, expected[name])
 
 
 @pytest.mark.parametrize("loaded", ["replicate", "zero1", "zero3"])
@@ -122,13 +124,13 @@ def _loads_other_layout() -> None:
     whole = _whole()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model.load_state_dict({key: distribute_tensor(value, mesh, [Replicate()]) for key, value in whole.items()})
-    assert all(torch.equal(full(value), whole[key]) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, whole[key]) for key, value in named_fulls(model.state_dict()).items())
     by_columns = {
         key: distribute_tensor(value + 1, mesh, [Shard(value.ndim - 1) if value.ndim else Replicate()])
         for key, value in whole.items()
     }
     model.load_state_dict(by_columns)
-    assert all(torch.equal(full(value), whole[key] + 1) for key, value in model.state_dict().items())
+    assert all(torch.equal(value, whole[key] + 1) for key, value in named_fulls(model.state_dict()).items())
 
 
 def test_g30_shards_of_another_layout_are_redistributed_on_load(ranks: Ranks) -> None:
@@ -139,13 +141,13 @@ def _refused(change: Callable[[dict[str, Any]], object], kind: type[Exception], 
     for stage in ALL:
         torch.manual_seed(0)
         model: Any = STAGES[stage](Normalized(), axis())
-        before = {key: full(value) for key, value in model.state_dict().items()}
+        before = named_fulls(model.state_dict())
         entries: dict[str, Any] = _whole(Normalized)
         change(entries)
         with pytest.raises(kind, match=match):
             model.load_state_dict(entries)
-        for key, value in model.state_dict().items():
-            assert torch.equal(full(value), before[key]), f"{stage}: {key} was written"
+        for key, value in named_fulls(model.state_dict()).items():
+            assert torch.equal(value, before[key]), f"{stage}: {key} was written"
 
 
 def _refusals(case: str) -> None:

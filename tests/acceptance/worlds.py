@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, full
+from tests.distributed.training import STAGES
 from tests.models import Block
 from tests.ranks import axis
-from tests.reference import mean_in_rank_order
+from tests.wholes import Held, held, means, wholes
 
 __all__ = ["ALL", "WIDTH", "Tower", "Trial", "World", "differences", "noise"]
 
@@ -58,12 +58,12 @@ class World:
 
     Attributes:
         stage: A name in `STAGES`, or None: plain replicas.
-        history: What was noted so far.
+        history: What this rank noted so far.
     """
 
     def __init__(self, stage: str | None) -> None:
         self.stage = stage
-        self.history: list[tuple[str, Tensor | None]] = []
+        self.history: list[tuple[str, Held]] = []
 
     @property
     def is_replica(self) -> bool:
@@ -87,18 +87,14 @@ class World:
         """Averages the gradients of replicas; a parameter without gradient on some ranks counts as zeros there."""
         if not self.is_replica:
             return
-        for parameter in {p: None for module in modules for p in module.parameters()}:
-            has_grad: list[object] = [None] * dist.get_world_size()
-            dist.all_gather_object(has_grad, parameter.grad is not None)
-            if any(has_grad):
-                grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                addends = [torch.empty_like(grad, memory_format=torch.contiguous_format) for _ in has_grad]
-                dist.all_gather(addends, grad.contiguous())
-                parameter.grad = torch.empty_like(parameter).copy_(mean_in_rank_order(addends, grad.dtype))
+        everything = list({p: None for module in modules for p in module.parameters()})
+        for parameter, mean in zip(everything, means([p.grad for p in everything], everything), strict=True):
+            parameter.grad = None  # may have other strides than what is assigned
+            parameter.grad = mean
 
     def note(self, name: str, value: Tensor | None) -> None:
-        """Remembers a value, whole."""
-        self.history.append((name, None if value is None else full(value)))
+        """Remembers a value, of which the whole will be compared."""
+        self.history.append((name, held(value)))
 
     def note_model(self, *modules: nn.Module) -> None:
         """Remembers all gradients and parameters of modules."""
@@ -136,7 +132,7 @@ def _history(trial: Trial, stage: str | None) -> list[tuple[str, Tensor | None]]
     torch.manual_seed(0)
     world = World(stage)
     trial(world)
-    return world.history
+    return list(zip([name for name, _ in world.history], wholes([part for _, part in world.history]), strict=True))
 
 
 def _difference(one: tuple[str, Tensor | None], other: tuple[str, Tensor | None]) -> str | None:

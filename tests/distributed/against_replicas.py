@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.training import STAGES, gradients, parameters
+from tests.distributed.training import STAGES
 from tests.ranks import axis
+from tests.wholes import Held, held, means, wholes
 
 __all__ = ["Program", "differences", "noise"]
 
@@ -60,28 +61,21 @@ def differences(
 
 def _run(model: nn.Module, program: Program, steps: int, *, is_replica: bool) -> list[dict[str, Tensor | None]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    history = []
+    history: list[dict[str, Held]] = []
     for step in range(steps):
         torch.manual_seed(step)
         program(model, step)
         if is_replica:
-            _average(model)
-        state: dict[str, Tensor | None] = {f"grad of {name}": grad for name, grad in gradients(model).items()}
+            everything = list(model.parameters())
+            for parameter, mean in zip(everything, means([p.grad for p in everything], everything), strict=True):
+                parameter.grad = mean
+        state = {f"grad of {name}": held(parameter.grad) for name, parameter in model.named_parameters()}
         optimizer.step()
         optimizer.zero_grad()
-        state.update(parameters(model))
+        state.update({name: held(parameter) for name, parameter in model.named_parameters()})
         history.append(state)
-    return history
-
-
-def _average(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        has_grad = torch.tensor(float(parameter.grad is not None))
-        dist.all_reduce(has_grad)
-        if has_grad:
-            grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            dist.all_reduce(grad)
-            parameter.grad = grad / dist.get_world_size()
+    found = iter(wholes([part for state in history for part in state.values()]))
+    return [{name: next(found) for name in state} for state in history]
 
 
 def _compare(one: dict[str, Tensor | None], other: dict[str, Tensor | None]) -> list[str]:

@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.distributed.training import OPTIMIZERS, STAGES, full, loss_of, parameters
+from tests.distributed.training import OPTIMIZERS, STAGES, loss_of, parameters
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 from zero_fn.runtime.entry import units_of
 
 ALL = list(STAGES)

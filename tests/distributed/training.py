@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
 from tests.models import batch
 from tests.ranks import axis
+from tests.wholes import held, wholes
 
-__all__ = ["STAGES", "full", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
+__all__ = ["STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
 
 STAGES: dict[str, Callable[..., nn.Module]] = {
     "replicate": zf.replicate,
@@ -34,22 +34,18 @@ OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]]
 }
 
 
-def full(tensor: Tensor) -> Tensor:
-    """The whole of a tensor on every rank."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
 def parameters(model: nn.Module) -> dict[str, Tensor]:
     """Whole parameters by name."""
-    return {name.removeprefix("module."): full(parameter) for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
+    found = wholes([held(parameter) for parameter in named.values()])
+    return {name.removeprefix("module."): value for name, value in zip(named, found, strict=True) if value is not None}
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """Whole gradients by name."""
-    return {
-        name.removeprefix("module."): None if parameter.grad is None else full(parameter.grad)
-        for name, parameter in model.named_parameters()
-    }
+    named = dict(model.named_parameters())
+    found = wholes([held(parameter.grad) for parameter in named.values()])
+    return {name.removeprefix("module."): grad for name, grad in zip(named, found, strict=True)}
 
 
 def loss_of(model: nn.Module, seed: int) -> Tensor:

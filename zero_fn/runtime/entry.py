@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -223,14 +224,24 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 @uncompiled
 def _watch(output: Any, use: UnitUse) -> None:
     """Tells the step when backward reaches the outputs, before any gradient of the unit is computed."""
-    leaves = (output,) if isinstance(output, Tensor) else tree_leaves(output)
+    tensors = (output,) if isinstance(output, Tensor) else _tensors_in(output)
     hook = partial(_reached, use)
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
+    for tensor in tensors:
+        if tensor.requires_grad:
             use.has_graph = True
-            leaf.register_hook(hook)  # type: ignore[no-untyped-call]
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
     if use.node is not None:
         use.has_graph = True
+
+
+def _tensors_in(output: object, depth: int = 3) -> Iterator[Tensor]:
+    """The tensors of a pytree, and of the attributes of objects in it that torch knows no pytree for."""
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, type | nn.Module | ModuleType):
+            for value in list(vars(leaf).values()):
+                yield from _tensors_in(value, depth - 1)
 
 
 @uncompiled

@@ -49,16 +49,17 @@ class UnitUse:
         generation: Of the unit when its parameters were read.
         node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         has_graph: Whether a backward may pass through this use.
+        has_arrived: Whether the running backward has computed all its gradients.
         began_at: What began it: the entry whose module was called.
     """
 
-    __slots__ = ("__weakref__", "began_at", "generation", "has_graph", "node", "number", "unit")
+    __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "node", "number", "unit")
 
     def __init__(self, unit: Unit, number: int, began_at: object = None) -> None:
         self.unit, self.number, self.began_at = unit, number, began_at
         self.generation = unit.generation
         self.node: weakref.ref[Any] | None = None
-        self.has_graph = False
+        self.has_graph = self.has_arrived = False
 
 
 @uncompiled

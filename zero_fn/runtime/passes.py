@@ -118,20 +118,23 @@ class BackwardPass:
     Attributes:
         reductions: Reductions under way, oldest first.
         recomputed: Uses that checkpoints ran again inside this backward.
+        keeps_graph: `retain_graph=True`: the graph may have another backward.
         closing: Autograd has run all nodes: nothing more will arrive.
     """
 
-    def __init__(self, events: tuple[Event, ...], *, awaited: set[Use], frozen: set[Use]) -> None:
+    def __init__(self, events: tuple[Event, ...], *, awaited: set[Use], frozen: set[Use], keeps_graph: bool) -> None:
         """Begins a pass.
 
         Args:
             events: The schedule.
             awaited: Uses whose gradients will arrive on this rank.
             frozen: Uses without gradients of their own, which backward may pass through.
+            keeps_graph: See the attribute.
         """
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = False
+        self.keeps_graph = keeps_graph
         self._events = events
         self._cursor = 0
         self._awaited, self._frozen = awaited, frozen

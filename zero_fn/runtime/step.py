@@ -62,6 +62,7 @@ REDUCTIONS_UNDER_WAY = 1
 _REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 class Step:
@@ -86,6 +87,7 @@ class Step:
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Event, ...]]] = {}
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
+        self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
         self._undecided: list[tuple[Unit, Reduction]] = []
         self._unread: list[Watched] = []
         self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
@@ -206,7 +208,8 @@ class Step:
         for notes in self._notes:
             self.buffers.told([bool(bit) for bit in notes.tolist()])
         self._notes = []
-        if self._trace or (self.accumulating and not self._is_fresh):
+        is_waiting = any(bracket.use not in self._retained for bracket in self._trace)
+        if is_waiting or (self.accumulating and not self._is_fresh):
             return
         if self.buffers.must_ask:
             self.buffers.told(self._any(self.buffers.bits(), "which buffers changed"))
@@ -278,7 +281,7 @@ class Step:
         if backward is None:
             return
         backward.arrive(key)
-        use.node = None
+        use.has_arrived = True
         if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
             unit.reshard()
             backward.reductions.append((unit, unit.reduce_local(exact=True)))
@@ -323,7 +326,9 @@ class Step:
         events = limit_reductions(prefetch(events, depth=self.depth), limit=REDUCTIONS_UNDER_WAY)
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
         frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
-        self._backward = backward = BackwardPass(events, awaited=set(running) - frozen, frozen=frozen)
+        self._backward = backward = BackwardPass(
+            events, awaited=set(running) - frozen, frozen=frozen, keeps_graph=_keeps_graph()
+        )
         backward.register(self)
         return backward
 
@@ -422,7 +427,7 @@ class Step:
 
     @staticmethod
     def _is_awaited(use: UnitUse) -> bool:
-        return use.node is not None and use.node() is not None
+        return not use.has_arrived and use.node is not None and use.node() is not None
 
     @property
     def _recomputed(self) -> list[UnitUse]:
@@ -442,10 +447,7 @@ class Step:
         """Whether the forwards of a unit that wait for their backward began elsewhere than at `entry`."""
         waiting = [self._use(key) for key in self._uses if key.unit == unit.index]
         began = {id(use.began_at) for use in waiting if use is not None and self._is_awaited(use)}
-        if not began:  # a retained graph: its uses are not remembered beyond its first backward
-            last = unit.last_entry()
-            return last is not None and last is not entry
-        return id(entry) not in began
+        return bool(began) and id(entry) not in began
 
     def _enter_recomputation(self, unit: Unit, entry: object) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
@@ -518,14 +520,26 @@ class Step:
 
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, None
-        if backward is not None:  # graphs it did not pass through wait for a backward of their own
-            self._trace = [bracket for bracket in self._trace if not backward.has_met(bracket.use)]
-            self._uses = {use: held for use, held in self._uses.items() if not backward.has_met(use)}
+        if backward is not None:
+            self._forget_met(backward)
         self._read_control()
         for unit in self.live_units():
             unit.leave_backward()
             if unit.is_transient or not self.accumulating:
                 unit.reshard()
+
+    def _forget_met(self, backward: BackwardPass) -> None:
+        """Graphs that a backward did not pass through, or retained, wait for a backward of their own."""
+        if backward.keeps_graph:
+            self._retained |= {use for use in self._uses if backward.has_met(use)}
+            for key in self._retained:
+                use = self._use(key)
+                if use is not None:
+                    use.has_arrived = False
+            return
+        self._trace = [bracket for bracket in self._trace if not backward.has_met(bracket.use)]
+        self._uses = {use: held for use, held in self._uses.items() if not backward.has_met(use)}
+        self._retained &= self._uses.keys()
 
     def _read_control(self) -> None:
         """Waits for control messages nobody had to read: one that is dropped would be taken for the next."""
@@ -539,8 +553,7 @@ class Step:
             self._forget_graphs()
 
     def _forget_graphs(self) -> None:
-        self._trace = []
-        self._uses = {}
+        self._trace, self._uses, self._retained = [], {}, set()
 
     def recover(self) -> None:
         """Puts the module at rest if its last backward raised; verbs call it first. Ranks that raised alike stay in step."""
