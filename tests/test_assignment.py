@@ -49,10 +49,33 @@ def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
         Assignment(anchors=()).join(Assignment(anchors=("a",)))
 
 
-def test_join_refuses_two_axes(axes: tuple[Axis, Axis]) -> None:
-    with pytest.raises(MeshError, match="over one axis, and these are two") as caught:
-        Assignment(axis=axes[0]).join(Assignment(axis=axes[1]))
-    assert caught.value.facts == {"first": "(dp=4) on 'cpu'", "second": "(tp=2) on 'cpu'"}
+def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
+    outer, inner = axes
+    one = Assignment(inner, {"a": Home(Sharded.PARAMS), "b": Home(Sharded.GRADS)})
+    other = Assignment(outer, {"a": Home(Sharded.OPTIMIZER, compute=torch.bfloat16), "c": Home(Sharded.GRADS)})
+    joined = one.join(other)
+    assert joined == other.join(one) == joined.join(one) == other.join(joined)
+    assert joined.axes == (inner, outer)
+    assert joined.levels("a") == (Sharded.PARAMS, Sharded.OPTIMIZER)
+    assert joined.levels("c") == (Sharded.NOTHING, Sharded.GRADS)
+    assert joined.home("a") == Home(Sharded.PARAMS, compute=torch.bfloat16)
+    assert joined.below("x").levels("x.a") == joined.levels("a")
+
+
+def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
+    outer, inner = Assignment(axes[0], {"a": Home()}), Assignment(axes[1], {"a": Home()})
+    cast = Assignment(homes={"a": Home(compute=torch.bfloat16)})
+    assert outer.join(cast).join(inner) == inner.join(outer).join(cast) == cast.join(inner).join(outer)
+    with pytest.raises(LayoutError, match="compute dtypes"):
+        outer.join(cast).join(inner).join(Assignment(homes={"a": Home(compute=torch.float16)}))
+
+
+def test_join_refuses_axes_that_share_ranks() -> None:
+    with pretended_grid(4, 2) as mesh:
+        both = mesh["dp", "tp"]._flatten("all")
+        one, other = mesh_axis(mesh["dp"], verb="test"), mesh_axis(both, verb="test")
+        with pytest.raises(MeshError, match="share ranks"):
+            Assignment(axis=one).join(Assignment(axis=other))
 
 
 def test_join_refuses_two_choices_of_units() -> None:

@@ -3,7 +3,7 @@
     6 surface       recipes, describe, check, held, plan, launch, local
     5 verbs         transforms, substitute, loading
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded
+    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid
     2 arithmetic    layout, units, schedule, assignment
     1 vocabulary    mesh, home, traffic
     0 words         errors
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic"),
     ("layout", "units", "schedule", "assignment"),
-    ("collectives", "resting", "agreement", "guarded"),
+    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid"),
     ("runtime",),
     ("transforms", "substitute", "loading"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),

@@ -47,7 +47,7 @@ class Description:
     """What `describe` returns: rows, and a table when printed.
 
     Attributes:
-        axis: The data-parallel axis.
+        axis: The data-parallel axis; of two, the innermost first.
         rows: One per unit and kind of parameter.
     """
 
@@ -94,7 +94,7 @@ def describe(module: nn.Module) -> Description:
     Raises:
         StateError: `module` was not transformed.
     """
-    axis = steps_of(module, verb="describe")[0].assignment.axis
+    axes = steps_of(module, verb="describe")[0].assignment.axes
     rows: list[Row] = []
     for unit in units_of(module):
         unit.readopt()
@@ -105,7 +105,7 @@ def describe(module: nn.Module) -> Description:
         for (placement, tier, dtypes), slots in kinds.items():
             rows.append(_row(unit, slots, padding, placement, tier, dtypes))
             padding = 0
-    return Description(str(axis) if axis is not None else "none", tuple(rows))
+    return Description(", ".join(map(str, axes)) or "none", tuple(rows))
 
 
 def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> Row:

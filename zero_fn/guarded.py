@@ -34,6 +34,7 @@ from zero_fn.collectives import Contribution, Pending, Segment, Transport
 from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError
 from zero_fn.mesh import Axis
+from zero_fn.traffic import name_axis
 
 __all__ = ["Guarded", "Watched", "guard"]
 
@@ -163,11 +164,16 @@ class Watched:
 class Guarded:
     """A transport that remembers its operations and whose failures name ranks, units and operations.
 
+    Attributes:
+        rank, size: Of this rank, and how many there are.
+
     After a failure every operation on the same process group raises it again: what peers sent since belongs to nothing.
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
         self._raw, self._axis = raw, axis
+        self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
+        self._name = axis.name if axis is not None else ""
         self._marks: dict[str, int] = {}
         if axis is None:
             self._history = _History(None)
@@ -199,12 +205,17 @@ class Guarded:
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
         """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
         event, mark = self._begin("exchange of ", what, message.numel())
+        name_axis(self._name)
         try:
             rows = self._raw.exchange(message, mark)
         except (PeerLost, OutOfStep) as failure:
             raise self.broken(failure, event) from failure
         event.done_s = time.monotonic()
         return rows
+
+    def give_up(self) -> None:
+        """After a failure elsewhere: tells the peers that nothing more will come."""
+        self._raw.give_up()
 
     def require_unbroken(self) -> None:
         """Raises the failure of an earlier operation again."""
@@ -240,6 +251,7 @@ class Guarded:
 
     def _issued(self, event: _Event, issue: Callable[[Any, int], Pending], payload: object, mark: int) -> Watched:
         """The collective that `issue` begins."""
+        name_axis(self._name)
         try:
             return Watched(issue(payload, mark), self, event)
         except (PeerLost, OutOfStep) as failure:

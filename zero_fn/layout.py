@@ -69,7 +69,7 @@ class ShardLayout:
     @cached_property
     def row_numel(self) -> int:
         """Elements of one row."""
-        return self.numel // self.rows
+        return prod(self.shape[dim] for dim in self.order[1:])
 
     @cached_property
     def shard_rows(self) -> int:
@@ -89,7 +89,7 @@ class ShardLayout:
     @cached_property
     def stride(self) -> tuple[int, ...]:
         """Strides of the gathered parameter, in elements."""
-        return self._strides(self.shape)
+        return self.strides_of(self.shape)
 
     def owned_rows(self, rank: int) -> tuple[int, int]:
         """First row and number of rows that `rank` owns; the number may be 0."""
@@ -107,9 +107,10 @@ class ShardLayout:
 
     def local_stride(self, rank: int) -> tuple[int, ...]:
         """Strides of the shard of `rank`; its elements are contiguous in storage order."""
-        return self._strides(self.local_shape(rank))
+        return self.strides_of(self.local_shape(rank))
 
-    def _strides(self, shape: Shape) -> tuple[int, ...]:
+    def strides_of(self, shape: Shape) -> tuple[int, ...]:
+        """Strides of a tensor of this shape whose dims lie in this order, contiguous."""
         strides, step = [0] * len(shape), 1
         for dim in reversed(self.order):
             strides[dim] = step

@@ -60,7 +60,7 @@ def _rewrites_entries(module: nn.Module) -> bool:
 
 def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None:
     slot = slot_of(own)
-    shape = slot.shape if slot is not None else tuple(own.shape)
+    shape = slot.full_shape if slot is not None else tuple(own.shape)
     is_scalar_in_old_form = not shape and tuple(entry.shape) == (1,)  # torch takes its element
     if tuple(entry.shape) != shape and not is_scalar_in_old_form:
         raise CheckpointError(
@@ -133,11 +133,12 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
         if unit is not None:
             unit.generation += 1
             unit.step.note_loaded()
-        if not slot.shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
+        if not slot.full_shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
             entry = entry[0]
-        if slot.spec is not None and tuple(entry.shape) == slot.shape:
+        if slot.spec is not None and tuple(entry.shape) == slot.full_shape:
             if isinstance(entry, DTensor):
                 if entry.placements == slot.spec.placements:
                     continue
-                entry = local_of(entry) if entry.placements[0].is_replicate() else entry.full_tensor()
-            state_dict[f"{prefix}{attribute}"] = resting_tensor(slot.owned(entry.detach()), slot.spec)
+                is_local = all(placement.is_replicate() for placement in entry.placements)
+                entry = local_of(entry) if is_local else entry.full_tensor()
+            state_dict[f"{prefix}{attribute}"] = resting_tensor(slot.owned_of_full(entry.detach()), slot.spec)

@@ -1,18 +1,22 @@
-"""One mesh axis: the only thing a transform needs to know about a `DeviceMesh`."""
+"""One mesh axis: the only thing a transform needs to know about a `DeviceMesh`; and where axes lie in the mesh they are of.
+
+The one file that asks torch which mesh a submesh was cut from, and that puts submeshes together: both ways are private.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
 
 from zero_fn.errors import MeshError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Axis", "axes_text", "mesh_axis"]
+__all__ = ["Axis", "axes_text", "dims_in", "joined_mesh", "mesh_axis", "root_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,36 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
         )
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
     return Axis(mesh, mesh.size(), mesh.get_local_rank(), name, mesh.device_type)
+
+
+def root_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that `mesh` was cut from; itself if it was not cut."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    root: DeviceMesh = _mesh_resources.get_root_mesh(mesh)  # before 2.12
+    return root
+
+
+def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
+    """The dims of `root` that the ranks of a submesh spread over; of a flattened axis all those it was flattened from."""
+    names, known = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
+    if mesh is root or (names and all(name in known for name in names)):
+        return frozenset(range(root.ndim)) if mesh is root else frozenset(known.index(name) for name in names)
+    places = (root.mesh.unsqueeze(-1) == mesh.mesh.flatten()).nonzero()[:, : root.ndim]
+    return frozenset(dim for dim in range(root.ndim) if places[:, dim].unique().numel() > 1)
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """The mesh over the axes of several submeshes of one mesh, in this order."""
+    if len(meshes) == 1:
+        return meshes[0]
+    root = root_of(meshes[0])
+    names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
+    if names == root.mesh_dim_names:
+        return root
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate(list(meshes))
+    return root[names]  # before 2.12
 
 
 def axes_text(mesh: DeviceMesh) -> str:

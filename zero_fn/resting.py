@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zero_fn.mesh import Axis
 
-__all__ = ["local_of", "resting_parameter", "resting_spec", "resting_tensor", "set_local"]
+__all__ = ["local_of", "on_spec", "resting_parameter", "resting_spec", "resting_tensor", "set_local", "spec_on"]
 
 
 def resting_spec(
@@ -26,6 +26,13 @@ def resting_spec(
     """How a tensor lies on the axis: `Shard(dim)`, or `Replicate` where `dim` is None."""
     placement: Placement = Replicate() if dim is None else Shard(dim)
     return DTensorSpec(axis.mesh, (placement,), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
+
+
+def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The same placements for a tensor of this shape, these strides and this dtype."""
+    return DTensorSpec(
+        model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    )
 
 
 def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
@@ -37,6 +44,11 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     tensor = DTensor(_nothing(local.dtype, local.device), spec, requires_grad=False)  # type: ignore[no-untyped-call]
     tensor._local_tensor = local
     return tensor
+
+
+def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over a view of memory, for one use."""
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 @cache

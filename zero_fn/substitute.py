@@ -8,19 +8,22 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
-from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError
+from zero_fn.errors import LayoutError, MeshError, StateError
+from zero_fn.grid import Grid, grid_of
 from zero_fn.guarded import Guarded
+from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
-from zero_fn.mesh import axes_text
+from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
@@ -28,7 +31,7 @@ from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
-from zero_fn.runtime.slot import Place, Slot
+from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
@@ -56,7 +59,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         below = step.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
-            below = Assignment(below.axis, below.homes, methods=below.methods, buffers=below.buffers)
+            below = replace(below, anchors=None, output=None)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
         outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
@@ -78,7 +81,7 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
 
     Raises:
         LayoutError: A part of the module cannot be copied.
-        PlacementError: A parameter is a DTensor that zero_fn did not make.
+        MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
         StateError: A forward, backward or `accumulate` of the module is still open.
     """
     _require_rest(module, verb)
@@ -91,12 +94,14 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
 
 def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -> M:
     shared = shared_parameters(module)
-    sources = [_source(parameter, assignment) for parameter in shared]
+    sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
+    models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
+    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None})
     twin = _copy(module, [parameter.parameter for parameter in shared])
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     anchors = tuple(dict.fromkeys(("", *anchors)))
-    raw = transport(assignment.axis) if assignment.axis is not None else Alone()
-    step = Step(Guarded(raw, assignment.axis), assignment)
+    step = Step(_links(assignment.axes), assignment)
+    wholes = _Wholes()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
@@ -106,7 +111,7 @@ def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -
         chosen = [shared[i] for i in members[anchor]]
         if chosen or not anchor:
             unit = units[anchor] = _build_unit(
-                anchor, chosen, [sources[i] for i in members[anchor]], modules, step, assignment
+                anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid, wholes
             )
             _attach(modules[anchor], unit, assignment.output if not anchor else None)
             for parameter, slot in zip(chosen, unit.slots, strict=True):
@@ -132,17 +137,54 @@ def _build_unit(
     sources: list[Tensor],
     modules: dict[str, nn.Module],
     step: Step,
-    assignment: Assignment,
+    grid: Grid,
+    wholes: _Wholes,
 ) -> Unit:
-    slots = []
+    slots, assignment = [], step.assignment
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
-        slot = Slot(parameter.fqn, places, assignment.home(parameter.fqn), source, assignment.axis)
+        home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
+        slot = Slot(parameter.fqn, places, home, source, grid, levels)
         slot.initial = _initial(source)
         slots.append(slot)
     unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
-    unit.settle_in(sources)
+    owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
+    unit.settle_in(
+        sources,
+        [
+            part if part is not None else slot.owned(wholes.of(source))
+            for slot, source, part in zip(slots, sources, owned, strict=True)
+        ],
+    )
     return unit
+
+
+def _links(axes: Sequence[Axis]) -> Links:
+    """What a module over these axes sends and receives through."""
+    if not axes:
+        return Guarded(Alone(), None)
+    members = [Guarded(transport(axis), axis) for axis in axes]
+    return members[0] if len(members) == 1 else Hierarchy(members)
+
+
+class _Wholes:
+    """Whole values of parameters that earlier transforms cut in another way than the new one does, unit by unit."""
+
+    def __init__(self) -> None:
+        self._unit: Unit | None = None
+        self._wholes: dict[int, Tensor] = {}
+
+    def of(self, source: Tensor) -> Tensor:
+        """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
+        slot = slot_of(source)
+        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        assert unit is not None, "a resting parameter has no unit"
+        if source.is_meta:
+            return torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device="meta")
+        if unit is not self._unit:
+            self._unit = unit
+            self._wholes = {id(s.parameter): whole for s, whole in zip(unit.slots, unit.gather_whole(), strict=True)}
+        return self._wholes[id(source)]
 
 
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
@@ -162,14 +204,8 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:
-    """The present values of a parameter: a plain tensor, or a DTensor that an earlier transform made."""
+    """The present values of a parameter: a plain tensor, or a DTensor on model axes or that an earlier transform made."""
     parameter = shared.parameter
-    if isinstance(parameter, DTensor) and slot_of(parameter) is None:
-        raise PlacementError(
-            f"{shared.fqn!r} is a DTensor already.",
-            placement=f"{parameter.placements} over {axes_text(parameter.device_mesh)}",
-            fix="transform the plain module; tensor parallelism below a data-parallel axis is not supported yet",
-        )
     device_type = assignment.axis.device_type if assignment.axis is not None else None
     device = local_of(parameter).device
     if device_type is not None and device.type not in (device_type, "meta"):
@@ -259,7 +295,7 @@ def _initial(source: Tensor) -> int | None:
     known = slot_of(source)
     if known is not None:
         return known.initial
-    return content_digest(source)
+    return content_digest(local_of(source))
 
 
 def _release(parameter: nn.Parameter) -> None:

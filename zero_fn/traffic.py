@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Sent", "count", "traffic"]
+__all__ = ["Sent", "count", "name_axis", "traffic"]
 
 
 class Sent:
@@ -16,11 +16,13 @@ class Sent:
         by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"` and `"control"` (agreement between
             ranks: a few bytes per step).
         calls: Number of collectives issued, by the same names.
+        by_axis: Bytes of parameters and gradients sent, by the name of the data axis they were sent along.
     """
 
     def __init__(self) -> None:
         self.by_collective: Counter[str] = Counter()
         self.calls: Counter[str] = Counter()
+        self.by_axis: Counter[str] = Counter()
 
     @property
     def nbytes(self) -> int:
@@ -33,13 +35,14 @@ class Sent:
 
 
 _open: list[Sent] = []
+_axis = ""
 
 
 @contextmanager
 def traffic() -> Iterator[Sent]:
     """Counts the bytes that this rank sends inside the block.
 
-    Counted are the bytes handed to the transport, on every axis: for an exchange the pieces sent, for a native
+    Counted are the bytes handed to the transport, on every data axis (not those of tensor parallelism, which torch sends): for an exchange the pieces sent, for a native
     all-gather or reduce-scatter over `n` ranks `(n - 1)/n` of the gathered buffer, what a ring sends.
 
     Returns:
@@ -58,3 +61,11 @@ def count(collective: str, nbytes: int) -> None:
     for sent in _open:
         sent.by_collective[collective] += nbytes
         sent.calls[collective] += 1
+        if collective != "control":
+            sent.by_axis[_axis] += nbytes
+
+
+def name_axis(name: str) -> None:
+    """What is counted next is sent along this axis."""
+    global _axis
+    _axis = name

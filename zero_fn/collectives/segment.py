@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "PACKED_NBYTES",
     "Contribution",
     "Pending",
+    "Route",
     "Rows",
     "Segment",
     "Sum",
@@ -33,6 +34,18 @@ __all__ = [
 PACKED_NBYTES = 128 * 1024
 
 
+class Route(NamedTuple):
+    """How a tensor travels where there are two axes: see `zero_fn.hierarchy`.
+
+    Attributes:
+        first: Number of the axis whose pieces the segment describes.
+        numel: Elements of the largest piece of a piece on the other axis, None where that axis does not cut it.
+    """
+
+    first: int
+    numel: int | None
+
+
 class Segment:
     """The whole of one tensor, of which each rank has filled its own piece.
 
@@ -40,12 +53,13 @@ class Segment:
         whole: Flat; at least `numel` elements, and `n * piece_numel` where the transport pads.
         numel: Valid elements.
         piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
+        route: Where there are two axes, over which and how it travels.
     """
 
-    __slots__ = ("numel", "piece_numel", "whole")
+    __slots__ = ("numel", "piece_numel", "route", "whole")
 
-    def __init__(self, whole: Tensor, numel: int, piece_numel: int) -> None:
-        self.whole, self.numel, self.piece_numel = whole, numel, piece_numel
+    def __init__(self, whole: Tensor, numel: int, piece_numel: int, route: Route | None = None) -> None:
+        self.whole, self.numel, self.piece_numel, self.route = whole, numel, piece_numel, route
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` owns; the number may be 0."""
@@ -75,8 +89,8 @@ class Rows(Segment):
 
     __slots__ = ("_piece_rows", "_rows")
 
-    def __init__(self, rows: Tensor, piece_rows: int) -> None:
-        self._rows, self._piece_rows = rows, piece_rows
+    def __init__(self, rows: Tensor, piece_rows: int, route: Route | None = None) -> None:
+        self._rows, self._piece_rows, self.route = rows, piece_rows, route
         self.numel = rows.numel()
         self.piece_numel = piece_rows * (self.numel // rows.shape[0])
 

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_fn.agreement import agree, content_digest, differ
-from zero_fn.collectives import Segment
-from zero_fn.guarded import Guarded
+from zero_fn.collectives import Route, Segment
+from zero_fn.hierarchy import Links
 
 __all__ = ["Buffers"]
 
@@ -35,7 +35,7 @@ class Buffers:
         is_active: Whether they are broadcast at all: the module has some, and there are ranks to send them to.
     """
 
-    def __init__(self, transport: Guarded, size: int) -> None:
+    def __init__(self, transport: Links, size: int) -> None:
         self._transport, self._size = transport, size
         self._anchors: list[Callable[[], nn.Module | None]] = []
         self._owners: list[Callable[[], nn.Module | None]] = []
@@ -130,7 +130,8 @@ class Buffers:
             sent = torch.cat([_bytes(buffer) for buffer in buffers])
             whole = sent.new_empty(sent.numel() * (self._size if self._transport.pads else 1))
             whole[: sent.numel()] = sent
-            self._transport.all_gather([Segment(whole, sent.numel(), sent.numel())], "buffers of rank 0").wait()
+            pieces = Segment(whole, sent.numel(), sent.numel(), Route(0, sent.numel()))
+            self._transport.all_gather([pieces], "buffers of rank 0").wait()
             if not torch.equal(whole[: sent.numel()], sent):
                 parts = torch.split(whole[: sent.numel()], [buffer.nbytes for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 __all__ = ["give_empty_shards_a_norm"]
@@ -46,7 +47,7 @@ def _with_one_more(tensor: object, value: float) -> object:
     if not isinstance(tensor, DTensor) or not tensor.numel():
         return tensor
     mesh = tensor.device_mesh
-    cuts = [(p.dim, mesh.size(axis)) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard)]
+    cuts = [(p.dim, mesh.size(axis)) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
     shards = prod(n for _, n in cuts)
     # `torch.chunk` leaves a chunk out only of fewer rows than this.
     if not any(tensor.shape[dim] < shards * shards for dim, _ in cuts):

@@ -20,6 +20,7 @@ from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.hooks import defer_hooks
+from zero_fn.runtime.on_model_axes import arrived, in_flight
 from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 from zero_fn.runtime.uncompiled import uncompiled
 
@@ -81,16 +82,16 @@ def gather(use: UnitUse) -> list[Tensor]:
 
 
 def _gathered(use: UnitUse) -> list[Tensor]:
-    tensors = use.unit.tensors()
+    unit, tensors = use.unit, use.unit.tensors()
     if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
-        return tensors
+        return in_flight(unit.slots, tensors) if unit.has_model_axes else tensors
     leaves = [slot.parameter for slot in use.unit.slots]
     outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
     for slot, output in zip(use.unit.slots, outputs, strict=True):
         if slot.parameter.requires_grad:
             use.node = weakref.ref(output.grad_fn)
             break
-    return list(outputs)
+    return in_flight(unit.slots, outputs) if unit.has_model_axes else list(outputs)
 
 
 class _Gather(torch.autograd.Function):
@@ -115,6 +116,8 @@ class _Gather(torch.autograd.Function):
                 why="an optimizer stepped; the gradient of the old forward would be computed with new parameters",
                 fix="run every backward of a forward before optimizer.step()",
             )
+        if unit.has_model_axes:
+            grads = tuple(map(arrived, grads))
         nothing = (None, None, None)
         if not returns_gradients():
             defer_hooks(unit)
@@ -159,7 +162,7 @@ class _Reduce(torch.autograd.Function):
                 wholes.append(local)
                 continue
             flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-            flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(
+            flat.narrow(0, slot.start, slot.local_numel).copy_(
                 local.permute(slot.layout.order).reshape(-1)
             )
             segments.append(slot.segment(flat))

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.collectives import Contribution
-from zero_fn.guarded import Guarded, Watched
+from zero_fn.hierarchy import Links, Waits
 from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
@@ -148,7 +148,7 @@ class _Range:
         if slot.layout is None:
             start, self.out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
         elif slot.keeps_whole_gradient:
-            start = slot.rank * slot.layout.shard_numel
+            start = slot.start
         self.out_offset = offset + start
 
 
@@ -162,7 +162,7 @@ class GradientMemory:
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
         for (dtype, device), members in by_dtype.items():
-            numels = [slot.piece_numel * (slot.size if slot.keeps_whole_gradient else 1) for slot in members]
+            numels = [slot.gradient_room for slot in members]
             *offsets, total = aligned_offsets(numels, dtype.itemsize)
             for slot, offset, numel in zip(members, offsets, numels, strict=True):
                 self.ranges[slot] = _Range(slot, len(self._buffers), offset, numel)
@@ -191,7 +191,7 @@ class Reduction:
         slots: Sequence[Slot],
         memory: GradientMemory,
         local: Sequence[Tensor | None],
-        transport: Guarded,
+        transport: Links,
         unit: str,
         *,
         exact: bool,
@@ -211,7 +211,7 @@ class Reduction:
         self.has_local = [grad is not None for grad in local]
         self._transport, self._memory, self._unit = transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
-        self._regathered: Watched | None = None
+        self._regathered: Waits | None = None
         contributions = []
         for slot, grad in zip(slots, local, strict=True):
             place = memory.ranges.get(slot)

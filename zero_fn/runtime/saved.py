@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -42,16 +45,19 @@ def forget_buffer(buffer: Tensor) -> None:
 
 
 class _Packed:
-    """A view of a gathered buffer, by address instead of by reference."""
+    """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "offset", "size", "stride", "unit")
+    __slots__ = ("group", "offset", "size", "spec", "stride", "unit")
 
-    def __init__(self, unit: Unit, group: int, tensor: Tensor) -> None:
-        self.unit, self.group = unit, group
+    def __init__(self, unit: Unit, group: int, tensor: Tensor, spec: DTensorSpec | None) -> None:
+        self.unit, self.group, self.spec = unit, group, spec
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
 def _find(tensor: Tensor) -> _Packed | None:
+    spec = None
+    if isinstance(tensor, DTensor):
+        tensor, spec = tensor._local_tensor, tensor._spec
     try:
         entry = _live.get(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
@@ -59,7 +65,7 @@ def _find(tensor: Tensor) -> _Packed | None:
     if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
         return None
     unit = entry[0]()
-    return None if unit is None else _Packed(unit, entry[1], tensor)
+    return None if unit is None else _Packed(unit, entry[1], tensor, spec)
 
 
 @uncompiled
@@ -76,7 +82,8 @@ def _pack(tensor: Tensor) -> Tensor | _Packed:
 def _unpack(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, _Packed):
         buffer = packed.unit.buffer_for_backward(packed.group)
-        return buffer.as_strided(packed.size, packed.stride, packed.offset)
+        view = buffer.as_strided(packed.size, packed.stride, packed.offset)
+        return view if packed.spec is None else on_spec(view, packed.spec)
     return packed
 
 

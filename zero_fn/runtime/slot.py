@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.collectives import Rows, Segment
+from zero_fn.collectives import Route, Rows, Segment
+from zero_fn.grid import Cut, Grid, local_part
 from zero_fn.home import Home, Sharded
-from zero_fn.layout import ShardLayout, is_shardable, shard_layout
-from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, resting_spec
+from zero_fn.layout import ShardLayout
+from zero_fn.resting import local_of, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Place", "Slot"]
+__all__ = ["Place", "Slot", "model_of"]
 
 
 _NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # stands for one that was not adopted yet
@@ -108,47 +108,83 @@ class Slot:
         places: Every module attribute that holds it.
         home: Where its state rests.
         parameter: The registered resting parameter.
-        shape, stride, numel: Of the whole parameter.
+        model: Where it lies on the model axes of the module, None if it was never placed there.
+        full_shape: Of the parameter on all ranks of all axes.
+        shape, stride, numel: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
         local_shape, local_stride, local_numel: Of what this rank holds at rest.
+        start: First element of that in the whole parameter, flat and padded.
+        rank, size: On the first axis that cuts it (if none does, the innermost), and how many ranks that axis has.
         piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
+        is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
-        layout: How it is cut, None where it rests replicated (by its home, or because it has no rows).
+        layout: How it is cut over the first axis, None where it rests replicated (by its home, or because it has no rows).
+        sublayout: How the part of this rank is cut over the second axis, None if it is not.
         flat: This rank's elements of the resting parameter, flat, in storage order.
+        hosted: If `is_hosted`, the part of this rank on the first axis in the compute dtype, flat.
         is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         unit: Its unit, weakly.
         group, offset: Its gather group in the unit (None: not gathered) and its first element there.
     """
 
-    def __init__(self, fqn: str, places: list[Place], home: Home, source: Tensor, axis: Axis | None) -> None:
+    def __init__(
+        self, fqn: str, places: list[Place], home: Home, source: Tensor, grid: Grid, levels: tuple[Sharded, ...]
+    ) -> None:
         self.fqn, self.places, self.home = fqn, places, home
-        self.shape = tuple(source.shape)
-        self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
+        self.full_shape = tuple(source.shape)
+        known = slot_of(source)
+        self.model: DTensorSpec | None = model_of(source)
+        if known is not None:
+            self.shape, stride = known.shape, known.stride
+        else:
+            whole = local_of(source)
+            self.shape, stride = tuple(whole.shape), whole.stride()
+        self._grid = grid
         # torch's optimizers update a complex parameter through view_as_real, which loses the writes to a sharded DTensor
         # (Adam, 2.13), so complex parameters rest replicated.
-        sharded = (
-            axis is not None
-            and home.sharded > Sharded.NOTHING
-            and is_shardable(self.shape)
-            and not source.dtype.is_complex
-        )
-        known = slot_of(source)
-        cut = known.layout if known is not None else None  # a parameter that is cut already stays as it is cut
-        self.layout: ShardLayout | None = (
-            (cut or shard_layout(self.shape, source.stride(), self.size)) if sharded else None
-        )
-        self.stride = self.layout.stride if self.layout is not None else tuple(_dense(source).stride())
-        rank = self.rank
+        self.cut: Cut | None = None
+        if not source.dtype.is_complex:
+            largest = self.shape if self.model is None else _largest(self.model)
+            self.cut = grid.cut(largest, stride, self.model, levels)
+            if known is not None and known.cut is not None and self.cut is not None:
+                if known.cut.axes == self.cut.axes and known._grid.axes == grid.axes:
+                    self.cut = known.cut  # a parameter that is cut already stays as it is cut
+        axes = grid.axes
+        numbers = self.cut.axes if self.cut is not None else ()
+        numbers += tuple(number for number in range(len(axes)) if number not in numbers)
+        first = axes[numbers[0]] if axes else None
+        self.rank, self.size = (first.rank, first.size) if first is not None else (0, 1)
+        self.layout: ShardLayout | None = None
+        self.sublayout: ShardLayout | None = None
+        if self.cut is not None:
+            self.layout = ShardLayout(self.shape, self.cut.order, self.size)
+        self.stride = self.layout.stride if self.layout is not None else _dense_stride(self.shape, stride)
         self.numel = prod(self.shape)
-        self.local_shape = self.layout.local_shape(rank) if self.layout is not None else self.shape
-        self.local_stride = self.layout.local_stride(rank) if self.layout is not None else self.stride
+        self.local_shape = self.layout.local_shape(self.rank) if self.layout is not None else self.shape
+        self.start = self.rank * self.layout.shard_numel if self.layout is not None else 0
+        self.host_numel = prod(self.local_shape)
+        self._sub_rank = 0
+        if self.cut is not None and len(self.cut.axes) > 1:
+            second = axes[self.cut.axes[1]]
+            self.sublayout = ShardLayout(self.local_shape, self.cut.order, second.size)
+            self._sub_rank = second.rank
+            self.local_shape = self.sublayout.local_shape(second.rank)
+            self.start += self.sublayout.owned_rows(second.rank)[0] * self.sublayout.row_numel
+        cut = self.sublayout or self.layout
+        self.local_stride = cut.strides_of(self.local_shape) if cut is not None else self.stride
         self.local_numel = prod(self.local_shape)
         self.piece_numel = self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
-        self.is_kept = home.sharded < Sharded.PARAMS
-        self.keeps_whole_gradient = self.layout is None or home.sharded == Sharded.OPTIMIZER
+        sharded = [levels[number] for number in numbers] if self.cut is not None else []
+        self.is_kept = not sharded or max(sharded) < Sharded.PARAMS
+        self.is_hosted = self.sublayout is not None and sharded[0] == Sharded.PARAMS and sharded[1] < Sharded.PARAMS
+        self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
-        self._axis = axis
+        # What collectives must know where there are two axes.
+        self.route: Route | None = None
+        if len(axes) > 1:
+            self.route = Route(numbers[0], self.sublayout.shard_numel if self.sublayout is not None else None)
+        self.host_route = Route(numbers[0], None) if len(axes) > 1 else None
         self.initial: int | None = None
         self.is_recast = False
         self.unit: Callable[[], Unit | None] | None = None
@@ -157,6 +193,7 @@ class Slot:
         self.parameter: nn.Parameter
         self.local: Tensor
         self.flat: Tensor
+        self.hosted: Tensor | None = None
         self.set_dtype(source.dtype)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
@@ -165,24 +202,40 @@ class Slot:
         self.dtype = dtype
         self.compute_dtype = self.home.compute_dtype(dtype)
         self.sum_dtype = self.home.sum_dtype(dtype)
-        dim = self.layout.dim if self.layout is not None else None
-        self.spec: DTensorSpec | None = (
-            resting_spec(self._axis, dim, self.shape, self.stride, dtype) if self._axis is not None else None
-        )
+        shape, stride = self.shape, self.stride
+        if self.model is not None:
+            shape = self.full_shape
+            meta = self.model.tensor_meta
+            assert meta is not None, f"{self.fqn} was placed without a shape"
+            stride = meta.stride if self.cut is None else ShardLayout(shape, self.cut.order, 1).stride
+            self.model_spec = spec_on(self.model, shape, stride, self.compute_dtype)
+        self.spec: DTensorSpec | None = self._grid.spec(self.model, self.cut, shape, stride, dtype)
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether any other rank of the data axes holds a part of it."""
+        return any(cut is not None and cut.shards > 1 for cut in (self.layout, self.sublayout))
 
     @property
     def resting_nbytes(self) -> int:
         """Bytes of the elements held between uses: at rest, and whole where the gathered parameter is kept."""
         own = self.local_numel * self.dtype.itemsize
-        whole = self.numel * self.compute_dtype.itemsize
+        kept = self.numel if self.is_kept else self.host_numel if self.is_hosted else 0
         if self.compute_dtype != self.dtype:
-            return own + (whole if self.is_kept else 0)
-        return whole if self.is_kept else own
+            return own + kept * self.compute_dtype.itemsize
+        return kept * self.dtype.itemsize or own
 
     @property
     def gradient_numel(self) -> int:
         """Elements of gradient memory, without padding."""
         return self.numel if self.keeps_whole_gradient else self.local_numel
+
+    @property
+    def gradient_room(self) -> int:
+        """Elements of gradient memory: the largest that any rank needs."""
+        if self.keeps_whole_gradient:
+            return self.piece_numel * self.size
+        return self.sublayout.shard_numel if self.sublayout is not None else self.piece_numel
 
     def adopt(self, parameter: nn.Parameter, flat: Tensor) -> None:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
@@ -205,14 +258,37 @@ class Slot:
         """This rank's part of a whole tensor, as a view."""
         if self.layout is None:
             return whole
-        start, rows = self.layout.owned_rows(self.rank)
-        return whole.narrow(self.layout.dim, start, rows)
+        own = whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank))
+        return own if self.sublayout is None else self.owned_of_host(own)
+
+    def owned_of_host(self, part: Tensor) -> Tensor:
+        """This rank's part of its part on the first axis, as a view."""
+        if self.sublayout is None:
+            return part
+        return part.narrow(self.sublayout.dim, *self.sublayout.owned_rows(self._sub_rank))
+
+    def owned_of_source(self, source: Tensor) -> Tensor | None:
+        """This rank's part of the parameter that this slot takes the place of; None if other ranks hold it."""
+        known = slot_of(source)
+        if known is None or known.cut is None:
+            return self.owned(local_of(source))
+        if self.cut is None or known.cut.order != self.cut.order:
+            return None
+        held = [known._grid.axes[number] for number in known.cut.axes]
+        wanted = [self._grid.axes[number] for number in self.cut.axes]
+        if held == wanted:
+            return local_of(source)
+        return self.owned_of_host(local_of(source)) if held == wanted[:1] else None
+
+    def owned_of_full(self, full: Tensor) -> Tensor:
+        """This rank's part of the parameter on all axes, as a view."""
+        return self.owned(local_part(full, self.model))
 
     def addend(self, grad: Tensor) -> Segment:
         """A whole gradient, as collectives take it; its elements are not copied if they can be cut where they are."""
         if self.layout is not None:
             rows = grad if self._in_order else grad.permute(self.layout.order)
-            return Rows(rows, self.layout.shard_rows)
+            return Rows(rows, self.layout.shard_rows, self.route)
         return self.segment(
             grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
         )
@@ -225,9 +301,24 @@ class Slot:
         """What this rank holds at rest, on a flat range in storage order."""
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
 
+    def owned_of_hosted(self, hosted: Tensor) -> Tensor:
+        """This rank's elements of its hosted part, flat."""
+        assert self.sublayout is not None
+        start = self.sublayout.owned_rows(self._sub_rank)[0] * self.sublayout.row_numel
+        return hosted.narrow(0, start, self.local_numel)
+
+    def hosted_segment(self) -> Segment:
+        """The hosted part, as collectives over the second axis take it."""
+        assert self.hosted is not None and self.sublayout is not None and self.cut is not None
+        return Segment(self.hosted, self.host_numel, self.sublayout.shard_numel, Route(self.cut.axes[1], None))
+
     def segment(self, whole: Tensor) -> Segment:
         """A flat range that holds the whole tensor, as collectives take it."""
-        return Segment(whole, self.numel, self.piece_numel)
+        return Segment(whole, self.numel, self.piece_numel, self.route)
+
+    def host_segment(self, whole: Tensor) -> Segment:
+        """As `segment`, where the part of this rank on the first axis is there already."""
+        return Segment(whole, self.numel, self.piece_numel, self.host_route)
 
     def _packed(self, whole: Tensor) -> Tensor:
         packed = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
@@ -241,9 +332,27 @@ class Slot:
         return twin
 
     def __repr__(self) -> str:
-        return f"{self.fqn}  {str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return f"{self.fqn}  {str(self.dtype).removeprefix('torch.')}{list(self.full_shape)}"
 
 
-def _dense(source: Tensor) -> Tensor:
-    """A meta tensor with the strides of `source` if it is dense, contiguous ones otherwise."""
-    return torch.empty_like(source, device="meta", memory_format=torch.preserve_format)
+def model_of(source: Tensor) -> DTensorSpec | None:
+    """Where a parameter lies on model axes: a DTensor that no transform made lies there, and a resting one remembers."""
+    known = slot_of(source)
+    if known is not None:
+        return known.model
+    return source._spec if isinstance(source, DTensor) else None
+
+
+def _largest(model: DTensorSpec) -> tuple[int, ...]:
+    """The shape of the largest part of a parameter on its model axes."""
+    shape = list(model.shape)
+    for size, placement in zip(model.mesh.shape, model.placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return tuple(shape)
+
+
+def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides if they are dense, contiguous ones otherwise."""
+    meta = torch.empty_strided(shape, stride, device="meta")
+    return tuple(torch.empty_like(meta, memory_format=torch.preserve_format).stride())

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
-from zero_fn.guarded import Guarded, Watched
+from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
@@ -74,11 +75,11 @@ class Step:
         accumulating: Depth of open `accumulate` blocks.
     """
 
-    def __init__(self, transport: Guarded, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
+    def __init__(self, transport: Links, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, depth
         self.units: list[Callable[[], Unit | None]] = []
-        axis = assignment.axis if assignment.buffers != "local" else None
-        self.buffers = Buffers(transport, axis.size if axis is not None else 1)
+        axes = assignment.axes if assignment.buffers != "local" else ()
+        self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
@@ -89,7 +90,7 @@ class Step:
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
         self._undecided: list[tuple[Unit, Reduction]] = []
-        self._unread: list[Watched] = []
+        self._unread: list[Waits] = []
         self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
@@ -163,7 +164,7 @@ class Step:
         is_swapped = False
         for other in self.live_units():
             if not self.accumulating or self._is_fresh:
-                other.reshard()
+                other.expire()
             other.readopt()
             is_swapped |= bool(other.swapped)
         if not self._has_agreed:
@@ -516,7 +517,7 @@ class Step:
                 self._read_control()
                 self.drop_gradients()
             for unit in self.live_units():
-                unit.reshard()
+                unit.expire()
 
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, None
@@ -574,7 +575,7 @@ class Step:
             self.drop_gradients()
         for unit in self.live_units():
             unit.open = 0
-            unit.reshard()
+            unit.expire()
 
 
 def _no_unit() -> Unit | None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gradients import GradientMemory, Reduction
+from zero_fn.runtime.on_model_axes import in_flight
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
@@ -61,7 +62,7 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
                 parameter=slot,
                 fix="functional_call(model, values, args) with one name of the tie, and tie_weights=True",
             )
-        if tuple(swapped[0].shape) != slot.shape:
+        if tuple(swapped[0].shape) != slot.full_shape:
             raise PlacementError(
                 f"{slot.fqn!r} was replaced by a tensor of another shape.",
                 expected=slot,
@@ -74,11 +75,14 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
 
 def whole_value(unit: Unit, slot: Slot, value: Tensor) -> Tensor:
     """A swapped tensor as the forward sees it: whole, in the compute dtype."""
-    if isinstance(value, DTensor):
+    if isinstance(value, DTensor) and slot.model is not None and value.device_mesh == slot.model.mesh:
+        pass  # a whole one on its model axes, as the forward takes it
+    elif isinstance(value, DTensor):
         assert slot.spec is not None, f"{slot.fqn} rests on no axis"
         if value.placements != slot.spec.placements:
             value = value.redistribute(placements=slot.spec.placements)
         value = _Whole.apply(unit, slot, value)  # type: ignore[no-untyped-call]
+        (value,) = in_flight([slot], [value])
     elif is_transforming() and isinstance(_unwrapped(value), DTensor):
         raise StateError(
             "torch.func was given a resting parameter: its transforms take whole tensors.",
@@ -104,7 +108,7 @@ class _Whole(torch.autograd.Function):
         if slot.layout is None:
             return local.clone()
         flat = torch.empty(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-        flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(
+        flat.narrow(0, slot.start, slot.local_numel).copy_(
             local.permute(slot.layout.order).reshape(-1)
         )
         unit.transport.all_gather([slot.segment(flat)], f"{slot.fqn!r} for functional_call").wait()

@@ -8,6 +8,10 @@ What a rank holds for each parameter, by home, for `numel` elements over `n` ran
     GRADS      a view of the kept buffer     kept buffer, whole            a shard
     PARAMS     a shard                       whole, freed between uses     a shard
 
+[Note: hosted parts] Over two axes, a parameter that the first cuts at rest (PARAMS) and the second only for its gradient or
+optimizer (GRADS, OPTIMIZER) has three sizes: its shard of both axes is at rest, its part on the first axis stays in memory
+and is gathered over the second once the optimizer has stepped, and the whole is gathered over the first for each use.
+
 Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
 own and the kept buffer has the compute dtype.
 """
@@ -26,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Segment
 from zero_fn.errors import PlacementError
-from zero_fn.guarded import Guarded, Watched
+from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
@@ -81,7 +85,12 @@ class Group:
         """The flat range of what this rank holds of one parameter at rest."""
         if slot.layout is None:
             return buffer.narrow(0, slot.offset, slot.numel)
-        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.local_numel)
+        return buffer.narrow(0, slot.offset + slot.start, slot.local_numel)
+
+    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of this rank's part on the first axis."""
+        assert slot.layout is not None
+        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
 
 
 class Unit:
@@ -96,12 +105,13 @@ class Unit:
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         last_entry: The entry at which its last forward with gradients began, weakly.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
+        has_model_axes: Whether any of its parameters is a DTensor in flight.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
     """
 
     def __init__(
-        self, name: str, index: int, slots: list[Slot], axis: Axis | None, transport: Guarded, step: Step
+        self, name: str, index: int, slots: list[Slot], axis: Axis | None, transport: Links, step: Step
     ) -> None:
         self.name, self.index, self.slots, self.axis = name, index, slots, axis
         self.transport, self.step = transport, step
@@ -113,10 +123,13 @@ class Unit:
         self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
         self.swapped: dict[int, Tensor] = {}
+        self.has_model_axes = any(slot.model is not None for slot in slots)
         self.groups: list[Group] = []
+        self._hosted: list[Slot] = []
+        self._hosts_are_current = False
         self.gradients = Gradients(slots)
         self._buffers: list[Tensor] = []
-        self._pending: Watched | None = None
+        self._pending: Waits | None = None
         self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
@@ -126,19 +139,15 @@ class Unit:
 
     # -- memory at rest ---------------------------------------------------------------------------------------------
 
-    def settle_in(self, sources: list[Tensor]) -> None:
-        """Lays out the memory at rest and fills it from whole tensors or from resting DTensors of the same cut.
+    def settle_in(self, sources: list[Tensor], owned: list[Tensor]) -> None:
+        """Lays out the memory at rest and fills it.
 
         Args:
-            sources: For each slot, its present values: the whole tensor, or this rank's shard in a DTensor.
+            sources: For each slot, the parameter it takes the place of.
+            owned: For each slot, what this rank holds of it from now on.
         """
         self._lay_out([source.device for source in sources])
-        for slot, source in zip(self.slots, sources, strict=True):
-            values = local_of(source)
-            if not (isinstance(source, DTensor) and source.placements[0].is_shard()):
-                values = slot.owned(values)
-            elif slot.layout is None or values.shape != slot.local_shape:
-                raise AssertionError(f"{slot.fqn}: a shard cannot rest where the whole is expected")
+        for slot, source, values in zip(self.slots, sources, owned, strict=True):
             parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=source.requires_grad)
             if values.device.type != "meta":
                 slot.local_view(slot.flat).copy_(values)
@@ -183,7 +192,7 @@ class Unit:
         if (
             parameter is None
             or isinstance(parameter, DTensor) != (self.axis is not None)
-            or tuple(parameter.shape) != slot.shape
+            or tuple(parameter.shape) != slot.full_shape
             or local_of(parameter).shape != slot.local_shape
         ):
             found = "nothing" if parameter is None else f"{type(parameter.data).__name__} of {list(parameter.shape)}"
@@ -206,9 +215,10 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
-        twin.inner = []
+        twin.inner, twin.has_model_axes = [], self.has_model_axes
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
+        twin._hosted, twin._hosts_are_current = [], False
         twin.backward_entry, twin._memory = None, None
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
@@ -228,7 +238,7 @@ class Unit:
             is_cast = slot.compute_dtype != slot.dtype
             if slot.layout is not None or is_cast:
                 members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
-            if slot.layout is None or is_cast or not slot.is_kept:
+            if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
                 own.setdefault((slot.dtype, device), []).append(slot)
         self.groups = []
         for (is_kept, dtype, device), slots in members.items():
@@ -238,11 +248,28 @@ class Unit:
                 if group.kept is not None and slot.compute_dtype == slot.dtype:
                     slot.flat = group.own_range(group.kept, slot)
             self.groups.append(group)
+        self._lay_out_hosts(devices)
         for (dtype, device), slots in own.items():
             *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
             for slot, offset in zip(slots, offsets, strict=True):
                 slot.flat = buffer.narrow(0, offset, slot.local_numel)
+
+    def _lay_out_hosts(self, devices: list[torch.device]) -> None:
+        """Room for parts that stay in memory. [Note: hosted parts]"""
+        self._hosted, self._hosts_are_current = [slot for slot in self.slots if slot.is_hosted], False
+        members: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        for slot, device in zip(self.slots, devices, strict=True):
+            if slot.is_hosted:
+                members.setdefault((slot.compute_dtype, device), []).append(slot)
+        for (dtype, device), slots in members.items():
+            *offsets, numel = aligned_offsets([slot.sublayout.padded_numel for slot in slots if slot.sublayout], dtype.itemsize)
+            buffer = torch.empty(numel, dtype=dtype, device=device)
+            for slot, offset in zip(slots, offsets, strict=True):
+                assert slot.sublayout is not None
+                slot.hosted = buffer.narrow(0, offset, slot.sublayout.padded_numel)
+                if slot.compute_dtype == slot.dtype:
+                    slot.flat = slot.owned_of_hosted(slot.hosted)
 
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
@@ -260,6 +287,8 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
+        if self._hosted and not self._hosts_are_current:
+            self._gather_hosts()
         segments: list[Segment] = []
         for index, group in enumerate(self.groups):
             buffer = group.allocate() if group.kept is None else group.kept
@@ -267,6 +296,10 @@ class Unit:
             if group.kept is None:
                 remember_buffer(buffer, self, index)
             for slot in group.slots:
+                if slot.hosted is not None:
+                    group.host_range(buffer, slot).copy_(slot.hosted.narrow(0, 0, slot.host_numel))
+                    segments.append(slot.host_segment(group.range_of(buffer, slot)))
+                    continue
                 own = group.own_range(buffer, slot)
                 if own.data_ptr() != slot.flat.data_ptr():
                     own.copy_(slot.flat)
@@ -274,6 +307,23 @@ class Unit:
                     segments.append(slot.segment(group.range_of(buffer, slot)))
         self._pending = self.transport.all_gather(segments, f"parameters of {self}") if segments else None
         self.phase = Phase.GATHERING
+
+    def _gather_hosts(self) -> None:
+        """Gathers parts that stay in memory over the second axis. Waits. [Note: hosted parts]"""
+        segments = []
+        for slot in self._hosted:
+            assert slot.hosted is not None
+            own = slot.owned_of_hosted(slot.hosted)
+            if own.data_ptr() != slot.flat.data_ptr():
+                own.copy_(slot.flat)
+            segments.append(slot.hosted_segment())
+        self.transport.all_gather(segments, f"hosted parameters of {self}").wait()
+        self._hosts_are_current = True
+
+    def expire(self) -> None:
+        """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
+        self.reshard()
+        self._hosts_are_current = False
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued."""
@@ -322,7 +372,8 @@ class Unit:
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         kept = [group.kept for group in self.groups if group.kept is not None]
-        return [*kept, *self._buffers, *(self.pinned or ())]
+        hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
+        return [*kept, *hosted, *self._buffers, *(self.pinned or ())]
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
@@ -403,7 +454,7 @@ class Unit:
                 wholes.append(slot.local.clone())
                 continue
             flat = torch.empty(slot.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
-            flat.narrow(0, slot.rank * slot.layout.shard_numel, slot.local_numel).copy_(slot.flat)
+            flat.narrow(0, slot.start, slot.local_numel).copy_(slot.flat)
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
         if segments:
@@ -413,7 +464,7 @@ class Unit:
     def scatter_whole(self, wholes: list[Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
         for slot, whole in zip(self.slots, wholes, strict=True):
-            slot.local.copy_(slot.owned(whole.detach()))
+            slot.local.copy_(slot.owned(local_of(whole)))
 
     # -- in flight --------------------------------------------------------------------------------------------------
 

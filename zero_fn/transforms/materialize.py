@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zero_fn.errors import StateError
+from zero_fn.grid import local_part
 from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["materialize"]
@@ -61,7 +63,7 @@ def materialize(module: M, device: torch.device | str) -> M:
     pending = {id(child) for _, child in owners}
     for unit in units_of(module):
         inside = unit.modules()
-        wholes = [torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=target) for slot in unit.slots]
+        wholes = [_empty(slot, target) for slot in unit.slots]
         for slot, whole in zip(unit.slots, wholes, strict=True):
             for place in slot.places:
                 place.register(nn.Parameter(whole, requires_grad=slot.parameter.requires_grad))
@@ -75,11 +77,19 @@ def materialize(module: M, device: torch.device | str) -> M:
                 for place in slot.places:
                     place.register(slot.parameter)
         with torch.no_grad():
-            unit.scatter_whole(wholes)
+            parts = [local_part(whole, slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
+            unit.scatter_whole(parts)
     for _, child in owners:
         if id(child) in pending:
             _reset(child, target)
     return module
+
+
+def _empty(slot: Slot, device: torch.device) -> Tensor:
+    """The parameter on all axes: on model axes too, so that its values do not depend on them."""
+    if slot.model is not None:
+        return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
+    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=device)
 
 
 def _allocate(unit: Unit, device: torch.device) -> None:

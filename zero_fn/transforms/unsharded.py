@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero_fn.agreement import agree, content_digest
 from zero_fn.errors import StateError
+from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.unit import Unit
 
@@ -52,10 +53,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
                 fix="open it outside forward, accumulate() and other unsharded() blocks of the same unit",
             )
     for unit in units:
-        unit.reshard()
+        unit.expire()
         wholes = unit.gather_whole()
         for slot, whole in zip(unit.slots, wholes, strict=True):
-            parameter = nn.Parameter(whole, requires_grad=slot.parameter.requires_grad)
+            value = whole if slot.model is None else on_spec(whole, slot.model)
+            parameter = nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
             for place in slot.places:
                 place.register(parameter)
         unit.pinned = wholes
@@ -81,7 +83,7 @@ def _close(unit: Unit) -> list[Tensor]:
     unit.pinned = None
     for slot in unit.slots:
         registered = slot.places[0].registered
-        wholes.append(registered.detach() if registered is not None else slot.parameter)
+        wholes.append(local_of(registered if registered is not None else slot.parameter))
         for place in slot.places:
             place.register(slot.parameter)
     return wholes
@@ -124,5 +126,5 @@ def refresh(module: nn.Module) -> None:
     steps_of(module, verb="refresh")
     for unit in units_of(module):
         unit.readopt()
-        unit.reshard()
+        unit.expire()
         unit.generation += 1

@@ -1,0 +1,53 @@
+"""A gathered parameter that tensor parallelism placed: in flight it is a DTensor on its model axes again.
+
+Its local tensor is the view of the gathered buffer, so nothing is copied. Its gradient comes back as a DTensor, possibly with
+other placements (a norm under sequence parallelism has `Partial` ones); it is brought to those of the parameter, which is
+the one collective on the model axes here, and is torch's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from zero_fn.resting import on_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from zero_fn.runtime.slot import Slot
+
+__all__ = ["arrived", "in_flight"]
+
+
+def in_flight(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Gathered parameters as the forward sees them; those that were never placed on model axes are left as they are."""
+    return [
+        tensor if slot.model is None else _OnModelAxes.apply(tensor, slot.model_spec)  # type: ignore[no-untyped-call]
+        for slot, tensor in zip(slots, tensors, strict=True)
+    ]
+
+
+def arrived(grad: Tensor | None) -> Tensor | None:
+    """A local gradient whose bytes are there: what comes out of a collective of torch may still be under way."""
+    return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
+
+
+class _OnModelAxes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
+        ctx.spec = spec
+        return on_spec(local.detach(), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        spec: DTensorSpec = ctx.spec
+        assert isinstance(grad, DTensor), "the gradient of a placed parameter is a DTensor"
+        if grad.placements != spec.placements:
+            grad = grad.redistribute(placements=spec.placements)
+        return arrived(grad.to_local()), None
