@@ -69,6 +69,10 @@ class Grid:
         """Whether any parameter was placed on an axis before."""
         return len(self.dims) > len(self.axes)
 
+    def order(self, levels: Sequence[Sharded]) -> tuple[int, ...]:
+        """The numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]"""
+        return tuple(sorted(range(len(self.axes)), key=lambda number: (-levels[number], number)))
+
     def cut(
         self, shape: Sequence[int], stride: Sequence[int], model: DTensorSpec | None, levels: Sequence[Sharded]
     ) -> Cut | None:
@@ -80,8 +84,7 @@ class Grid:
             model: Where it lies on its model axes.
             levels: How much of its state each axis shards.
         """
-        sharding = [number for number, level in enumerate(levels) if level > Sharded.NOTHING]
-        sharding.sort(key=lambda number: (-levels[number], number))
+        sharding = [number for number in self.order(levels) if levels[number] > Sharded.NOTHING]
         if not sharding or not is_shardable(shape):
             return None
         first = shard_layout(shape, stride, self.axes[sharding[0]].size).order
@@ -200,7 +203,7 @@ def _add_model_axes(
                     f"{fqn!r} was placed on the axis that the transform is about.",
                     parameter=f"{model.placements} over {axes_text(model.mesh)}",
                     axis=owner,
-                    fix='transform over another axis than the model-parallel one: mesh["dp"], where the parameter is on mesh["tp"]',
+                    fix='transform over another axis than the model-parallel one: mesh["dp"] beside mesh["tp"]',
                 )
             raise PlacementError(
                 f"{fqn!r} is sharded over the axis already.",

@@ -94,7 +94,7 @@ def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
     if mesh is root or (names and all(name in known for name in names)):
         return frozenset(range(root.ndim)) if mesh is root else frozenset(known.index(name) for name in names)
     places = (root.mesh.unsqueeze(-1) == mesh.mesh.flatten()).nonzero()[:, : root.ndim]
-    return frozenset(dim for dim in range(root.ndim) if places[:, dim].unique().numel() > 1)
+    return frozenset(dim for dim in range(root.ndim) if int(places[:, dim].min()) != int(places[:, dim].max()))
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

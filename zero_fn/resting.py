@@ -30,9 +30,7 @@ def resting_spec(
 
 def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The same placements for a tensor of this shape, these strides and this dtype."""
-    return DTensorSpec(
-        model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype)
-    )
+    return DTensorSpec(model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:

@@ -178,7 +178,7 @@ class _Wholes:
         """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
         slot = slot_of(source)
         unit = slot.unit() if slot is not None and slot.unit is not None else None
-        assert unit is not None, "a resting parameter has no unit"
+        assert slot is not None and unit is not None, "a resting parameter has no unit"
         if source.is_meta:
             return torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:

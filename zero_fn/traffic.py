@@ -42,8 +42,9 @@ _axis = ""
 def traffic() -> Iterator[Sent]:
     """Counts the bytes that this rank sends inside the block.
 
-    Counted are the bytes handed to the transport, on every data axis (not those of tensor parallelism, which torch sends): for an exchange the pieces sent, for a native
-    all-gather or reduce-scatter over `n` ranks `(n - 1)/n` of the gathered buffer, what a ring sends.
+    Counted are the bytes handed to the transport, on every data axis: for an exchange the pieces sent, for a native
+    all-gather or reduce-scatter over `n` ranks `(n - 1)/n` of the gathered buffer, what a ring sends. What torch sends along
+    model axes is not counted.
 
     Returns:
         A context manager that yields a `Sent`, which may be read during and after the block.

@@ -73,7 +73,9 @@ def _styles(kind: str) -> dict[str, ParallelStyle]:
         return blocks
     return {
         "embedding": RowwiseParallel(input_layouts=Replicate()),
-        "blocks.0": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True),
+        "blocks.0": PrepareModuleInput(
+            input_layouts=Replicate(), desired_input_layouts=Shard(1), use_local_output=True
+        ),
         "blocks.*.norm": SequenceParallel(),
         "blocks.*.up": ColwiseParallel(input_layouts=Shard(1)),
         "blocks.*.down": RowwiseParallel(output_layouts=Shard(1)),
@@ -98,7 +100,9 @@ def batch(seed: int, rank: int) -> tuple[Tensor, Tensor]:
 def loss_of(model: nn.Module, seed: int, rank: int) -> Tensor:
     tokens, targets = batch(seed, rank)
     logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten())
+    return F.cross_entropy(
+        logits.flatten(0, 1).float() if logits.dtype == torch.bfloat16 else logits.flatten(0, 1), targets.flatten()
+    )
 
 
 def step(

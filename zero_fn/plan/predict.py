@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -26,11 +27,13 @@ class Plan:
         held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`.
         padding: Bytes that uneven cuts and alignment add to them.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
+        sent_by_axis: The same by the name of the data axis they are sent along.
     """
 
     held: Held
     padding: Held
     sent_nbytes: int
+    sent_by_axis: Mapping[str, int]
 
     def __str__(self) -> str:
         rows = [
@@ -38,7 +41,10 @@ class Plan:
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
         lines = [f"{name:<10} {nbytes / 1e6:10.3f} MB  + {pad / 1e6:.3f} MB padding" for name, nbytes, pad in rows]
-        return "\n".join([*lines, f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step"])
+        lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
+        if len(self.sent_by_axis) > 1:
+            lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
+        return "\n".join(lines)
 
 
 def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards: int = 1) -> Plan:
@@ -59,14 +65,16 @@ def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards:
     steps = steps_of(module, verb="plan")
     units = units_of(module)
     slots = [slot for unit in units for slot in unit.slots]
+    sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
         at_rest(slots, optimizer_nbytes_per_element=optimizer_nbytes_per_element),
         _padding(units),
-        sum(_sent(step, backwards) for step in steps),
+        sent.total(),
+        dict(sent),
     )
 
 
-def _sent(step: Step, backwards: int) -> int:
+def _sent(step: Step, backwards: int) -> Counter[str]:
     units = step.live_units()
     trace = step.recorded_trace() or nested_trace([unit.index for unit in units])
     times = gathers(
@@ -77,16 +85,16 @@ def _sent(step: Step, backwards: int) -> int:
         backwards=backwards,
     )
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
-    return sum(
-        sent_nbytes(
+    total: Counter[str] = Counter()
+    for unit in units:
+        total += sent_nbytes(
             unit.slots,
             times_gathered=times[unit.index],
             # What several uses or backwards give is summed before it travels.
             is_exact=backwards > 1 or uses[unit.index] > 1 or step.transport.pads,
             pads=step.transport.pads,
         )
-        for unit in units
-    )
+    return total
 
 
 def _padding(units: list[Unit]) -> Held:

@@ -79,8 +79,11 @@ def _with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
     return tuple(bracket for bracket in trace if bracket.use in taking_part)
 
 
-def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, is_exact: bool, pads: bool) -> int:
-    """Bytes this rank sends in a step for the parameters of one unit.
+def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
+    """Bytes this rank sends in a step for the parameters of one unit, by the name of the axis.
+
+    Over two axes the first carries what one axis would, and the second what is left to be gathered or summed of this
+    rank's piece on the first.
 
     Args:
         slots: Its parameters.
@@ -88,23 +91,49 @@ def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, is_exact: bool, p
         is_exact: Whether gradients travel in the dtype of their sum.
         pads: Whether the transport sends padding.
     """
-    total = 0
+    total: Counter[str] = Counter()
     for slot in slots:
-        peers = slot.size - 1
-        if not peers or not slot.numel:
+        if not slot.numel or not slot.along:
             continue
-        numel = slot.piece_numel * slot.size if pads else slot.numel
-        own = slot.piece_numel if pads else _own_piece_numel(slot)
-        if slot.layout is not None:
-            total += times_gathered * own * peers * slot.compute_dtype.itemsize
-        if slot.parameter.requires_grad:
-            wire = slot.sum_dtype if is_exact else slot.compute_dtype
-            total += (numel - own) * wire.itemsize
-            if slot.layout is None:
-                total += own * peers * slot.dtype.itemsize
+        first = slot.along[0]
+        whole = _Cut(slot.numel, slot.piece_numel, slot.rank, slot.size, pads=pads)
+        total[first.name] += _sent_along_first(slot, whole, times_gathered, is_exact=is_exact)
+        if len(slot.along) > 1:
+            second = slot.along[1]
+            own = whole.own_numel
+            largest = slot.sublayout.shard_numel if slot.sublayout is not None else -(-own // second.size)
+            part = _Cut(own, largest, second.rank, second.size, pads=pads)
+            total[second.name] += _sent_along_second(slot, part, 1 if slot.is_hosted else times_gathered)
+    return +total
+
+
+class _Cut:
+    """What one axis sends of a range that it cuts into pieces.
+
+    Attributes:
+        own_numel: Elements of this rank's piece, without padding.
+        gathered, scattered: Elements sent by an all-gather and by a reduce-scatter.
+    """
+
+    def __init__(self, numel: int, largest: int, rank: int, size: int, *, pads: bool) -> None:
+        self.own_numel = min(largest, numel - min(rank * largest, numel))
+        self.gathered = (largest if pads else self.own_numel) * (size - 1)
+        self.scattered = largest * (size - 1) if pads else numel - self.own_numel
+
+
+def _sent_along_first(slot: Slot, whole: _Cut, times_gathered: int, *, is_exact: bool) -> int:
+    total = times_gathered * whole.gathered * slot.compute_dtype.itemsize if slot.layout is not None else 0
+    if slot.parameter.requires_grad:
+        total += whole.scattered * (slot.sum_dtype if is_exact else slot.compute_dtype).itemsize
+        if slot.layout is None:
+            total += whole.gathered * slot.dtype.itemsize
     return total
 
 
-def _own_piece_numel(slot: Slot) -> int:
-    start = min(slot.rank * slot.piece_numel, slot.numel)
-    return min(slot.piece_numel, slot.numel - start)
+def _sent_along_second(slot: Slot, part: _Cut, times_gathered: int) -> int:
+    total = times_gathered * part.gathered * slot.compute_dtype.itemsize if slot.sublayout is not None else 0
+    if slot.parameter.requires_grad:
+        total += part.scattered * slot.sum_dtype.itemsize
+        if slot.sublayout is None:
+            total += part.gathered * slot.dtype.itemsize
+    return total

@@ -47,7 +47,9 @@ def _with_one_more(tensor: object, value: float) -> object:
     if not isinstance(tensor, DTensor) or not tensor.numel():
         return tensor
     mesh = tensor.device_mesh
-    cuts = [(p.dim, mesh.size(axis)) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)]
+    cuts = [
+        (p.dim, mesh.size(axis)) for axis, p in enumerate(tensor.placements) if isinstance(p, Shard | _StridedShard)
+    ]
     shards = prod(n for _, n in cuts)
     # `torch.chunk` leaves a chunk out only of fewer rows than this.
     if not any(tensor.shape[dim] < shards * shards for dim, _ in cuts):

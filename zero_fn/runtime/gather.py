@@ -162,9 +162,7 @@ class _Reduce(torch.autograd.Function):
                 wholes.append(local)
                 continue
             flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-            flat.narrow(0, slot.start, slot.local_numel).copy_(
-                local.permute(slot.layout.order).reshape(-1)
-            )
+            flat.narrow(0, slot.start, slot.local_numel).copy_(local.permute(slot.layout.order).reshape(-1))
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
         if segments:

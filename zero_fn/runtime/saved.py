@@ -55,9 +55,10 @@ class _Packed:
 
 
 def _find(tensor: Tensor) -> _Packed | None:
-    spec = None
+    spec: DTensorSpec | None = None
     if isinstance(tensor, DTensor):
-        tensor, spec = tensor._local_tensor, tensor._spec
+        spec = tensor._spec
+        tensor = tensor._local_tensor
     try:
         entry = _live.get(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass

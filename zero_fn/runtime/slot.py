@@ -17,6 +17,7 @@ from zero_fn.collectives import Route, Rows, Segment
 from zero_fn.grid import Cut, Grid, local_part
 from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout
+from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 
@@ -113,7 +114,8 @@ class Slot:
         shape, stride, numel: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
         local_shape, local_stride, local_numel: Of what this rank holds at rest.
         start: First element of that in the whole parameter, flat and padded.
-        rank, size: On the first axis that cuts it (if none does, the innermost), and how many ranks that axis has.
+        along: The data axes in the order in which it is cut and its gradients are summed.
+        rank, size: On the first of them, and how many ranks that axis has.
         piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
@@ -135,11 +137,8 @@ class Slot:
         self.full_shape = tuple(source.shape)
         known = slot_of(source)
         self.model: DTensorSpec | None = model_of(source)
-        if known is not None:
-            self.shape, stride = known.shape, known.stride
-        else:
-            whole = local_of(source)
-            self.shape, stride = tuple(whole.shape), whole.stride()
+        self.shape: tuple[int, ...] = known.shape if known is not None else tuple(local_of(source).shape)
+        stride = known.stride if known is not None else tuple(local_of(source).stride())
         self._grid = grid
         # torch's optimizers update a complex parameter through view_as_real, which loses the writes to a sharded DTensor
         # (Adam, 2.13), so complex parameters rest replicated.
@@ -147,26 +146,26 @@ class Slot:
         if not source.dtype.is_complex:
             largest = self.shape if self.model is None else _largest(self.model)
             self.cut = grid.cut(largest, stride, self.model, levels)
-            if known is not None and known.cut is not None and self.cut is not None:
-                if known.cut.axes == self.cut.axes and known._grid.axes == grid.axes:
-                    self.cut = known.cut  # a parameter that is cut already stays as it is cut
-        axes = grid.axes
-        numbers = self.cut.axes if self.cut is not None else ()
-        numbers += tuple(number for number in range(len(axes)) if number not in numbers)
-        first = axes[numbers[0]] if axes else None
-        self.rank, self.size = (first.rank, first.size) if first is not None else (0, 1)
+            if known is not None and self.cut is not None and known.cut_axes == [grid.axes[n] for n in self.cut.axes]:
+                assert known.cut is not None
+                self.cut = Cut(known.cut.order, self.cut.axes)  # a parameter that is cut already stays as it is cut
+        numbers = grid.order(levels)
+        self.along = tuple(grid.axes[number] for number in numbers)
+        self.rank, self.size = (self.along[0].rank, self.along[0].size) if self.along else (0, 1)
         self.layout: ShardLayout | None = None
         self.sublayout: ShardLayout | None = None
         if self.cut is not None:
             self.layout = ShardLayout(self.shape, self.cut.order, self.size)
-        self.stride = self.layout.stride if self.layout is not None else _dense_stride(self.shape, stride)
+        self.stride: tuple[int, ...] = (
+            self.layout.stride if self.layout is not None else _dense_stride(self.shape, stride)
+        )
         self.numel = prod(self.shape)
         self.local_shape = self.layout.local_shape(self.rank) if self.layout is not None else self.shape
         self.start = self.rank * self.layout.shard_numel if self.layout is not None else 0
         self.host_numel = prod(self.local_shape)
         self._sub_rank = 0
         if self.cut is not None and len(self.cut.axes) > 1:
-            second = axes[self.cut.axes[1]]
+            second = self.along[1]
             self.sublayout = ShardLayout(self.local_shape, self.cut.order, second.size)
             self._sub_rank = second.rank
             self.local_shape = self.sublayout.local_shape(second.rank)
@@ -182,9 +181,9 @@ class Slot:
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
         self.route: Route | None = None
-        if len(axes) > 1:
+        if len(numbers) > 1:
             self.route = Route(numbers[0], self.sublayout.shard_numel if self.sublayout is not None else None)
-        self.host_route = Route(numbers[0], None) if len(axes) > 1 else None
+        self.host_route = Route(numbers[0], None) if len(numbers) > 1 else None
         self.initial: int | None = None
         self.is_recast = False
         self.unit: Callable[[], Unit | None] | None = None
@@ -210,6 +209,11 @@ class Slot:
             stride = meta.stride if self.cut is None else ShardLayout(shape, self.cut.order, 1).stride
             self.model_spec = spec_on(self.model, shape, stride, self.compute_dtype)
         self.spec: DTensorSpec | None = self._grid.spec(self.model, self.cut, shape, stride, dtype)
+
+    @property
+    def cut_axes(self) -> list[Axis]:
+        """The data axes that cut it, first to last."""
+        return list(self.along[: len(self.cut.axes)]) if self.cut is not None else []
 
     @property
     def is_spread(self) -> bool:
@@ -274,11 +278,9 @@ class Slot:
             return self.owned(local_of(source))
         if self.cut is None or known.cut.order != self.cut.order:
             return None
-        held = [known._grid.axes[number] for number in known.cut.axes]
-        wanted = [self._grid.axes[number] for number in self.cut.axes]
-        if held == wanted:
+        if known.cut_axes == self.cut_axes:
             return local_of(source)
-        return self.owned_of_host(local_of(source)) if held == wanted[:1] else None
+        return self.owned_of_host(local_of(source)) if known.cut_axes == self.cut_axes[:1] else None
 
     def owned_of_full(self, full: Tensor) -> Tensor:
         """This rank's part of the parameter on all axes, as a view."""

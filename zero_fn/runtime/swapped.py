@@ -108,9 +108,7 @@ class _Whole(torch.autograd.Function):
         if slot.layout is None:
             return local.clone()
         flat = torch.empty(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-        flat.narrow(0, slot.start, slot.local_numel).copy_(
-            local.permute(slot.layout.order).reshape(-1)
-        )
+        flat.narrow(0, slot.start, slot.local_numel).copy_(local.permute(slot.layout.order).reshape(-1))
         unit.transport.all_gather([slot.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
         return slot.whole_view(flat)
 

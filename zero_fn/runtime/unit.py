@@ -263,7 +263,8 @@ class Unit:
             if slot.is_hosted:
                 members.setdefault((slot.compute_dtype, device), []).append(slot)
         for (dtype, device), slots in members.items():
-            *offsets, numel = aligned_offsets([slot.sublayout.padded_numel for slot in slots if slot.sublayout], dtype.itemsize)
+            numels = [slot.sublayout.padded_numel for slot in slots if slot.sublayout is not None]
+            *offsets, numel = aligned_offsets(numels, dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
             for slot, offset in zip(slots, offsets, strict=True):
                 assert slot.sublayout is not None
