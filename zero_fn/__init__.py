@@ -24,7 +24,7 @@ from zero_fn.guarded import guard
 from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.plan import Plan, plan
-from zero_fn.recipes import zero1, zero2, zero3
+from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.gather_in import gather_in
@@ -58,6 +58,7 @@ __all__ = [
     "gather_in",
     "guard",
     "held",
+    "hybrid",
     "launch",
     "materialize",
     "plan",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from zero_fn.home import Sharded
 from zero_fn.runtime.entry import steps_of, units_of
@@ -123,10 +124,21 @@ def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str,
 
 
 def _placement(slot: Slot) -> str:
-    cut = "R" if slot.layout is None else f"S({slot.layout.dim})"
-    at = slot.home.sharded if slot.layout is not None else Sharded.NOTHING
+    """P G O on the data axis; on each of several, by name; and on the model axes, where the parameter does not change."""
+    cut = "R" if slot.cut is None else f"S({slot.cut.dim})"
     states = (Sharded.PARAMS, Sharded.GRADS, Sharded.OPTIMIZER)
-    return " ".join(cut if at >= state else "R" for state in states)
+    found = []
+    for axis in slot.along:
+        at = slot.sharded.get(axis.name, Sharded.NOTHING)
+        text = " ".join(cut if at >= state else "R" for state in states)
+        found.append(text if len(slot.along) == 1 else f"{axis.name}: {text}")
+    if slot.model is not None:
+        names = slot.model.mesh.mesh_dim_names or ()
+        found += [
+            f"{name}: S({placement.dim})" if isinstance(placement, Shard) else f"{name}: R"
+            for name, placement in zip(names, slot.model.placements, strict=True)
+        ]
+    return ", ".join(found) or "R R R"
 
 
 def _dtypes(slot: Slot) -> str:

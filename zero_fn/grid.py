@@ -64,11 +64,6 @@ class Grid:
     mesh: DeviceMesh | None = None
     dims: tuple[int | str, ...] = ()
 
-    @property
-    def has_model_axes(self) -> bool:
-        """Whether any parameter was placed on an axis before."""
-        return len(self.dims) > len(self.axes)
-
     def order(self, levels: Sequence[Sharded]) -> tuple[int, ...]:
         """The numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]"""
         return tuple(sorted(range(len(self.axes)), key=lambda number: (-levels[number], number)))
@@ -161,11 +156,9 @@ def grid_of(axes: Sequence[Axis], models: Mapping[str, DTensorSpec]) -> Grid:
         MeshError: A parameter lies on another mesh than the data axes, or on one of them.
         PlacementError: A parameter is sharded over a data axis already, or neither sharded nor replicated.
     """
-    if not axes:
-        return Grid()
-    if len(axes) == 1 and not models:
-        return Grid(tuple(axes), axes[0].mesh, (0,))
-    root = root_of(axes[0].mesh)
+    if not models and len(axes) < 2:
+        return Grid((axes[0],), axes[0].mesh, (0,)) if axes else Grid()
+    root = root_of(axes[0].mesh if axes else next(iter(models.values())).mesh)
     submeshes: dict[int | str, DeviceMesh] = {number: axis.mesh for number, axis in enumerate(axes)}
     used = {dim: str(axis) for axis in axes for dim in dims_in(root, axis.mesh)}
     for fqn, model in models.items():
@@ -180,7 +173,7 @@ def _add_model_axes(
     names = model.mesh.mesh_dim_names
     if names is None or root_of(model.mesh) != root:
         raise MeshError(
-            f"{fqn!r} lies on a mesh that the data axis is no part of.",
+            f"{fqn!r} lies on another mesh than the axis that it is to be data-parallel over.",
             parameter=f"{model.placements} over {axes_text(model.mesh)}",
             axis=f"of {axes_text(root)}",
             fix='build one mesh and cut both from it: mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp")); '

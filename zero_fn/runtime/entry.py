@@ -114,8 +114,8 @@ class Entry:
                 use.has_graph = True
             failed = False
         except RuntimeError as error:
-            if not is_about_shards(error):
-                raise
+            if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
+                raise  # under tensor parallelism torch's own words fit: activations are DTensors too
             raise explained(error, unit.name) from error  # a variable of this frame would make a cycle
         finally:
             unit.unshadow()

@@ -115,6 +115,7 @@ class Slot:
         local_shape, local_stride, local_numel: Of what this rank holds at rest.
         start: First element of that in the whole parameter, flat and padded.
         along: The data axes in the order in which it is cut and its gradients are summed.
+        sharded: How much of its state the axes that cut it shard, by their names.
         rank, size: On the first of them, and how many ranks that axis has.
         piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
@@ -174,7 +175,8 @@ class Slot:
         self.local_stride = cut.strides_of(self.local_shape) if cut is not None else self.stride
         self.local_numel = prod(self.local_shape)
         self.piece_numel = self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
-        sharded = [levels[number] for number in numbers] if self.cut is not None else []
+        sharded = tuple(levels[number] for number in self.cut.axes) if self.cut is not None else ()
+        self.sharded = dict(zip((axis.name for axis in self.along), sharded, strict=False))
         self.is_kept = not sharded or max(sharded) < Sharded.PARAMS
         self.is_hosted = self.sublayout is not None and sharded[0] == Sharded.PARAMS and sharded[1] < Sharded.PARAMS
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER

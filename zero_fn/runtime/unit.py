@@ -191,7 +191,7 @@ class Unit:
         parameter = slot.places[0].registered
         if (
             parameter is None
-            or isinstance(parameter, DTensor) != (self.axis is not None)
+            or isinstance(parameter, DTensor) != (slot.spec is not None)
             or tuple(parameter.shape) != slot.full_shape
             or local_of(parameter).shape != slot.local_shape
         ):
