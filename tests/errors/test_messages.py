@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
@@ -95,9 +95,44 @@ def mesh_without_this_rank() -> object:
         return zf.shard_optimizer(Model(), DeviceMesh("cpu", [1, 2], mesh_dim_names=("dp",)))
 
 
-def mesh_is_another_axis_than_before() -> object:
+def axes_share_ranks() -> object:
     with pretended_grid(4, 2) as mesh:
-        return zf.shard_grads(zf.shard_params(Model(), mesh["dp"]), mesh["tp"])
+        return zf.shard_grads(zf.shard_params(Model(), mesh["dp"]), mesh["dp", "tp"]._flatten("all"))
+
+
+def axes_are_of_two_meshes() -> object:
+    with pretended_grid(4, 2) as mesh:
+        other = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        return zf.shard_grads(zf.shard_params(Model(), mesh["dp"]), other["dp"])
+
+
+def axes_are_three() -> object:
+    with pretended_grid(4, 2):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pod", "node", "rank"))
+        model = zf.shard_params(zf.replicate(Model(), mesh["pod"]), mesh["rank"])
+        return zf.replicate(model, mesh["node"])
+
+
+def hybrid_over_an_axis_that_is_missing() -> object:
+    with pretended_grid(4, 2) as mesh:
+        return zf.hybrid(Model(), mesh, shard="tp")
+
+
+def axis_is_that_of_tensor_parallelism() -> object:
+    with pretended_grid(4, 2) as mesh:
+        return zf.shard_params(_placed(mesh["tp"], Replicate()), mesh["tp"])
+
+
+def mesh_is_not_that_of_tensor_parallelism() -> object:
+    with pretended_grid(4, 2) as mesh:
+        model = _placed(mesh["tp"], Shard(0))
+        return zf.shard_params(model, init_device_mesh("cpu", (8,), mesh_dim_names=("dp",)))
+
+
+def _placed(mesh: DeviceMesh, placement: Placement) -> Model:
+    model = Model()
+    model.head.weight = nn.Parameter(DTensor.from_local(model.head.weight.detach(), mesh, [placement], run_check=False))
+    return model
 
 
 def mesh_is_on_another_device() -> object:
@@ -226,12 +261,14 @@ def module_was_donated_and_is_transformed_again() -> object:
         return zf.shard_params(model, mesh)
 
 
-def parameter_is_a_dtensor_already() -> object:
+def parameter_is_sharded_over_the_axis_already() -> object:
     with pretended(2) as mesh:
-        model = Model()
-        whole = distribute_tensor(model.head.weight.detach(), mesh, [Replicate()])
-        model.head.weight = nn.Parameter(whole)
-        return zf.shard_params(model, mesh)
+        return zf.shard_params(_placed(mesh, Shard(0)), mesh)
+
+
+def parameter_is_partial() -> object:
+    with pretended_grid(4, 2) as mesh:
+        return zf.shard_params(_placed(mesh["tp"], Partial()), mesh["dp"])
 
 
 # -- the wrong moment ------------------------------------------------------------------------------------------------
@@ -528,7 +565,8 @@ def launch_says_which_rank_is_which() -> object:
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
-        mesh_is_another_axis_than_before, mesh_is_on_another_device,
+        axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
+        hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
     ),
     UnitError: (
         units_class_matches_nothing, units_pattern_matches_nothing, units_are_no_rule, units_of_no_size,
@@ -543,7 +581,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         buffers_twice_with_other_policies,
     ),
     PlacementError: (
-        embedding_is_sparse, gradient_is_sparse, parameter_is_a_dtensor_already, parameter_was_replaced,
+        embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial, parameter_was_replaced,
         parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties,
     ),
