@@ -1,0 +1,235 @@
+"""Tensor parallelism on one axis of a mesh and every stage on the other: equal to replicas of the tensor-parallel model.
+
+Four ranks, dp x tp. On dp the sum is ours, so it is compared to the bit with replicas whose gradients are added in the order
+of the ranks; the whole is compared with one process in float64, where only errors of meaning are left.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import zero_fn as zf
+from tests.composition.grids import (
+    Decoder,
+    averaging,
+    differing,
+    full,
+    grid,
+    loss_of,
+    parallelized,
+    snapshot,
+    step,
+)
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks
+from zero_fn.runtime.entry import units_of
+
+KINDS = ("columns", "sequence")
+_TOLERANCE = 1e-11  # of float64
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+
+
+def _average_over_dp(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and grad.placements != parameter.placements:
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+    averaging(grid("dp", "tp")["dp"])(model)
+
+
+def _stages_are_replicas(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    replica = parallelized(mesh["tp"], kind)
+    optimizer = _adam(replica)
+    expected = [step(replica, optimizer, number, rank, average=_average_over_dp) for number in range(2)]
+    lines = []
+    for stage, transform in STAGES.items():
+        model = transform(parallelized(mesh["tp"], kind), mesh["dp"])
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            found = step(model, optimizer, number, rank)
+            lines += [f"{stage}, step {number}: {name}" for name in differing(state, found)]
+    return lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stage_is_bitwise_the_replicas_of_a_tensor_parallel_model(ranks: Ranks, kind: str) -> None:
+    assert ranks(4).run(_stages_are_replicas, kind) == [[]] * 4
+
+
+def _is_the_single_process(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    torch.manual_seed(0)
+    alone = Decoder().double()
+    optimizer = _adam(alone)
+    expected: list[dict[str, Tensor]] = []
+    for number in range(2):
+        losses = [loss_of(alone, 2 * number + i, r) for i in range(2) for r in range(2)]
+        torch.stack(losses).mean().backward()
+        norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append({"norm": norm, **{name: p.detach().clone() for name, p in alone.named_parameters()}})
+    lines = []
+    for stage, transform in STAGES.items():
+        model = transform(parallelized(mesh["tp"], kind, torch.float64), mesh["dp"])
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            found = step(model, optimizer, number, rank, microbatches=2, clip=0.5)
+            for name, value in state.items():
+                other = found[name]
+                assert other is not None
+                if not torch.allclose(value, other, rtol=0, atol=_TOLERANCE):
+                    lines.append(f"{stage}, step {number}: {name} is off by {(value - other).abs().max():.1e}")
+    return lines
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tensor_parallel_training_is_that_of_one_process(ranks: Ranks, kind: str) -> None:
+    """With clipping by torch and two accumulated microbatches. A norm that counted a replicated part twice would differ."""
+    assert ranks(4).run(_is_the_single_process, kind) == [[]] * 4
+
+
+def _rests_on_the_full_mesh() -> None:
+    mesh = grid("dp", "tp")
+    plain = snapshot(parallelized(mesh["tp"], "sequence"))
+    model = zf.zero3(parallelized(mesh["tp"], "sequence"), mesh["dp"])
+    placements = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh == mesh
+        placements[name] = parameter.placements
+    assert placements["scale"] == (Replicate(), Replicate())
+    assert placements["mix.weight"] == (Shard(0), Replicate())
+    assert placements["blocks.0.norm.weight"] == (Shard(0), Replicate())
+    assert placements["blocks.0.down.weight"] == (Shard(0), Shard(1))
+    for name in ("embedding.weight", "head.bias", "blocks.0.up.weight"):
+        assert placements[name] == (_StridedShard(0, split_factor=2), Shard(0))
+    assert differing(plain, snapshot(model)) == []
+    assert "S(0) S(0) S(0), tp: S(1)" in str(zf.describe(model))
+
+
+def test_parameters_rest_on_the_full_mesh(ranks: Ranks) -> None:
+    ranks(4).run(_rests_on_the_full_mesh)
+
+
+def _in_flight() -> None:
+    mesh = grid("dp", "tp")
+    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    seen: list[object] = []
+    gathered: list[list[str]] = []
+
+    def look(module: nn.Module, *_: object) -> None:
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        assert weight.device_mesh == mesh["tp"]
+        assert weight.placements == (Shard(0),)
+        memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
+        assert weight.to_local().untyped_storage().data_ptr() in memory
+        seen.append(type(model.mix.weight))
+        gathered.append([unit.name for unit in units_of(model) if unit.buffers()])
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.up.register_forward_pre_hook(look)
+    for number in range(2):  # the first records the schedule, the second prefetches
+        loss_of(model, number, 0).backward()
+    assert seen == [Tensor] * 4
+    # Autograd remembers addresses, not DTensors: the first block is freed when the second runs.
+    assert gathered == [["", "blocks.0"], ["", "blocks.1"], ["", "blocks.0", "blocks.1"], ["", "blocks.1"]]
+    assert [unit.name for unit in units_of(model) if unit.buffers()] == []
+
+
+def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:
+    ranks(4).run(_in_flight)
+
+
+def _in_bf16(kind: str) -> list[str]:
+    mesh = grid("dp", "tp")
+    rank = mesh["dp"].get_local_rank()
+    master = parallelized(mesh["tp"], kind)
+    optimizer = _adam(master)
+    expected = []
+    for number in range(2):
+        compute = parallelized(mesh["tp"], kind)
+        with torch.no_grad():
+            for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+                mine.copy_(theirs)
+        compute.bfloat16()
+        step_of = loss_of(compute, number, rank)
+        step_of.backward()
+        for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+            grad = mine.grad
+            if isinstance(grad, DTensor) and isinstance(mine, DTensor):
+                grad = grad.redistribute(placements=mine.placements)
+            theirs.grad = grad.float() if grad is not None else None
+        _average_over_dp(master)
+        optimizer.step()
+        expected.append(snapshot(master))
+    lines = []
+    for stage in ("zero1", "zero3"):
+        model = zf.precision(STAGES[stage](parallelized(mesh["tp"], kind), mesh["dp"]), compute=torch.bfloat16)
+        optimizer = _adam(model)
+        for number, state in enumerate(expected):
+            loss_of(model, number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lines += [f"{stage}, step {number}: {name}" for name in differing(state, snapshot(model))]
+    return lines
+
+
+def test_computing_in_bf16_is_casting_by_hand(ranks: Ranks) -> None:
+    assert ranks(4).run(_in_bf16, "columns") == [[]] * 4
+
+
+def _without_a_data_axis() -> None:
+    mesh = grid("dp", "tp")
+    placed = parallelized(mesh["tp"], "columns")
+    model = zf.precision(placed, compute=torch.float32)
+    assert differing(snapshot(placed), snapshot(model)) == []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.device_mesh == mesh["tp"]
+    later = zf.zero2(model, mesh["dp"])
+    now = zf.zero2(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    for one, other in zip(later.parameters(), now.parameters(), strict=True):
+        assert isinstance(one, DTensor)
+        assert isinstance(other, DTensor)
+        assert one.placements == other.placements
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_transform_without_an_axis_keeps_the_placements(ranks: Ranks) -> None:
+    ranks(4).run(_without_a_data_axis)
+
+
+def _verbs() -> None:
+    mesh = grid("dp", "tp")
+    model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    before = snapshot(model)
+    with zf.unsharded(model, writeback=True), torch.no_grad():
+        weight = model.get_parameter("blocks.0.up.weight")
+        assert isinstance(weight.data, DTensor)
+        assert weight.data.device_mesh == mesh["tp"]
+        weight.mul_(2)
+    doubled = before["blocks.0.up.weight"]
+    assert doubled is not None
+    assert differing({**before, "blocks.0.up.weight": 2 * doubled}, snapshot(model)) == []
+    wholes = {name: value + 1 for name, value in before.items() if value is not None}
+    model.load_state_dict(wholes)
+    assert differing(wholes, snapshot(model)) == []
+    other = zf.zero1(parallelized(mesh["tp"], "columns"), mesh["dp"])
+    other.load_state_dict(model.state_dict())
+    assert differing(wholes, snapshot(other)) == []
+
+
+def test_editing_and_loading_take_whole_parameters(ranks: Ranks) -> None:
+    ranks(4).run(_verbs)
