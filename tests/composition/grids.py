@@ -25,7 +25,19 @@ from torch.distributed.tensor.parallel import (
 import zero_fn as zf
 from tests.reference import mean_in_rank_order
 
-__all__ = ["Decoder", "batch", "full", "grid", "loss_of", "parallelized", "snapshot", "step"]
+__all__ = [
+    "Decoder",
+    "averaging",
+    "batch",
+    "differing",
+    "full",
+    "grid",
+    "kept",
+    "loss_of",
+    "parallelized",
+    "snapshot",
+    "step",
+]
 
 
 @functools.cache
@@ -115,19 +127,24 @@ def step(
     clip: float | None = None,
     average: Callable[[nn.Module], None] | None = None,
 ) -> dict[str, Tensor | None]:
-    """One step; returns whole gradients and parameters. `average` is what replicas do to their gradients."""
+    """One step; returns gradients and parameters: of replicas, which give `average`, whole, else as they rest."""
+    copied = kept if average is None else full
     with zf.accumulate(model) if microbatches > 1 and average is None else nullcontext(), loss_parallel():
         for microbatch in range(microbatches):
             (loss_of(model, number * microbatches + microbatch, rank) / microbatches).backward()
     if average is not None:
         average(model)
-    found = {f"gradient of {name}": full(p.grad) for name, p in model.named_parameters()}
+    found = {f"gradient of {name}": copied(p.grad) for name, p in model.named_parameters()}
     if clip is not None:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-        found["norm"] = full(norm)
+        found["norm"] = full(nn.utils.clip_grad_norm_(model.parameters(), clip))
     optimizer.step()
     optimizer.zero_grad()
-    return {**found, **snapshot(model)}
+    return {**found, **{name: copied(parameter) for name, parameter in model.named_parameters()}}
+
+
+def kept(tensor: Tensor | None) -> Tensor | None:
+    """A copy of a tensor as it rests."""
+    return None if tensor is None else tensor.detach().clone()
 
 
 def full(tensor: Tensor | None) -> Tensor | None:
@@ -159,10 +176,18 @@ def averaging(*axes: DeviceMesh) -> Callable[[nn.Module], None]:
 
 
 def differing(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
-    """Names under which two snapshots do not hold the same bits."""
+    """Names under which whole tensors differ by a bit from others, or, on this rank, from the parts of resting ones."""
     assert one.keys() == other.keys()
-    return [
-        name
-        for name, value in one.items()
-        if (value is None) != (other[name] is None) or (value is not None and not torch.equal(value, other[name]))
-    ]
+    return [name for name, value in one.items() if not _is_equal(value, other[name])]
+
+
+def _is_equal(whole: Tensor | None, value: Tensor | None) -> bool:
+    if whole is None or value is None:
+        return whole is value
+    if isinstance(value, DTensor):
+        everywhere = DTensor.from_local(
+            whole, value.device_mesh, [Replicate()] * value.device_mesh.ndim, run_check=False
+        )
+        whole = everywhere.redistribute(placements=value.placements).to_local()
+        value = value.to_local()
+    return torch.equal(whole, value)

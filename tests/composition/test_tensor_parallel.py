@@ -86,7 +86,7 @@ def _is_the_single_process(kind: str) -> list[str]:
         for number, state in enumerate(expected):
             found = step(model, optimizer, number, rank, microbatches=2, clip=0.5)
             for name, value in state.items():
-                other = found[name]
+                other = full(found[name])
                 assert other is not None
                 if not torch.allclose(value, other, rtol=0, atol=_TOLERANCE):
                     lines.append(f"{stage}, step {number}: {name} is off by {(value - other).abs().max():.1e}")

@@ -581,7 +581,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         buffers_twice_with_other_policies,
     ),
     PlacementError: (
-        embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial, parameter_was_replaced,
+        embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
+        parameter_was_replaced,
         parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties,
     ),
