@@ -29,6 +29,7 @@ from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.whole_step import cast_leaves
 
 __all__ = ["Entry", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
 
@@ -90,6 +91,8 @@ class Entry:
     @left_alone
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
+        if unit.leaves is not None:
+            return self._call_with_leaves(*args, **kwargs)
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
         with outside_transforms():
@@ -124,6 +127,23 @@ class Entry:
             with outside_transforms():
                 unit.step.leave(use, failed=failed)
         return output
+
+    @left_alone
+    def _call_with_leaves(self, *args: Any, **kwargs: Any) -> Any:
+        """A forward of the plain module that the unit is for a while. (whole_step.py)"""
+        unit = self.unit
+        if unit.open:
+            return self.__wrapped__(*args, **kwargs)
+        unit.open += 1
+        try:
+            unit.shadow(cast_leaves(unit))
+            if self.input_dtype is not None:
+                args, kwargs = _cast((args, kwargs), self.input_dtype)
+            output = self.__wrapped__(*args, **kwargs)
+            return output if self.output_dtype is None else _cast(output, self.output_dtype)
+        finally:
+            unit.open -= 1
+            unit.unshadow()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         module = copy.deepcopy(self.module, memo)

@@ -50,7 +50,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             unit = _unit_of(slot) if slot is not None else None
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
-            if unit is not None and unit.step.accumulating and unit.has_pending():
+            if unit is not None and unit.step.accumulating and (unit.leaves is not None or unit.has_pending()):
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
                     parameter=slot,

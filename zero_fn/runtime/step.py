@@ -160,6 +160,22 @@ class Step:
             self._end_forward(forward)
 
     def _begin_forward(self, unit: Unit, entry: object) -> None:
+        is_swapped = self.prepare()
+        self._is_fresh = False
+        if len(self._trace) > 2 * _REMEMBERED_USES:
+            self._forget_graphs()
+        grad = torch.is_grad_enabled()
+        begun_at = (unit.index, getattr(entry, "attribute", "forward"))
+        recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
+        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        self._forward.is_swapped = is_swapped
+
+    def prepare(self) -> bool:
+        """Before parameters are gathered for use: what moved is followed, ranks agree, buffers are those of rank 0.
+
+        Returns:
+            Whether other tensors stand in for some parameters.
+        """
         self._recover()
         is_swapped = False
         for other in self.live_units():
@@ -171,14 +187,7 @@ class Step:
             self._agree()
         if self.buffers.is_active and not is_swapped:
             self._broadcast_buffers()
-        self._is_fresh = False
-        if len(self._trace) > 2 * _REMEMBERED_USES:
-            self._forget_graphs()
-        grad = torch.is_grad_enabled()
-        begun_at = (unit.index, getattr(entry, "attribute", "forward"))
-        recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
-        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
-        self._forward.is_swapped = is_swapped
+        return is_swapped
 
     def _agree(self) -> None:
         """Compares layout and initial values over ranks, once, and again after loading."""

@@ -106,6 +106,7 @@ class Unit:
         last_entry: The entry at which its last forward with gradients began, weakly.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
+        leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
     """
@@ -122,6 +123,7 @@ class Unit:
         self.deferred_in: int | None = None
         self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
+        self.leaves: list[nn.Parameter] | None = None
         self.swapped: dict[int, Tensor] = {}
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.groups: list[Group] = []
@@ -214,7 +216,8 @@ class Unit:
         twin = object.__new__(Unit)
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
-        twin.phase, twin.generation, twin.open, twin.pinned = Phase.AT_REST, 0, 0, None
+        twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
+        twin.pinned, twin.leaves = None, None
         twin.inner, twin.has_model_axes = [], self.has_model_axes
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
@@ -449,6 +452,13 @@ class Unit:
 
     def gather_whole(self) -> list[Tensor]:
         """New tensors with the whole parameters in the dtype at rest. Communicates one all-gather; waits."""
+        wholes, pending = self.issue_whole()
+        if pending is not None:
+            pending.wait()
+        return wholes
+
+    def issue_whole(self) -> tuple[list[Tensor], Waits | None]:
+        """The same, not waited for."""
         wholes, segments = [], []
         for slot in self.slots:
             if slot.layout is None:
@@ -458,9 +468,7 @@ class Unit:
             flat.narrow(0, slot.start, slot.local_numel).copy_(slot.flat)
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
-        if segments:
-            self.transport.all_gather(segments, f"whole parameters of {self}").wait()
-        return wholes
+        return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
     def scatter_whole(self, wholes: list[Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""

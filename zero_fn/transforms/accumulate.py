@@ -7,13 +7,16 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from zero_fn.errors import StateError
 from zero_fn.runtime.entry import steps_of
+from zero_fn.runtime.step import Step
+from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
 
 __all__ = ["accumulate"]
 
 
 @contextmanager
-def accumulate(*modules: nn.Module) -> Iterator[None]:
+def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     """Sums the gradients of several backwards on each rank and reduces them once, when the block ends.
 
         with zf.accumulate(model):
@@ -25,27 +28,71 @@ def accumulate(*modules: nn.Module) -> Iterator[None]:
     numbers. `.grad` cannot be read before the end: it is not reduced yet. `zero_grad()` drops what was summed so far. To
     hold only shards, reduce after each backward instead: leave the block out.
 
+    With `unshard=True` parameters are whole, plain leaves inside, and so are their gradients: for whatever takes gradients
+    in ways of its own, such as the schedules of `torch.distributed.pipelining`.
+
+        with zf.accumulate(stage.submod, unshard=True):
+            schedule.step(x, target=y, losses=losses)
+        optimizer.step()
+
+    `.grad` of those leaves is the sum on this rank and may be read, divided or set to None; it is reduced, and added to what
+    the resting parameters had, when the block ends. The rank holds whole parameters and gradients until then.
+
     Communicates: one reduction per block in place of one per backward. Parameters of stages 1 and 2 are gathered once;
-    those of stage 3 in each forward and backward.
+    those of stage 3 in each forward and backward, or once with `unshard`.
 
     Args:
         *modules: Transformed modules.
+        unshard: Gather once, at the beginning.
 
     Returns:
         A context manager. After an exception inside, what was accumulated is dropped, and `.grad` is what it was before.
         Blocks may nest; the outermost reduces.
 
     Raises:
-        StateError: A module was not transformed; or, inside the block, from `optimizer.step()` and whatever reads `.grad`.
+        StateError: A module was not transformed, or `unshard` inside a block that has begun; or, inside the block, from
+            `optimizer.step()` and, without `unshard`, whatever reads `.grad`.
     """
     steps = steps_of(*modules, verb="accumulate")
+    if unshard:
+        _require_idle(steps)
     for step in steps:
         step.begin_accumulation()
     failed = True
     try:
+        if unshard:
+            for step in steps:
+                step.prepare()
+            begin_whole_step([unit for step in steps for unit in step.live_units()])
         yield
         failed = False
     finally:
+        if unshard:
+            for step in steps:
+                _take_over(step, failed=failed)
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for step in reversed(steps):
                 ends.callback(step.end_accumulation, failed=failed)
+
+
+def _require_idle(steps: list[Step]) -> None:
+    for step in steps:
+        step.recover()
+        busy = [unit for unit in step.live_units() if unit.open or unit.pinned is not None]
+        if step.accumulating or busy:
+            raise StateError(
+                "accumulate(unshard=True) was entered while a unit is in use.",
+                unit=busy[0].name or "root" if busy else "another accumulate() of the module is open",
+                fix="open it outside forward, unsharded() and other accumulate() blocks",
+            )
+
+
+def _take_over(step: Step, *, failed: bool) -> None:
+    """The gradients of whole parameters become local sums of the unit."""
+    step.buffers.note()
+    for unit in step.live_units():
+        if unit.leaves is None:
+            continue  # an error came before it was gathered
+        grads = end_whole_step(unit)
+        if not failed:
+            unit.add_gradients(grads, exact=True, pending=True)

@@ -1,0 +1,146 @@
+"""Pipelines of `torch.distributed.pipelining` over data-parallel stages, on 2 x 2 ranks.
+
+Every schedule runs plain and transformed stages on the same microbatches; gradients of plain stages are averaged over the
+data axis in the order of the ranks. What rests afterwards must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV
+
+import zero_fn as zf
+from tests.composition.grids import grid
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks
+from tests.reference import mean_in_rank_order
+from zero_fn.runtime.entry import units_of
+
+WIDTH = 6
+MICROBATCHES = 4
+SINGLE = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
+SEVERAL = {
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "LoopedBFS": ScheduleLoopedBFS,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
+}
+V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
+        return y
+
+
+def _chunks(schedule: str, mesh: DeviceMesh) -> dict[int, nn.Module]:
+    """The plain stages of this rank, by their place in the pipeline."""
+    torch.manual_seed(0)
+    number = 2 if schedule in SINGLE else 4
+    everything = [nn.Sequential(Block(), Block()) for _ in range(number)]
+    place = mesh["pp"].get_local_rank()
+    if schedule in SINGLE:
+        mine = [place]
+    elif schedule in V_SHAPED:
+        mine = [place, number - 1 - place]
+    else:
+        mine = [place, place + 2]
+    return {index: everything[index] for index in mine}
+
+
+def _step(
+    schedule: str, mesh: DeviceMesh, chunks: dict[int, nn.Module], around: Callable[[], Any], number: int
+) -> list[Tensor]:
+    stages = [
+        PipelineStage(module, index, 2 if schedule in SINGLE else 4, torch.device("cpu"), group=mesh.get_group("pp"))
+        for index, module in chunks.items()
+    ]
+    made: Any
+    if schedule in SINGLE:
+        made = SINGLE[schedule](stages[0], MICROBATCHES, loss_fn=F.mse_loss)
+    else:
+        made = SEVERAL[schedule](stages, MICROBATCHES, loss_fn=F.mse_loss)  # type: ignore[abstract]
+    generator = torch.Generator().manual_seed(10 * number + mesh["dp"].get_local_rank())
+    x = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
+    y = torch.randn(2 * MICROBATCHES, WIDTH, generator=generator)
+    losses: list[Tensor] = []
+    has_first, has_last = 0 in chunks, max(chunks) == (1 if schedule in SINGLE else 3)
+    with around():
+        made.step(*((x,) if has_first else ()), **({"target": y, "losses": losses} if has_last else {}))
+    return losses
+
+
+def _averaged(module: nn.Module, mesh: DeviceMesh) -> None:
+    group = mesh.get_group("dp")
+    for parameter in module.parameters():
+        assert parameter.grad is not None
+        addends = [torch.empty_like(parameter.grad) for _ in range(2)]
+        dist.all_gather(addends, parameter.grad, group=group)
+        parameter.grad = mean_in_rank_order(addends, parameter.grad.dtype)
+
+
+def _differences(schedule: str, stage: str) -> list[str]:
+    mesh = grid("pp", "dp")
+    plain = _chunks(schedule, mesh)
+    chunks = {index: STAGES[stage](copy.deepcopy(m), mesh["dp"]) for index, m in plain.items()}
+    found = []
+    optimizers = [
+        torch.optim.AdamW([p for m in modules.values() for p in m.parameters()], lr=0.01) for modules in (plain, chunks)
+    ]
+    for number in range(2):
+        expected = _step(schedule, mesh, plain, nullcontext, number)
+        for module in plain.values():
+            _averaged(module, mesh)
+        with zf.traffic() as sent:
+            losses = _step(schedule, mesh, chunks, lambda: zf.accumulate(*chunks.values(), unshard=True), number)
+        units = sum(bool(unit.slots) for module in chunks.values() for unit in units_of(module))
+        if number and (sent.calls["all-gather"], sent.calls["reduce-scatter"]) != (units, units):
+            found.append(f"{sent} for {units} units")
+        if not all(map(torch.equal, expected, losses)):
+            found.append(f"step {number}: losses differ")
+        for index, module in chunks.items():
+            for (name, one), other in zip(plain[index].named_parameters(), module.parameters(), strict=True):
+                assert one.grad is not None
+                grad = other.grad.full_tensor() if other.grad is not None else None  # type: ignore[attr-defined]
+                if grad is None or not torch.equal(one.grad, grad):
+                    found.append(f"step {number}: gradient of {index}.{name} differs")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for index, module in chunks.items():
+            for (name, one), other in zip(plain[index].named_parameters(), module.parameters(), strict=True):
+                if not torch.equal(one, other.full_tensor()):  # type: ignore[attr-defined]
+                    found.append(f"step {number}: {index}.{name} differs")
+    return found
+
+
+@pytest.mark.parametrize("schedule", [*SINGLE, *SEVERAL])
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_schedules_train_as_with_plain_stages(ranks: Ranks, schedule: str, stage: str) -> None:
+    assert ranks(4).run(_differences, schedule, stage) == [[]] * 4

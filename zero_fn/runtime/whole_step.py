@@ -1,0 +1,68 @@
+"""A block in which the parameters of a unit are whole, plain leaves: gathered once, reduced once.
+
+Whatever autograd does with the leaves of a plain module works on them: the many forwards before the first backward of a
+pipeline, the weight gradients that zero-bubble schedules take with `torch.autograd.grad`, `.grad` that is divided in place.
+The price is that of data parallelism without ZeRO for as long as the block lasts: whole parameters and whole gradients.
+
+A parameter that computes in another dtype stays a leaf in the dtype at rest and is cast in each forward, so that
+gradients are summed in the dtype at rest, whoever sums them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.resting import on_spec
+from zero_fn.runtime.on_model_axes import arrived
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.unit import Unit
+
+__all__ = ["begin_whole_step", "cast_leaves", "end_whole_step"]
+
+
+def begin_whole_step(units: list[Unit]) -> None:
+    """Registers whole parameters in place of the resting ones.
+
+    Communicates: one all-gather for each unit, all issued before the first is waited for.
+    """
+    gathering = [unit.issue_whole() for unit in units]
+    for unit, (wholes, pending) in zip(units, gathering, strict=True):
+        if pending is not None:
+            pending.wait()
+        unit.leaves = [_leaf(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
+        for slot, leaf in zip(unit.slots, unit.leaves, strict=True):
+            for place in slot.places:
+                place.register(leaf)
+
+
+def end_whole_step(unit: Unit) -> list[Tensor | None]:
+    """Registers the resting parameters again. Returns the gradients of this rank, whole."""
+    leaves, unit.leaves = unit.leaves or [], None
+    for slot in unit.slots:
+        for place in slot.places:
+            place.register(slot.parameter)
+    return [_local_gradient(slot, leaf.grad) for slot, leaf in zip(unit.slots, leaves, strict=True)]
+
+
+def cast_leaves(unit: Unit) -> list[Tensor]:
+    """The leaves as a forward sees them: in the compute dtype."""
+    assert unit.leaves is not None
+    return [
+        leaf if leaf.dtype == slot.compute_dtype else leaf.to(slot.compute_dtype)
+        for slot, leaf in zip(unit.slots, unit.leaves, strict=True)
+    ]
+
+
+def _leaf(slot: Slot, whole: Tensor) -> nn.Parameter:
+    value = whole if slot.model is None else on_spec(whole, slot.model)
+    return nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
+
+
+def _local_gradient(slot: Slot, grad: Tensor | None) -> Tensor | None:
+    if not isinstance(grad, DTensor):
+        return grad
+    assert slot.model is not None
+    if grad.placements != slot.model.placements:
+        grad = grad.redistribute(placements=slot.model.placements)
+    return arrived(grad.to_local())
