@@ -164,6 +164,8 @@ class Unit:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
         self.swapped = {}
+        if self.leaves is not None:
+            return
         if self.pinned is None and all(slot.is_current() for slot in self.slots):
             return
         self.swapped = swapped_values(self.slots)

@@ -1,0 +1,155 @@
+"""`accumulate(unshard=True)`: gathered once, reduced once, plain leaves in between; and what is refused inside."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, loss_of, parameters
+from tests.models import Odd
+from tests.ranks import Ranks, axis
+from tests.wholes import held, means, wholes
+
+
+def _noise(seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * seed + torch.distributed.get_rank())
+    return torch.randn(3, 5, generator=generator)
+
+
+class Mixed(nn.Module):
+    """Ties across units, a frozen layer, a parameter that nothing uses, and statistics."""
+
+    def __init__(self, *, has_statistics: bool = True) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(2))
+        self.norm = nn.BatchNorm1d(5) if has_statistics else nn.LayerNorm(5)
+        self.leave.weight = self.enter.weight
+        self.blocks[1].requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.leave(self.norm(x))
+        return y
+
+
+def _accumulated(model: nn.Module, block: Any) -> dict[str, Tensor | None]:
+    with block:
+        for microbatch in range(3):
+            (model(_noise(microbatch)).square().mean() / 3).backward()
+    names = [name for name, _ in model.named_parameters()]
+    return dict(zip(names, wholes([held(p.grad) for p in model.parameters()]), strict=True))
+
+
+def _alike(stage: str, compute: torch.dtype | None) -> list[str]:
+    """Where a block that gathers once gives other gradients than one that gathers each time."""
+    found = []
+    given = []
+    for unshard in (False, True):
+        torch.manual_seed(0)
+        model = STAGES[stage](
+            Mixed(has_statistics=compute is None), axis()
+        )  # torch has no float statistics of bfloat16
+        if compute is not None:
+            model = zf.precision(model, compute=compute)
+        grads = _accumulated(model, zf.accumulate(model, unshard=unshard))
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        given.append((grads, buffers))
+    (one, one_buffers), (other, other_buffers) = given
+    for name, grad in one.items():
+        other_grad = other[name]
+        if grad is None or other_grad is None:
+            if grad is not other_grad:
+                found.append(f"{name} is None in one")
+        elif not torch.equal(grad, other_grad):
+            found.append(f"{name} differs by {(grad - other_grad).abs().max().item():.1e}")
+    found += [name for name, buffer in one_buffers.items() if not torch.equal(buffer, other_buffers[name])]
+    return found
+
+
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+@pytest.mark.parametrize("stage", STAGES)
+def test_gathering_once_gives_the_gradients_of_gathering_each_time(
+    ranks: Ranks, stage: str, compute: torch.dtype | None
+) -> None:
+    assert ranks(2).run(_alike, stage, compute) == [[]] * 2
+
+
+def _weight_gradients(stage: str) -> bool:
+    """As zero-bubble schedules take them: by `torch.autograd.grad`, added up by hand, divided at the end."""
+    torch.manual_seed(0)
+    plain = Odd()
+    torch.manual_seed(0)
+    model = STAGES[stage](Odd(), axis())
+    for module, block in ((plain, nullcontext()), (model, zf.accumulate(model, unshard=True))):
+        with block:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            for microbatch in range(2):
+                loss = loss_of(module, microbatch)
+                for parameter, grad in zip(trained, torch.autograd.grad(loss, trained, allow_unused=True), strict=True):
+                    if grad is not None:
+                        parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            for parameter in trained:
+                if parameter.grad is not None:
+                    parameter.grad.div_(2)
+    expected = means([p.grad for p in plain.parameters()], list(plain.parameters()))
+    found = wholes([held(p.grad) for p in model.parameters()])
+    return all(
+        (one is None and other is None) or (one is not None and other is not None and torch.equal(one, other))
+        for one, other in zip(expected, found, strict=True)
+    )
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_gradients_may_be_taken_in_any_way(ranks: Ranks, stage: str) -> None:
+    assert ranks(2).run(_weight_gradients, stage) == [True] * 2
+
+
+def _inside(stage: str) -> list[str]:
+    torch.manual_seed(0)
+    model = STAGES[stage](Mixed(), axis())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    before = parameters(model)
+    said = []
+    with zf.accumulate(model, unshard=True):
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        model(_noise(0)).sum().backward()
+        attempts: list[Any] = [
+            optimizer.step,
+            lambda: zf.unsharded(model).__enter__(),
+            lambda: zf.accumulate(model, unshard=True).__enter__(),
+        ]
+        for attempt in attempts:
+            with pytest.raises(zf.StateError) as caught:
+                attempt()
+            said.append(str(caught.value).splitlines()[0])
+        model.zero_grad()
+    assert all(p.grad is None for p in model.parameters()), "zero_grad inside drops what was summed"
+    with pytest.raises(ZeroDivisionError), zf.accumulate(model, unshard=True):
+        model(_noise(0)).sum().backward()
+        raise ZeroDivisionError
+    assert all(p.grad is None for p in model.parameters()), "an exception drops what was summed"
+    after = parameters(model)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    model(_noise(0)).sum().backward()
+    optimizer.step()
+    return said
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_refused_inside_changes_nothing(ranks: Ranks, stage: str) -> None:
+    for said in ranks(2).run(_inside, stage):
+        assert said == [
+            "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
+            "unsharded() was called while a unit is in use.",
+            "accumulate(unshard=True) was entered while a unit is in use.",
+        ]
