@@ -25,7 +25,14 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-__all__ = ["ALIGNMENT_NBYTES", "TOLERATED_PADDING_NUMEL", "ShardLayout", "aligned_offsets", "is_shardable", "shard_layout"]
+__all__ = [
+    "ALIGNMENT_NBYTES",
+    "TOLERATED_PADDING_NUMEL",
+    "ShardLayout",
+    "aligned_offsets",
+    "is_shardable",
+    "shard_layout",
+]
 
 ALIGNMENT_NBYTES = 128
 """Every shard and segment starts on this boundary: NCCL loses a factor of ten on a 4-byte misalignment
