@@ -1,4 +1,4 @@
-"""Laws 2, 3, 5 and 6 over two axes of a mesh: transforms over axes commute, repeat and train as replicas, whatever the module."""
+"""Laws 2, 3, 5 and 6 over two axes of a mesh: transforms commute, repeat and train as replicas, whatever the module."""
 
 from __future__ import annotations
 
