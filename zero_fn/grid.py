@@ -7,7 +7,8 @@ optimizers and checkpoints need it.
 [Note: cut from the inside] A parameter is cut over its model axes first, then over the data axes, one after the other: the
 axis that shards more of its state comes first, and of equals the innermost. Where two axes cut the same dim of a tensor and
 the one further left in the mesh was cut later, its placement is the strided one: DTensor reads placements from the left.
-Where rows are so uneven that the two readings differ, another dim is cut; where there is none, the later axis does not cut.
+Where rows are so uneven that the two readings differ, the axis that comes last does not cut a small parameter; a large one is
+cut along another dim, for which its strides are given up.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from math import prod
 
 import torch
 from torch import Tensor
@@ -26,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import MeshError, PlacementError
 from zero_fn.home import Sharded
-from zero_fn.layout import ShardLayout, is_shardable, shard_layout
+from zero_fn.layout import TOLERATED_PADDING_NUMEL, ShardLayout, is_shardable, shard_layout
 from zero_fn.mesh import Axis, axes_text, dims_in, joined_mesh, root_of
 
 __all__ = ["Cut", "Grid", "grid_of", "local_part"]
@@ -82,11 +84,12 @@ class Grid:
         sharding = [number for number in self.order(levels) if levels[number] > Sharded.NOTHING]
         if not sharding or not is_shardable(shape):
             return None
-        first = shard_layout(shape, stride, self.axes[sharding[0]].size).order
+        order = shard_layout(shape, stride, self.axes[sharding[0]].size).order
         whole = shape if model is None else model.shape
+        others = sorted(order[1:], key=lambda dim: -shape[dim]) if prod(shape) > TOLERATED_PADDING_NUMEL else []
         for axes in (tuple(sharding[:count]) for count in range(len(sharding), 0, -1)):
-            for dim in (first[0], *sorted(first[1:], key=lambda dim: -shape[dim])):
-                cut = Cut((dim, *(other for other in first if other != dim)), axes)
+            for dim in (order[0], *others):
+                cut = Cut((dim, *(other for other in order if other != dim)), axes)
                 if self._is_described(whole[dim], self.placements(model, cut), self._cut_order(model, cut)):
                     return cut
         return None

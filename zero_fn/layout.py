@@ -25,14 +25,21 @@ from functools import cached_property
 from itertools import accumulate
 from math import prod
 
-__all__ = ["ALIGNMENT_NBYTES", "ShardLayout", "aligned_offsets", "is_shardable", "shard_layout"]
+__all__ = [
+    "ALIGNMENT_NBYTES",
+    "TOLERATED_PADDING_NUMEL",
+    "ShardLayout",
+    "aligned_offsets",
+    "is_shardable",
+    "shard_layout",
+]
 
 ALIGNMENT_NBYTES = 128
 """Every shard and segment starts on this boundary: NCCL loses a factor of ten on a 4-byte misalignment
 (pytorch#195450) and vectorised CPU kernels like a cache line."""
 
-_TOLERATED_PADDING_NUMEL = 2**18
-"""Padding of a gathered parameter, in elements, for which its strides are not given up."""
+TOLERATED_PADDING_NUMEL = 2**18
+"""Elements of a gathered parameter, padded or resting whole, for which its strides are not given up."""
 
 Shape = tuple[int, ...]
 
@@ -142,7 +149,7 @@ def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> Sh
         order = by_stride if _is_dense(shape, stride, by_stride) else order
     outermost = order[0]
     padding_numel = (shards - shape[outermost]) * (prod(shape) // shape[outermost])
-    if padding_numel > _TOLERATED_PADDING_NUMEL:
+    if padding_numel > TOLERATED_PADDING_NUMEL:
         inner = [dim for dim in order[1:-1] if shape[dim] >= shards] or order
         largest = max(inner, key=lambda dim: (shape[dim], -order.index(dim)))
         if shape[largest] > shape[outermost]:

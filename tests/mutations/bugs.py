@@ -44,6 +44,7 @@ _TRANSFORMS = "property_tests/test_transform_laws.py"
 _DESYNC = "tests/test_desync.py"
 _ACCEPTANCE = "tests/acceptance/"
 _TRAINING = "tests/distributed/test_training.py"
+_COMPOSITION = "tests/composition"
 
 BUGS: tuple[Bug, ...] = (
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -228,22 +229,22 @@ BUGS: tuple[Bug, ...] = (
         "strides-given-up",
         "layout.py",
         "strides where ranks outnumber rows",
-        "_TOLERATED_PADDING_NUMEL = 2**18",
-        "_TOLERATED_PADDING_NUMEL = 0",
+        "TOLERATED_PADDING_NUMEL = 2**18",
+        "TOLERATED_PADDING_NUMEL = 0",
         "property_tests/test_training_laws.py",
     ),
     Bug(
         "another-ranks-rows",
         "runtime/slot.py",
         "every rank keeps the rows of rank 0",
-        "start, rows = self.layout.owned_rows(self.rank)",
-        "start, rows = self.layout.owned_rows(0)",
+        "whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank))",
+        "whole.narrow(self.layout.dim, *self.layout.owned_rows(0))",
     ),
     Bug(
         "gather-range-of-rank-0",
         "runtime/unit.py",
         "where the own shard lies in the gathered buffer",
-        "slot.offset + slot.rank * slot.layout.shard_numel, slot.local_numel)",
+        "slot.offset + slot.start, slot.local_numel)",
         "slot.offset, slot.local_numel)",
     ),
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -365,8 +366,8 @@ BUGS: tuple[Bug, ...] = (
         "own-shard-not-copied",
         "runtime/unit.py",
         "the own part of a gathered parameter",
-        "if own.data_ptr() != slot.flat.data_ptr():",
-        "if own.data_ptr() != slot.flat.data_ptr() and own.dtype == slot.flat.dtype:",
+        "if own.data_ptr() != slot.flat.data_ptr():\n                    own",
+        "if own.data_ptr() != slot.flat.data_ptr() and own.dtype == slot.flat.dtype:\n                    own",
     ),
     Bug(
         "prefetch-off-by-one",
@@ -549,8 +550,8 @@ BUGS: tuple[Bug, ...] = (
         "tie-lost",
         "substitute.py",
         "the second name of a tied parameter",
-        "for name, attribute in parameter.places]\n        slot",
-        "for name, attribute in parameter.places[:1]]\n        slot",
+        "for name, attribute in parameter.places]\n        home",
+        "for name, attribute in parameter.places[:1]]\n        home",
         _TRANSFORMS,
     ),
     Bug(
@@ -662,8 +663,8 @@ BUGS: tuple[Bug, ...] = (
         "plan-of-sent-bytes",
         "plan/sent.py",
         "bytes of gradients sent: the own piece stays",
-        "total += (numel - own) * wire.itemsize",
-        "total += numel * wire.itemsize",
+        "else numel - self.own_numel",
+        "else numel",
         _PLAN,
     ),
     Bug(
@@ -787,5 +788,54 @@ BUGS: tuple[Bug, ...] = (
         "all(map(_alike, zip(*rows, strict=True)))",
         "True",
         "tests/test_local_step.py",
+    ),
+    # -- several axes -----------------------------------------------------------------------------------------------
+    Bug(
+        "strided-placement-forgotten",
+        "grid.py",
+        "where a tensor that two axes cut along one dim has its rows",
+        "found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))",
+        "found.append(Shard(cut.dim))",
+        _COMPOSITION,
+    ),
+    Bug(
+        "partial-gradient-taken-for-whole",
+        "runtime/on_model_axes.py",
+        "gradients of norms under sequence parallelism",
+        "if grad.placements != spec.placements:",
+        "if any(p.is_shard() for p in spec.placements) and grad.placements != spec.placements:",
+        _COMPOSITION,
+    ),
+    Bug(
+        "placed-parameter-kept-for-backward",
+        "runtime/saved.py",
+        "freeing gathered parameters that are DTensors in flight",
+        "if isinstance(tensor, DTensor):",
+        "if isinstance(tensor, str):",
+        _COMPOSITION,
+    ),
+    Bug(
+        "hosted-part-never-expires",
+        "runtime/unit.py",
+        "gathering hosted parts anew after a step",
+        "        self.reshard()\n        self._hosts_are_current = False",
+        "        self.reshard()",
+        _COMPOSITION,
+    ),
+    Bug(
+        "second-axis-not-summed",
+        "hierarchy.py",
+        "gradients that the second axis does not cut",
+        "yield second.all_gather([place.segment for place in padded], what)",
+        "yield second.all_gather([], what)",
+        _COMPOSITION,
+    ),
+    Bug(
+        "axes-by-order-of-transforms",
+        "assignment.py",
+        "commutation over axes",
+        "sorted(over, key=lambda axis: -max(dims_in(root, axis.mesh), default=0))",
+        "list(over)",
+        "property_tests/test_axes_laws.py",
     ),
 )

@@ -1,4 +1,13 @@
-"""The four transforms over a mesh axis, each one requirement joined to what the module already satisfies."""
+"""The four transforms over a mesh axis, each one requirement joined to what the module already satisfies.
+
+[Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
+Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.hierarchy`): where the inner axis shards
+parameters, the outer one carries 1/n of them. A transform over a second axis gathers, unit by unit, what the first has cut
+in another way than both together do.
+
+A module that tensor parallelism placed on other axes of the mesh keeps its placements. Its parameters rest on the mesh of
+all these axes (`zero_fn.grid`), and are DTensors on the model axes again while a unit runs.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +50,7 @@ def replicate(
 
     Args:
         module: Any module. On `meta`, the parameters rest on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
         units: What is reduced together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
@@ -53,7 +62,8 @@ def replicate(
         (unless donated).
 
     Raises:
-        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
+        PlacementError: A parameter is sharded over `mesh` already, by others.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
             copied.
@@ -86,7 +96,7 @@ def shard_optimizer(
 
     Args:
         module: Any module. On `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
@@ -99,7 +109,8 @@ def shard_optimizer(
         (unless donated).
 
     Raises:
-        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
+        PlacementError: A parameter is sharded over `mesh` already, by others.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
             copied.
@@ -134,7 +145,7 @@ def shard_grads(
 
     Args:
         module: Any module. On `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
@@ -147,7 +158,8 @@ def shard_grads(
         (unless donated).
 
     Raises:
-        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
+        PlacementError: A parameter is sharded over `mesh` already, by others.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
             copied.
@@ -186,7 +198,7 @@ def shard_params(
 
     Args:
         module: Any module. On `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module.
+        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
         persist_below: Parameters of fewer bytes rest replicated.
@@ -200,7 +212,8 @@ def shard_params(
         (unless donated).
 
     Raises:
-        MeshError: `mesh` is not one axis, or `module` was transformed over another one.
+        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
+        PlacementError: A parameter is sharded over `mesh` already, by others.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
             copied.
