@@ -181,7 +181,9 @@ class _Normed(nn.Module):
     def __init__(self, width: int, size: int) -> None:
         super().__init__()
         linear = nn.Linear(width, width)
-        if size % 2:
+        if (
+            size % 2 or width == 1
+        ):  # of one element, the gradient below spectral_norm is the rounding of a sum that is zero
             self.linear = nn.utils.parametrizations.weight_norm(linear)
         else:
             self.linear = nn.utils.parametrizations.spectral_norm(linear)

@@ -38,7 +38,10 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
     """One layer, or a nest of up to three."""
     kind = draw(st.sampled_from([*KINDS, "nest"] if depth else list(KINDS)))
     children = tuple(draw(st.lists(parts(depth - 1), min_size=1, max_size=3))) if kind == "nest" else ()
-    wrap = draw(st.sampled_from(["", "", "", "checkpoint", "reentrant"]))
+    # The old weight_norm below a reentrant checkpoint: see the expected failures in `test_simulated_training.py`.
+    wrap = draw(
+        st.sampled_from(["", "", "", "checkpoint", "reentrant"] if kind != "weighted" else ["", "", "checkpoint"])
+    )
     return Part(kind, draw(st.integers(1, 7)), draw(st.sampled_from([False, False, False, True])), wrap, children)
 
 
@@ -46,7 +49,7 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
 def models(draw: st.DrawFn) -> Model:
     """Models of one to four parts.
 
-    No ties beside experts that are skipped: see the expected failure in `test_simulated_training.py`.
+    No ties beside experts that are skipped: see the expected failures in `test_simulated_training.py`.
     """
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
     ties: tuple[tuple[int, int], ...] = ()

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -170,10 +169,9 @@ class SameHost(Exchange):
     def give_up(self) -> None:
         if self._shared is not None:
             farewell = torch.tensor([_FAREWELL, *(0 for _ in range(_HEADER_WORDS - 1))])
-            with suppress(PeerLost):
-                for target, _ in self._peers:
-                    for _ in range(_FAREWELLS):
-                        self._send(farewell, target, _HEADER, self._farewells)
+            for target, _ in self._peers:
+                for _ in range(_FAREWELLS):
+                    self._send(farewell, target, _HEADER, self._farewells)
 
     def _control(self, shared: _Shared, message: Tensor, mark: int) -> _Message:
         sent = _Message(self, shared, _CONTROL, mark, [[[message]]])

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 __all__ = ["OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
-
-W = TypeVar("W")
 
 DEFAULT_DEADLINE_S = 300.0
 
@@ -65,16 +63,24 @@ def wait_for(work: Any, peer: int | None) -> None:
         raise _lost(error, peer) from error
 
 
-def started(start: Callable[..., W], tensors: list[Any], peer: int, tag: int) -> W:
-    """Starts to send or receive.
-
-    Raises:
-        PeerLost: The connection is closed.
+def started(start: Callable[..., Any], tensors: list[Any], peer: int, tag: int) -> Any:
+    """Starts to send or receive. Where the connection is closed already, that is said by the wait: messages to other peers
+    must still leave, or these would wait for a rank that has only seen the loss before them.
     """
     try:
         return start(tensors, peer, tag)
     except RuntimeError as error:
-        raise _lost(error, peer) from error
+        return _NotStarted(_lost(error, peer))
+
+
+class _NotStarted:
+    """A message that could not be started."""
+
+    def __init__(self, failure: PeerLost) -> None:
+        self._failure = failure
+
+    def wait(self, _limit: timedelta) -> None:
+        raise self._failure
 
 
 def _lost(error: RuntimeError, peer: int | None) -> PeerLost:
