@@ -83,6 +83,7 @@ class Step:
         self.accumulating = 0
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
+        self._updates = 0  # of units, by optimizers
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Event, ...]]] = {}
@@ -327,7 +328,8 @@ class Step:
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
         local = [self._will_run(self._use(use)) for use in uses]
-        passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]))
+        # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
+        passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
         union = self._any(local, "what the backward runs through", check=passed, notes=self.buffers.bits())
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
@@ -559,6 +561,7 @@ class Step:
 
     def note_optimizer_step(self) -> None:
         """Graphs of forwards before it can have no backward any more."""
+        self._updates += 1
         if self._backward is None and self._forward is None:
             self._forget_graphs()
 
