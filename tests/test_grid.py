@@ -34,7 +34,7 @@ def _placed(mesh: DeviceMesh, shape: tuple[int, ...], *placements: Placement) ->
 
 
 def _over(mesh: DeviceMesh, *names: str, **models: DTensorSpec) -> Grid:
-    return grid_of([mesh_axis(mesh[name], verb="test") for name in names], models)
+    return grid_of([mesh_axis(mesh[name], verb="test") for name in names], models, lambda _: (PARAMS,) * len(names))
 
 
 def _placements(
@@ -56,7 +56,7 @@ def test_the_full_mesh_has_the_order_of_its_root(mesh: DeviceMesh) -> None:
     assert grid.mesh == mesh["outer", "inner", "tp"]
     assert grid.dims == (1, 0, "tp")
     flat = mesh["outer", "inner"]._flatten("dp")
-    grid = grid_of([mesh_axis(flat, verb="test")], {"column": column})
+    grid = grid_of([mesh_axis(flat, verb="test")], {"column": column}, lambda _: (PARAMS,))
     assert grid.mesh is not None
     assert grid.mesh.mesh_dim_names == ("dp", "tp")
 

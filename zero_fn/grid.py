@@ -9,11 +9,16 @@ axis that shards more of its state comes first, and of equals the innermost. Whe
 the one further left in the mesh was cut later, its placement is the strided one: DTensor reads placements from the left.
 Where rows are so uneven that the two readings differ, the axis that comes last does not cut a small parameter; a large one is
 cut along another dim, for which its strides are given up.
+
+[Note: a model axis of some] A data axis may be a model axis of some parameters: experts lie on the axis along which the batch
+differs and tokens are exchanged. A parameter that was placed there, `Shard`, and that no transform shards over this axis is
+not data-parallel along it. It gets the gradients of all its ranks through that exchange, so they are divided by their
+number: the loss is a mean over every data axis.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -66,9 +71,16 @@ class Grid:
     mesh: DeviceMesh | None = None
     dims: tuple[int | str, ...] = ()
 
-    def order(self, levels: Sequence[Sharded]) -> tuple[int, ...]:
-        """The numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]"""
-        return tuple(sorted(range(len(self.axes)), key=lambda number: (-levels[number], number)))
+    def order(self, levels: Sequence[Sharded], model: DTensorSpec | None = None) -> tuple[int, ...]:
+        """The numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]
+
+        Args:
+            levels: How much of the state of the parameter each axis shards.
+            model: Where it was placed: not on the way are data axes among that. [Note: a model axis of some]
+        """
+        placed = (model.mesh.mesh_dim_names or ()) if model is not None else ()
+        along = [number for number, axis in enumerate(self.axes) if axis.name not in placed]
+        return tuple(sorted(along, key=lambda number: (-levels[number], number)))
 
     def cut(
         self, shape: Sequence[int], stride: Sequence[int], model: DTensorSpec | None, levels: Sequence[Sharded]
@@ -81,7 +93,7 @@ class Grid:
             model: Where it lies on its model axes.
             levels: How much of its state each axis shards.
         """
-        sharding = [number for number in self.order(levels) if levels[number] > Sharded.NOTHING]
+        sharding = [number for number in self.order(levels, model) if levels[number] > Sharded.NOTHING]
         if not sharding or not is_shardable(shape):
             return None
         order = shard_layout(shape, stride, self.axes[sharding[0]].size).order
@@ -100,17 +112,14 @@ class Grid:
         order = self._cut_order(model, cut)
         found: list[Placement] = []
         for at, dim in enumerate(self.dims):
-            if isinstance(dim, str):
-                found.append(_on(model, dim))
-            elif cut is None or dim not in cut.axes:
-                found.append(Replicate())
+            if isinstance(dim, str) or (cut is None or dim not in cut.axes):
+                found.append(_on(model, self._name(at)))
             else:
                 earlier = order[: order.index(at)]
                 inside = [k for k in range(at + 1, len(self.dims)) if k in earlier]
                 factor = 1
                 for k in inside:
-                    name = self.dims[k]
-                    if not isinstance(name, str) or _on(model, name) == Shard(cut.dim):
+                    if self.dims[k] in cut.axes or _on(model, self._name(k)) == Shard(cut.dim):
                         factor *= self.mesh.size(k)
                 found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))
         return tuple(found)
@@ -133,7 +142,13 @@ class Grid:
         """The dims of the mesh over which a parameter is cut, first to last."""
         names = (model.mesh.mesh_dim_names or ()) if model is not None else ()
         axes = cut.axes if cut is not None else ()
-        return [self.dims.index(name) for name in (*names, *axes)]
+        every = [self._name(at) for at in range(len(self.dims))]
+        return [*(every.index(name) for name in names), *(self.dims.index(number) for number in axes)]
+
+    def _name(self, at: int) -> str:
+        """The name of an axis of the mesh."""
+        dim = self.dims[at]
+        return dim if isinstance(dim, str) else self.axes[dim].name
 
     def _is_described(self, rows: int, placements: tuple[Placement, ...], order: list[int]) -> bool:
         """Whether DTensor, which reads `placements` from the left, finds the rows where the cuts in `order` put them."""
@@ -148,12 +163,15 @@ class Grid:
         return _reads_alike(rows, left_to_right, tuple(order), sizes)
 
 
-def grid_of(axes: Sequence[Axis], models: Mapping[str, DTensorSpec]) -> Grid:
+def grid_of(
+    axes: Sequence[Axis], models: Mapping[str, DTensorSpec], levels: Callable[[str], Sequence[Sharded]]
+) -> Grid:
     """The axes of a module.
 
     Args:
         axes: Its data axes, of one mesh, innermost first, apart from one another.
         models: Where parameters lie on model axes, by name; plain ones are left out.
+        levels: How much of the state of a parameter each data axis shards, by its name.
 
     Raises:
         MeshError: A parameter lies on another mesh than the data axes, or on one of them.
@@ -165,13 +183,20 @@ def grid_of(axes: Sequence[Axis], models: Mapping[str, DTensorSpec]) -> Grid:
     submeshes: dict[int | str, DeviceMesh] = {number: axis.mesh for number, axis in enumerate(axes)}
     used = {dim: str(axis) for axis in axes for dim in dims_in(root, axis.mesh)}
     for fqn, model in models.items():
-        _add_model_axes(fqn, model, root, used, submeshes)
+        # [Note: a model axis of some]
+        free = {str(axis) for axis, level in zip(axes, levels(fqn), strict=True) if level is Sharded.NOTHING}
+        _add_model_axes(fqn, model, root, used, submeshes, free if len(axes) > 1 else set())
     keys = sorted(submeshes, key=lambda key: min(dims_in(root, submeshes[key]), default=root.ndim))
     return Grid(tuple(axes), joined_mesh([submeshes[key] for key in keys]), tuple(keys))
 
 
 def _add_model_axes(
-    fqn: str, model: DTensorSpec, root: DeviceMesh, used: dict[int, str], submeshes: dict[int | str, DeviceMesh]
+    fqn: str,
+    model: DTensorSpec,
+    root: DeviceMesh,
+    used: dict[int, str],
+    submeshes: dict[int | str, DeviceMesh],
+    free: set[str],
 ) -> None:
     names = model.mesh.mesh_dim_names
     if names is None or root_of(model.mesh) != root:
@@ -192,7 +217,7 @@ def _add_model_axes(
             )
         for dim in dims_in(root, mesh):
             owner = used.setdefault(dim, name)
-            if owner == name:
+            if owner == name or (owner in free and not placement.is_replicate() and mesh.ndim == 1):
                 continue
             if placement.is_replicate():
                 raise MeshError(
@@ -205,9 +230,12 @@ def _add_model_axes(
                 f"{fqn!r} is sharded over the axis already.",
                 parameter=f"{model.placements} over {axes_text(model.mesh)}",
                 axis=owner,
-                fix='transform the module before others shard it (fully_shard), or over another axis of the mesh: mesh["dp"]',
+                fix="transform the module before others shard it (fully_shard), "
+                'or over another axis of the mesh: mesh["dp"]; '
+                "with experts first over that one, then over this one with a where= that leaves them out",
             )
-        submeshes[name] = mesh
+        if not any(used[dim] in free for dim in dims_in(root, mesh)):
+            submeshes[name] = mesh
 
 
 def local_part(whole: Tensor, model: DTensorSpec | None) -> Tensor:

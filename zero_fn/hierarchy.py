@@ -4,6 +4,8 @@
     reduce-scatter   over the first axis, then of that piece over the second: scattered if that axis cuts it, else to all
     any, exchange    over one axis, then over the other
 
+A tensor that lies on one of the axes (experts) travels along the other only; its gradients hold the sum over that axis.
+
 So what travels over the second axis is 1/n of the tensor, n ranks on the first: let the second be the slow one. A mean is the
 mean over the second axis of means over the first, each summed in the order of its ranks.
 
@@ -50,6 +52,10 @@ class Hierarchy:
     def __init__(self, members: Sequence[Guarded]) -> None:
         """Joins the transports of two axes, the innermost first."""
         self._members = tuple(members)
+
+    def member(self, number: int) -> Guarded:
+        """The transport along one axis."""
+        return self._members[number]
 
     @property
     def pads(self) -> bool:
@@ -133,8 +139,13 @@ def _reduced(first: Guarded, second: Guarded, contributions: Sequence[Contributi
     pieces: list[Contribution] = []
     later: list[Contribution] = []
     shared: list[Tensor] = []  # pieces that the second axis does not cut: all its ranks need them
+    alone: list[Tensor] = []
     for contribution in contributions:
         addend, out, dtype = contribution.addend, contribution.out, contribution.sum_dtype
+        if addend.route is not None and addend.route.is_alone:
+            pieces.append(contribution)
+            alone.append(out)
+            continue
         own = addend.piece_bounds(first.rank)[1]
         is_cut = addend.route is not None and addend.route.numel is not None
         total = out if out.dtype == dtype and not is_cut else torch.empty(own, dtype=dtype, device=out.device)
@@ -148,7 +159,10 @@ def _reduced(first: Guarded, second: Guarded, contributions: Sequence[Contributi
             later.append(Contribution(part, Segment(out, own, part.piece_numel).piece(second.rank), dtype))
             shared.append(out)
     yield first.reduce_scatter(pieces, what)
-    yield second.reduce_scatter(later, what)
+    for out in alone:
+        out.div_(second.size)  # the mean over an axis whose ranks have added up on the way here
+    if not alone or later:
+        yield second.reduce_scatter(later, what)
     if shared:
         padded = [_Padded(out, -(-out.numel() // second.size), second) for out in shared]
         yield second.all_gather([place.segment for place in padded], what)

@@ -96,7 +96,7 @@ def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -
     shared = shared_parameters(module)
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
-    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None})
+    grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     twin = _copy(module, [parameter.parameter for parameter in shared])
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     anchors = tuple(dict.fromkeys(("", *anchors)))

@@ -31,7 +31,7 @@ IS_SHORT = os.environ.get("HYPOTHESIS_PROFILE", "dev") == "dev"
 STEPS = 75 if IS_SHORT else 2000
 CYCLES = 15 if IS_SHORT else 500
 WARM_UP_STEPS, WARM_UP_CYCLES = (25, 6) if IS_SHORT else (100, 250)
-"""The allocator reaches its size within 250 cycles: 652 KiB, then within 40 KiB of that for 1,750 more (replicated models)."""
+"""The allocator reaches its size within 250 cycles of replicated models: 652 KiB, then 40 KiB more in 1,750 cycles."""
 
 TOLERATED_NBYTES = 2**20
 TOLERATED_OBJECTS = 20

@@ -40,10 +40,12 @@ class Route(NamedTuple):
     Attributes:
         first: Number of the axis whose pieces the segment describes.
         numel: Elements of the largest piece of a piece on the other axis, None where that axis does not cut it.
+        is_alone: Whether it does not travel over the other axis: its gradients come from there already.
     """
 
     first: int
     numel: int | None
+    is_alone: bool = False
 
 
 class Segment:

@@ -150,7 +150,7 @@ class Slot:
             if known is not None and self.cut is not None and known.cut_axes == [grid.axes[n] for n in self.cut.axes]:
                 assert known.cut is not None
                 self.cut = Cut(known.cut.order, self.cut.axes)  # a parameter that is cut already stays as it is cut
-        numbers = grid.order(levels)
+        numbers = grid.order(levels, self.model)
         self.along = tuple(grid.axes[number] for number in numbers)
         self.rank, self.size = (self.along[0].rank, self.along[0].size) if self.along else (0, 1)
         self.layout: ShardLayout | None = None
@@ -183,8 +183,9 @@ class Slot:
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
         self.route: Route | None = None
-        if len(numbers) > 1:
-            self.route = Route(numbers[0], self.sublayout.shard_numel if self.sublayout is not None else None)
+        if len(grid.axes) > 1:
+            is_alone = len(numbers) == 1
+            self.route = Route(numbers[0], self.sublayout.shard_numel if self.sublayout is not None else None, is_alone)
         self.host_route = Route(numbers[0], None) if len(numbers) > 1 else None
         self.initial: int | None = None
         self.is_recast = False

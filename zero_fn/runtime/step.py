@@ -34,6 +34,7 @@ from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
     Await,
@@ -204,10 +205,10 @@ class Step:
             why="the next all-gather would hang or mix parameters",
             fix="build and transform the same module on every rank",
         )
-        agree(
+        agree_on_values(
             self.transport,
             "initial values",
-            [f"{slot}, sum of bits {slot.initial}" for _, slot in slots],
+            [(slot, f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
             device=self._device(),
             why="each rank cut its shard from another tensor",
             fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",

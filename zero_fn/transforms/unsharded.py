@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from zero_fn.agreement import agree, content_digest
+from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.unit import Unit
 
 __all__ = ["refresh", "unsharded"]
@@ -99,10 +100,13 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 fix="edit values in place; change shapes before the transform",
             )
     if unit.axis is not None:
-        agree(
+        agree_on_values(
             unit.transport,
             "edits",
-            [f"{slot}, sum of bits {content_digest(whole)}" for slot, whole in zip(unit.slots, wholes, strict=True)],
+            [
+                (slot, f"{slot}, sum of bits {content_digest(whole)}")
+                for slot, whole in zip(unit.slots, wholes, strict=True)
+            ],
             device=wholes[0].device if wholes else torch.device("cpu"),
             why="each rank would keep its part of another tensor; nothing was written",
             fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",

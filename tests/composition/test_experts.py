@@ -1,0 +1,112 @@
+"""Experts on an axis along which the batch differs too: dense parameters over dp and ep, experts over dp, as one process."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import zero_fn as zf
+from tests.composition.grids import grid
+from tests.ranks import Ranks
+
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+def _example() -> Any:
+    if EXAMPLES not in sys.path:
+        sys.path.append(EXAMPLES)
+    return importlib.import_module("moe")
+
+
+def _trained(stage: int, capacity: float | None) -> list[tuple[float, float]]:
+    seen: list[tuple[float, float]] = _example().train(4, stage, capacity, torch.float64)
+    return seen
+
+
+@pytest.mark.parametrize("capacity", [None, 0.5])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: float | None) -> None:
+    """Losses and norms over all parameters, clipped; in float64, where orders of summation differ far below the bound."""
+    expected = _example().train_alone(4, capacity, torch.float64)
+    for seen in ranks(4).run(_trained, stage, capacity):
+        for one, other in zip(seen, expected, strict=True):
+            assert abs(one[0] - other[0]) < 1e-12
+            assert abs(one[1] - other[1]) < 1e-12
+
+
+def _sent(stage: int) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes of a step by axis, planned and counted."""
+    example, mesh = _example(), grid("dp", "ep")
+    model = example.build(stage, mesh, None)
+    model(*example.batch(0, torch.distributed.get_rank())).backward()
+    with zf.traffic() as sent:
+        model(*example.batch(0, torch.distributed.get_rank())).backward()
+    return dict(zf.plan(model).sent_by_axis), dict(sent.by_axis)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_send_nothing_along_their_axis(ranks: Ranks, stage: int) -> None:
+    for planned, sent in ranks(4).run(_sent, stage):
+        assert sent == planned
+
+
+class Router(nn.Module):
+    """Only the rank that is chosen has work for its expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(4, 4)
+        self.expert = nn.Parameter(torch.ones(2, 4))
+
+    def forward(self, x: torch.Tensor, *, is_chosen: bool) -> torch.Tensor:
+        y: torch.Tensor = self.dense(x)
+        return y * self.expert.to_local() if is_chosen else y  # type: ignore[operator]
+
+
+def _idle_expert(stage: int) -> list[bool]:
+    """An expert without a token has a gradient of zeros, or none; nobody waits for it."""
+    mesh = grid("dp", "ep")
+    model: nn.Module = Router()
+    model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))  # type: ignore[arg-type]
+    shard = {1: zf.shard_optimizer, 2: zf.shard_grads, 3: zf.shard_params}[stage]
+    model = shard(shard(model, mesh["dp"]), mesh["ep"], where="dense.*")
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    chosen = tuple(coordinate) == (0, 1)
+    for _ in range(2):
+        model(torch.ones(3, 4), is_chosen=chosen).sum().backward()
+    grad = model.get_parameter("expert").grad
+    assert grad is not None
+    whole = grad.full_tensor()  # type: ignore[attr-defined]
+    return [bool((whole[0] == 0).all()), bool((whole[1] != 0).all())]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_experts_without_tokens_wait_for_nobody(ranks: Ranks, stage: int) -> None:
+    assert ranks(4).run(_idle_expert, stage) == [[True, True]] * 4
+
+
+def _refused() -> list[str]:
+    mesh = grid("dp", "ep")
+    said = []
+    for shard in (
+        lambda model: zf.shard_params(model, mesh["ep"]),  # alone
+        lambda model: zf.shard_params(zf.shard_params(model, mesh["dp"]), mesh["ep"]),  # experts are not left out
+    ):
+        model = Router()
+        model.expert = nn.Parameter(distribute_tensor(model.expert.detach(), mesh["ep"], [Shard(0)]))
+        with pytest.raises(zf.PlacementError) as caught:
+            shard(model)
+        said.append(str(caught.value).splitlines()[0])
+    return said
+
+
+def test_experts_on_no_data_axis_are_refused(ranks: Ranks) -> None:
+    assert ranks(4).run(_refused) == [["'expert' is sharded over the axis already."] * 2] * 4
