@@ -6,15 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("options", [["--stage", "3", "--schedule", "ZBVZeroBubble"]])
-def test_three_axes_train_as_one_process_does(options: list[str]) -> None:
-    """Its exit status says whether the losses agree."""
-    command = [sys.executable, "examples/train_3d.py", "--steps", "3", *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+def _printed(*command: str) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=250, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n") == 6
+    return done.stdout.splitlines()
+
+
+def test_three_axes_train_as_one_process_does() -> None:
+    """Its exit status says whether the losses agree."""
+    assert len(_printed("examples/train_3d.py", "--steps", "3", "--schedule", "ZBVZeroBubble")) == 6
+
+
+def test_compositions_of_two_data_axes_train_alike_and_send_what_is_planned() -> None:
+    assert len(_printed("examples/hybrid.py")) == 7

@@ -1,0 +1,98 @@
+"""Two data axes: what each composition holds and sends, and that the losses are the same.
+
+    python examples/hybrid.py                                2 x 2 local ranks
+    torchrun --nproc-per-node 4 examples/hybrid.py           the ranks it is given
+
+On a cluster `outer` runs over nodes and `inner` over the accelerators of a node, where links are fast. Sharding over `inner`
+only, and reducing hierarchically, sends 1/n of the gradients over the slow links, and no parameters.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, Block, Config, next_byte_loss
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import zero_fn as zf
+
+OUTER, INNER, STEPS = 2, 2, 3
+CONFIG = Config(layers=3, dim=64, heads=4, seq=32)
+TOLERANCE = 1e-5  # means over one axis of means over the other, against one mean: rounding
+
+Compose = Callable[[nn.Module, DeviceMesh], nn.Module]
+COMPOSITIONS: dict[str, Compose] = {
+    "replicate on both (DDP)": lambda m, mesh: zf.replicate(zf.replicate(m, mesh["inner"], units=Block), mesh["outer"]),
+    "HSDP: zf.hybrid": lambda m, mesh: zf.hybrid(m, mesh, shard="inner", replicate="outer", units=Block),
+    "hpZ: grads outside, params inside": lambda m, mesh: zf.shard_grads(
+        zf.shard_params(m, mesh["inner"], units=Block), mesh["outer"]
+    ),
+    "ZeRO-1 outside, ZeRO-3 inside": lambda m, mesh: zf.shard_optimizer(
+        zf.shard_params(m, mesh["inner"], units=Block), mesh["outer"]
+    ),
+    "ZeRO-3 on both": lambda m, mesh: zf.shard_params(zf.shard_params(m, mesh["inner"], units=Block), mesh["outer"]),
+}
+
+Row = tuple[str, int, dict[str, int], dict[str, int], list[float]]
+
+
+def compare() -> list[Row]:
+    """What every rank runs: for each composition the bytes held and sent on this rank, sent as planned, and mean losses."""
+    is_launched = dist.is_initialized()
+    if not is_launched:
+        dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    mesh = init_device_mesh("cpu", (OUTER, INNER), mesh_dim_names=("outer", "inner"))
+    rows: list[Row] = []
+    for name, compose in COMPOSITIONS.items():
+        torch.manual_seed(0)
+        model = compose(GPT(CONFIG), mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        losses = []
+        for step in range(STEPS):
+            text = torch.randint(0, 256, (2, CONFIG.seq + 1), generator=_seeded(step, dist.get_rank()))
+            with zf.traffic() as sent:
+                loss = next_byte_loss(model, text)
+                torch.autograd.backward(loss)
+            held = zf.held(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            losses.append(total.item() / (OUTER * INNER))
+        nbytes = held.parameters + held.gradients + held.optimizer
+        rows.append((name, nbytes, dict(sent.by_axis), dict(zf.plan(model).sent_by_axis), losses))
+    if not is_launched:
+        dist.destroy_process_group()
+    return rows
+
+
+def _seeded(step: int, rank: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * step + rank)
+
+
+def main() -> int:
+    """Prints the table; 1 if losses differ, or bytes from the plan."""
+    if "RANK" in os.environ:
+        rows = compare()
+        if os.environ["RANK"] != "0":
+            return 0
+    else:
+        rows = zf.launch(compare, OUTER * INNER)[0]
+    print(f"{'composition':<36}{'held':>12}{'sent inside':>13}{'sent outside':>14}{'last loss':>11}")
+    for name, nbytes, sent, _, losses in rows:
+        print(f"{name:<36}{nbytes:>12,}{sent['inner']:>13,}{sent['outer']:>14,}{losses[-1]:>11.6f}")
+    first = rows[0][4]
+    difference = max(abs(a - b) for *_, losses in rows for a, b in zip(first, losses, strict=True))
+    as_planned = all(sent == planned for _, _, sent, planned, _ in rows)
+    print(f"bytes as planned: {as_planned}; largest difference of a loss {difference:.1e}, allowed {TOLERANCE:.0e}")
+    return int(difference > TOLERANCE or not as_planned)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
