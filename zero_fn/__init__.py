@@ -27,6 +27,7 @@ from zero_fn.plan import Plan, plan
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
+from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.precision import precision
@@ -54,6 +55,7 @@ __all__ = [
     "accumulate",
     "by_size",
     "check",
+    "checkpoint_activations",
     "describe",
     "gather_in",
     "guard",

@@ -8,7 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -76,8 +76,22 @@ def _inside(name: str, root: str) -> bool:
     return name == root or name.startswith(f"{root}.")
 
 
-def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) -> M:
+def substitute(
+    module: M,
+    assignment: Assignment,
+    *,
+    verb: str,
+    donate: bool,
+    prepare: Callable[[nn.Module], None] = lambda twin: None,
+) -> M:
     """A copy of `module` whose parameters rest as `assignment` says. `module` is unchanged unless donated.
+
+    Args:
+        module: Any module, transformed or not.
+        assignment: What it has been asked so far, and what is asked now.
+        verb: The transform, for messages.
+        donate: Free each parameter of `module` once it is cut.
+        prepare: What to do with the copy before its units are made: it has the forwards that the module's author gave it.
 
     Raises:
         LayoutError: A part of the module cannot be copied.
@@ -89,15 +103,18 @@ def substitute(module: M, assignment: Assignment, *, verb: str, donate: bool) ->
     give_empty_shards_a_norm()
     watch_registrations()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
-        return _substitute(module, assignment, call_site(verb), donate=donate)
+        return _substitute(module, assignment, call_site(verb), prepare, donate=donate)
 
 
-def _substitute(module: M, assignment: Assignment, site: str, *, donate: bool) -> M:
+def _substitute(
+    module: M, assignment: Assignment, site: str, prepare: Callable[[nn.Module], None], *, donate: bool
+) -> M:
     shared = shared_parameters(module)
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     twin = _copy(module, [parameter.parameter for parameter in shared])
+    prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     anchors = tuple(dict.fromkeys(("", *anchors)))
     step = Step(_links(assignment.axes), assignment)

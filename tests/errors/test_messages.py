@@ -334,6 +334,17 @@ def unsharded_with_another_shape() -> object:
         return None
 
 
+def unshard_inside_accumulate() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.accumulate(model), zf.accumulate(model, unshard=True):
+            return None
+
+
+def checkpoints_of_nothing() -> object:
+    return zf.checkpoint_activations(nn.Linear(2, 2))
+
+
 def step_inside_accumulate() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -569,6 +580,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
     ),
     UnitError: (
+        checkpoints_of_nothing,
         units_class_matches_nothing, units_pattern_matches_nothing, units_are_no_rule, units_of_no_size,
         units_differ_between_transforms,
     ),
@@ -594,6 +606,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
+        unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
     ),

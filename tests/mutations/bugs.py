@@ -541,8 +541,8 @@ BUGS: tuple[Bug, ...] = (
         "step-inside-accumulate-unnoticed",
         "runtime/optimizer_watch.py",
         "a step with gradients that were not reduced is refused",
-        "unit.step.accumulating and unit.has_pending():",
-        "unit.step.accumulating and not unit.has_pending():",
+        "(unit.leaves is not None or unit.has_pending()):",
+        "(unit.leaves is not None or not unit.has_pending()):",
         _ERRORS,
     ),
     # -- modules ----------------------------------------------------------------------------------------------------

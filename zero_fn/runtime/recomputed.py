@@ -1,0 +1,137 @@
+"""Activation checkpoints: a module whose forward runs again in backward, from inputs that may be cut over a mesh axis.
+
+torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. They are read by the
+first forward as they are. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers them.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from zero_fn.agreement import agree, content_digest
+from zero_fn.collectives import Segment
+from zero_fn.guarded import Guarded
+from zero_fn.runtime.uncompiled import left_alone
+
+__all__ = ["Recomputed"]
+
+
+class Recomputed:
+    """Callable in place of `module.forward`: keeps only its inputs for the backward.
+
+    Attributes:
+        name: Of the module, for errors.
+        own: A forward that the instance had before, else None.
+    """
+
+    def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None, transport: Guarded | None) -> None:
+        self._module = weakref.ref(module)
+        self.name, self.own, self._transport = name, own, transport
+        self._has_agreed = transport is None
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own forward, bound."""
+        if self.own is not None:
+            return self.own
+        module = self._module()
+        assert module is not None, "a forward outlived its module"
+        method: Callable[..., Any] = type(module).forward.__get__(module)
+        return method
+
+    @left_alone
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.__wrapped__
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        if not self._has_agreed:
+            self._require_equal(leaves)
+        inputs = _Inputs(leaves, spec, self._transport, self.name)
+
+        def run(_: Tensor) -> Any:
+            given, named = inputs.take()
+            return forward(*given, **named)
+
+        # The empty tensor tells the checkpoint the device, whose random state it restores.
+        first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
+        device = torch.empty(0, device=first.device)
+        outputs = checkpoint(run, device, use_reentrant=False)
+        inputs.part()
+        return outputs
+
+    def _require_equal(self, leaves: list[Any]) -> None:
+        """Inputs that differ would be put together from parts of different tensors."""
+        assert self._transport is not None
+        self._has_agreed = True
+        cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
+        agree(
+            self._transport,
+            "activations",
+            [
+                f"input {i} of {self.name!r}, {tuple(x.shape)}, sum of bits {content_digest(x)}"
+                for i, x in enumerate(cut)
+            ],
+            device=cut[0].device if cut else torch.device("cpu"),
+            why="each rank would keep a part of another tensor",
+            fix='partition= takes an axis along which activations are equal: mesh["tp"], not the data axis',
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
+        module = copy.deepcopy(self._module(), memo)
+        assert module is not None
+        twin = Recomputed(module, self.name, copy.deepcopy(self.own, memo), self._transport)
+        memo[id(self)] = twin
+        return twin
+
+
+class _Inputs:
+    """The inputs of one forward: whole until it has run, then this rank's parts."""
+
+    def __init__(self, leaves: list[Any], spec: TreeSpec, transport: Guarded | None, name: str) -> None:
+        self._leaves, self._spec, self._transport, self._name = leaves, spec, transport, name
+        self._parts: dict[int, tuple[Tensor, torch.Size, bool]] = {}
+
+    def take(self) -> Any:
+        """The arguments; gathered ones are leaves of the recomputation, whose graph is only there to be looked into."""
+        leaves = list(self._leaves)
+        transport = self._transport
+        if self._parts and transport is not None:
+            segments = []
+            for at, (part, shape, requires_grad) in self._parts.items():
+                numel, piece = shape.numel(), -(-shape.numel() // transport.size)
+                flat = part.new_empty(piece * transport.size)
+                flat.narrow(0, min(transport.rank * piece, numel), part.numel()).copy_(part)
+                segments.append(Segment(flat, numel, piece))
+                leaves[at] = flat[:numel].view(shape).requires_grad_(requires_grad)
+            transport.all_gather(segments, f"inputs of {self._name!r}").wait()
+        return tree_unflatten(leaves, self._spec)
+
+    def part(self) -> None:
+        """Lets go of what other ranks keep."""
+        if self._transport is None:
+            return
+        rank, n = self._transport.rank, self._transport.size
+        for at, leaf in enumerate(self._leaves):
+            if _may_be_cut(leaf):
+                numel, piece = leaf.numel(), -(-leaf.numel() // n)
+                start = min(rank * piece, numel)
+                own = leaf.detach().reshape(-1).narrow(0, start, min(piece, numel - start)).clone()
+                self._parts[at] = own, leaf.shape, leaf.requires_grad
+                self._leaves[at] = None
+
+
+def _may_be_cut(leaf: object) -> bool:
+    """Parameters and DTensors stay: the former are no activations, the latter are placed already."""
+    return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and leaf.is_floating_point()

@@ -1,0 +1,68 @@
+"""Memory of activations for compute: forwards that run again in backward."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_fn.assignment import Assignment
+from zero_fn.collectives import transport
+from zero_fn.errors import UnitError
+from zero_fn.guarded import Guarded
+from zero_fn.mesh import mesh_axis
+from zero_fn.runtime.recomputed import Recomputed
+from zero_fn.substitute import assignment_of, substitute
+from zero_fn.units import Units, anchors_of
+
+__all__ = ["checkpoint_activations"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceMesh | None = None) -> M:
+    """Keeps only the inputs of some modules for the backward, and computes the rest of their forward again.
+
+    With `partition`, an axis along which activations are equal (tensor parallelism), each rank keeps 1/n of those inputs.
+
+    Gradients are the same to the bit: the forward that runs again restores the random state.
+
+    Communicates: with `partition`, one all-gather of the inputs of each module in backward. What a unit gathers is gathered
+    once in backward, as without checkpoints, where the module lies in one unit.
+
+    Args:
+        module: Any module, transformed or not, before or after other transforms.
+        units: Which modules: classes or patterns of names; None: the repeated blocks.
+        partition: An axis of a mesh; floating point inputs are cut over it. Those that are DTensors are left as they are.
+
+    Returns:
+        A new module with the type, the parameter names and the outputs of `module`, which is unchanged.
+
+    Raises:
+        UnitError: `units` matches nothing, or there are no repeated blocks.
+        MeshError: `partition` is not one axis.
+        DisagreementError: In the first forward: the inputs differ along `partition`.
+
+    Source:
+        ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a).
+    """
+    axis = None if partition is None else mesh_axis(partition, verb="checkpoint_activations")
+    names = [name for name in anchors_of(module, units) if name]
+    if not names:
+        raise UnitError(
+            "checkpoint_activations found no module to recompute.",
+            module=type(module).__name__,
+            fix="name a class or a pattern of module names: units=Block",
+        )
+    links = None if axis is None else Guarded(transport(axis), axis)
+
+    def prepare(twin: nn.Module) -> None:
+        modules = dict(twin.named_modules())
+        for name in names:
+            own = modules[name].__dict__.get("forward")
+            if not isinstance(own, Recomputed):
+                modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links)
+
+    assignment = assignment_of(module).join(Assignment())
+    return substitute(module, assignment, verb="checkpoint_activations", donate=False, prepare=prepare)
