@@ -9,7 +9,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -24,9 +26,10 @@ from tests.composition.grids import (
     parallelized,
     snapshot,
     step,
+    styles,
 )
 from tests.distributed.training import STAGES
-from tests.ranks import Ranks
+from tests.ranks import Ranks, axis
 from zero_fn.runtime.entry import units_of
 
 KINDS = ("columns", "sequence")
@@ -235,3 +238,51 @@ def _verbs() -> None:
 
 def test_editing_and_loading_take_whole_parameters(ranks: Ranks) -> None:
     ranks(4).run(_verbs)
+
+
+class Resettable(Decoder):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 1.5)
+
+
+def _from_meta() -> list[str]:
+    mesh = grid("dp", "tp")
+    with torch.device("meta"):
+        placed, plain = Resettable(), Resettable()
+    model = zf.zero3(parallelize_module(placed, mesh["tp"], styles("sequence")), mesh["dp"])
+    torch.manual_seed(3)
+    zf.materialize(model, "cpu")
+    torch.manual_seed(3)
+    return differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model))
+
+
+def test_a_placed_model_from_meta_has_the_values_of_one_process(ranks: Ranks) -> None:
+    assert ranks(4).run(_from_meta) == [[]] * 4
+
+
+def _three_axes() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+    rank = 2 * mesh["outer"].get_local_rank() + mesh["inner"].get_local_rank()
+    replica = parallelized(mesh["tp"], "columns")
+
+    def average(model: nn.Module) -> None:
+        averaging(mesh["inner"], mesh["outer"])(model)
+
+    expected = step(replica, _adam(replica), 0, rank, average=average)
+    lines = []
+    for number, outer in enumerate((zf.replicate, zf.shard_grads)):
+        model = parallelized(mesh["tp"], "columns")
+        if number:
+            model = zf.shard_params(outer(model, mesh["outer"]), mesh["inner"])
+        else:
+            model = outer(zf.shard_params(model, mesh["inner"]), mesh["outer"])
+        found = step(model, _adam(model), 0, rank)
+        lines += [f"{outer.__name__}: {name}" for name in differing(expected, found)]
+        assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters())
+    placements = model.get_parameter("blocks.0.down.weight").placements  # type: ignore[attr-defined]
+    assert placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
+    return lines
+
+
+def test_tensor_parallelism_below_two_data_axes(ranks: Ranks) -> None:
+    assert ranks(8).run(_three_axes) == [[]] * 8
