@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from property_tests.programs import Leaf, Link, Node, Tree, batch, build
 from property_tests.strategies import chains, trees
 from tests.composition.grids import differing, grid
+from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
@@ -89,7 +90,7 @@ def programs(draw: st.DrawFn) -> tuple[Tree, Links, Links]:
     return tree, links, tuple(draw(st.permutations(links)))
 
 
-@settings(max_examples=3)
+@examples(dev=3, ci=10, deep=200)
 @given(st.lists(programs(), min_size=3, max_size=4))
 def test_transforms_over_axes_commute_and_train_as_replicas(
     ranks: Ranks, drawn: list[tuple[Tree, Links, Links]]

@@ -455,3 +455,32 @@ def test_registration_hooks_see_a_parameter_before_it_is_registered() -> None:
         handle.remove()
     assert seen == [("weight", False), ("bias", False), ("weight", True), ("refused", False)]
     assert "refused" not in dict(module.named_parameters())
+
+
+def test_a_dtensor_has_no_storage_to_ask_the_address_of(mesh: DeviceMesh) -> None:
+    """So saved-tensor hooks look at its local tensor."""
+    tensor = sharded(mesh, torch.ones(2, 3))
+    with pytest.raises(RuntimeError):
+        tensor.untyped_storage().data_ptr()
+    assert tensor._local_tensor.untyped_storage().data_ptr()
+
+
+def test_a_dtensor_saved_for_backward_reaches_the_hooks_and_may_come_back_as_another(mesh: DeviceMesh) -> None:
+    weight = sharded(mesh, torch.ones(2, 3)).requires_grad_()
+    packed: list[DTensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        assert isinstance(tensor, DTensor)
+        packed.append(tensor.detach())
+        return len(packed) - 1
+
+    def unpack(number: int) -> Tensor:
+        kept = packed[number]
+        return DTensor(2 * kept._local_tensor, kept._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    with saved_tensors_hooks(pack, unpack):
+        square = weight * weight
+    square.sum().to_local().backward()
+    assert packed
+    assert isinstance(weight.grad, DTensor)
+    assert torch.equal(weight.grad._local_tensor, torch.full((2, 3), 4.0))

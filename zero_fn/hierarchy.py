@@ -81,12 +81,12 @@ class Hierarchy:
             heads = [next(chain) for chain in chains]
         return Hops(self, (hop for head, chain in zip(heads, chains, strict=True) for hop in _chained(head, chain)))
 
-    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Watched:
+    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Hops:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
         with self.telling_others():
             # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
             self._members[0].any(bits, what, check=check).wait()
-            return self._members[1].any(bits, what, check=check)
+            return Hops(self, iter([self._members[1].any(bits, what, check=check)]))
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
         """Returns the uint8 messages of all ranks, one row each, the ranks of the inner axis together. Waits."""

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from torch.distributed.device_mesh import DeviceMesh, _mesh_resources
+from torch.distributed import device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import MeshError
 
@@ -84,7 +85,7 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that `mesh` was cut from; itself if it was not cut."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
-    root: DeviceMesh = _mesh_resources.get_root_mesh(mesh)  # before 2.12
+    root: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh)  # older torch
     return root
 
 
@@ -107,7 +108,7 @@ def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         return root
     if hasattr(DeviceMesh, "_concatenate"):
         return DeviceMesh._concatenate(list(meshes))
-    return root[names]  # before 2.12
+    return root[names]  # older torch
 
 
 def axes_text(mesh: DeviceMesh) -> str:

@@ -37,6 +37,7 @@ __all__ = [
     "parallelized",
     "snapshot",
     "step",
+    "styles",
 ]
 
 
@@ -78,7 +79,7 @@ class Decoder(nn.Module):
         return logits
 
 
-def _styles(kind: str) -> dict[str, ParallelStyle]:
+def styles(kind: str) -> dict[str, ParallelStyle]:
     """Column and row; or with sequence-parallel norms, a vocabulary-parallel embedding and loss too."""
     blocks: dict[str, ParallelStyle] = {"blocks.*.up": ColwiseParallel(), "blocks.*.down": RowwiseParallel()}
     if kind == "columns":
@@ -99,7 +100,7 @@ def _styles(kind: str) -> dict[str, ParallelStyle]:
 def parallelized(mesh: DeviceMesh, kind: str = "columns", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A seeded model, tensor parallel over `mesh`."""
     torch.manual_seed(0)
-    return parallelize_module(Decoder().to(dtype), mesh, _styles(kind))
+    return parallelize_module(Decoder().to(dtype), mesh, styles(kind))
 
 
 def batch(seed: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_fn as zf
 from tests.composition.grids import (
@@ -23,9 +26,10 @@ from tests.composition.grids import (
     parallelized,
     snapshot,
     step,
+    styles,
 )
 from tests.distributed.training import STAGES
-from tests.ranks import Ranks
+from tests.ranks import Ranks, axis
 from zero_fn.runtime.entry import units_of
 
 KINDS = ("columns", "sequence")
@@ -126,7 +130,8 @@ def _in_flight() -> None:
     mesh = grid("dp", "tp")
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
-    gathered: list[list[str]] = []
+    freed: list[bool] = []
+    earlier: list[StorageWeakRef] = []
 
     def look(module: nn.Module, *_: object) -> None:
         weight = module.weight
@@ -136,16 +141,16 @@ def _in_flight() -> None:
         memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
-        gathered.append([unit.name for unit in units_of(model) if unit.buffers()])
+        freed.extend(storage.expired() for storage in earlier)
+        earlier[:] = [StorageWeakRef(weight.to_local().untyped_storage())]
 
     for block in model.blocks:  # type: ignore[union-attr]
         block.up.register_forward_pre_hook(look)
-    for number in range(2):  # the first records the schedule, the second prefetches
+    for number in range(2):
         loss_of(model, number, 0).backward()
     assert seen == [Tensor] * 4
-    # Autograd remembers addresses, not DTensors: the first block is freed when the second runs.
-    assert gathered == [["", "blocks.0"], ["", "blocks.1"], ["", "blocks.0", "blocks.1"], ["", "blocks.1"]]
-    assert [unit.name for unit in units_of(model) if unit.buffers()] == []
+    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs.
+    assert freed == [True] * 3
 
 
 def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:
@@ -233,3 +238,51 @@ def _verbs() -> None:
 
 def test_editing_and_loading_take_whole_parameters(ranks: Ranks) -> None:
     ranks(4).run(_verbs)
+
+
+class Resettable(Decoder):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 1.5)
+
+
+def _from_meta() -> list[str]:
+    mesh = grid("dp", "tp")
+    with torch.device("meta"):
+        placed, plain = Resettable(), Resettable()
+    model = zf.zero3(parallelize_module(placed, mesh["tp"], styles("sequence")), mesh["dp"])
+    torch.manual_seed(3)
+    zf.materialize(model, "cpu")
+    torch.manual_seed(3)
+    return differing(snapshot(zf.materialize(zf.zero1(plain, axis()), "cpu")), snapshot(model))
+
+
+def test_a_placed_model_from_meta_has_the_values_of_one_process(ranks: Ranks) -> None:
+    assert ranks(4).run(_from_meta) == [[]] * 4
+
+
+def _three_axes() -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("outer", "inner", "tp"))
+    rank = 2 * mesh["outer"].get_local_rank() + mesh["inner"].get_local_rank()
+    replica = parallelized(mesh["tp"], "columns")
+
+    def average(model: nn.Module) -> None:
+        averaging(mesh["inner"], mesh["outer"])(model)
+
+    expected = step(replica, _adam(replica), 0, rank, average=average)
+    lines = []
+    for number, outer in enumerate((zf.replicate, zf.shard_grads)):
+        model = parallelized(mesh["tp"], "columns")
+        if number:
+            model = zf.shard_params(outer(model, mesh["outer"]), mesh["inner"])
+        else:
+            model = outer(zf.shard_params(model, mesh["inner"]), mesh["outer"])
+        found = step(model, _adam(model), 0, rank)
+        lines += [f"{outer.__name__}: {name}" for name in differing(expected, found)]
+        assert all(isinstance(p, DTensor) and p.device_mesh == mesh for p in model.parameters())
+    placements = model.get_parameter("blocks.0.down.weight").placements  # type: ignore[attr-defined]
+    assert placements == (_StridedShard(0, split_factor=2), Shard(0), Shard(1))
+    return lines
+
+
+def test_tensor_parallelism_below_two_data_axes(ranks: Ranks) -> None:
+    assert ranks(8).run(_three_axes) == [[]] * 8

@@ -6,6 +6,7 @@ the plain mean over four ranks, within the bound on rounding.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from itertools import product
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_fn as zf
@@ -142,6 +144,60 @@ def _sent(model: nn.Module, rank: int) -> zf.Sent:
 
 def test_accumulation_and_clipping_over_two_axes(ranks: Ranks) -> None:
     assert ranks(4).run(_clipped_and_accumulated) == [[]] * 4
+
+
+def _in_bf16() -> list[str]:
+    mesh, rank = grid("outer", "inner"), dist.get_rank()
+    master = _built()
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
+    expected = []
+    for number in range(2):
+        compute = copy.deepcopy(master).bfloat16()
+        loss_of(compute, number, rank).backward()
+        for mine, theirs in zip(compute.parameters(), master.parameters(), strict=True):
+            assert mine.grad is not None
+            theirs.grad = mine.grad.float()
+        averaging(mesh["inner"], mesh["outer"])(master)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(snapshot(master))
+    lines = []
+    for inner, outer in (("zero3", "replicate"), ("zero3", "zero2"), ("zero1", "zero1")):
+        model = zf.precision(_over(inner, outer), compute=torch.bfloat16)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for number in range(2):
+            with zf.traffic() as sent:
+                loss_of(model, number, rank).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found = {name: kept(parameter) for name, parameter in model.named_parameters()}
+            lines += [f"{inner}, {outer}, step {number}: {name}" for name in differing(expected[number], found)]
+        if dict(sent.by_axis) != zf.plan(model).sent_by_axis:
+            lines.append(f"{inner}, {outer}: sent {sent.by_axis}, planned {zf.plan(model).sent_by_axis}")
+    return lines
+
+
+def test_computing_in_bf16_over_two_axes_is_casting_by_hand(ranks: Ranks) -> None:
+    assert ranks(4).run(_in_bf16) == [[]] * 4
+
+
+def _with_an_axis_of_one_rank(outer: int, inner: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
+    rank = dist.get_rank()
+    one = zf.shard_params(_built(), axis())
+    expected = step(one, torch.optim.AdamW(one.parameters(), lr=1e-2), 0, rank)
+    lines = []
+    for transform in (zf.shard_params, zf.shard_optimizer):
+        model = zf.shard_params(transform(_built(), mesh["outer"]), mesh["inner"])
+        found = step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), 0, rank)
+        wholes = {name: full(value) for name, value in expected.items()}
+        lines += [f"{outer} x {inner}: {name}" for name in differing(wholes, found)]
+    return lines
+
+
+def test_an_axis_of_one_rank_changes_nothing(ranks: Ranks) -> None:
+    for outer, inner in ((4, 1), (1, 4)):
+        assert ranks(4).run(_with_an_axis_of_one_rank, outer, inner) == [[]] * 4
 
 
 def _within_rounding_of_the_plain_mean() -> list[str]:

@@ -27,8 +27,8 @@ def materialize(module: M, device: torch.device | str) -> M:
 
     Each unit in turn is allocated whole, `reset_parameters()` of its modules runs on whole plain tensors, and this
     rank's shard is kept. With the same seed on every rank the values are those that one process gets from calling
-    `reset_parameters()` in the same order, whatever the stage and the number of ranks. Buffers are allocated and must be set
-    by `reset_parameters()` too.
+    `reset_parameters()` in the same order, whatever the stage, the axes and the number of ranks. Buffers are allocated and
+    must be set by `reset_parameters()` too.
 
     Communicates nothing.
 

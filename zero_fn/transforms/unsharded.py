@@ -26,7 +26,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             logits = x @ model.head.weight.T
 
     Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
-    without communication. They are copies: without `writeback`, edits are dropped with them.
+    without communication. They are copies: without `writeback`, edits are dropped with them. One that tensor parallelism
+    placed is a DTensor on its model axes.
 
     Communicates: one all-gather of every unit of the modules, and with `writeback` 16 bytes per peer. All ranks enter and
     leave together.
