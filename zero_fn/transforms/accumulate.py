@@ -82,8 +82,7 @@ def _require_idle(steps: list[Step]) -> None:
         if step.accumulating or busy:
             raise StateError(
                 "accumulate(unshard=True) was entered while a unit is in use.",
-                unit=busy[0].name or "root" if busy else None,
-                open=None if busy else "another accumulate() block of the module",
+                **({"unit": busy[0].name or "root"} if busy else {"open": "another accumulate() block of the module"}),
                 fix="open it outside forward, unsharded() and other accumulate() blocks",
             )
 
