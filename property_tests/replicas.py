@@ -370,7 +370,9 @@ def _norm_differs(grads: list[Tensor], p: float, norm: Tensor) -> list[str]:
     exact = torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), p)
     terms = sum(grad.numel() for grad in grads) + 32  # additions, powers and roots
     coarsest = max(torch.finfo(grad.dtype).eps for grad in grads) / 2
-    u = min(coarsest, torch.finfo(torch.float32).eps / 2)  # sums of 16-bit numbers are float32, and rounded at their end
+    u = min(
+        coarsest, torch.finfo(torch.float32).eps / 2
+    )  # sums of 16-bit numbers are float32, and rounded at their end
     gamma = (terms * u / (1 - terms * u) + 4 * coarsest) * max(1.0, 1 / p)
     if not bool((norm.double() - exact).abs() <= 2 * gamma * exact):
         return [f"the norm is {norm.item()!r}, not {exact.item()!r}"]
