@@ -181,6 +181,44 @@ def test_computing_in_bf16_over_two_axes_is_casting_by_hand(ranks: Ranks) -> Non
     assert ranks(4).run(_in_bf16) == [[]] * 4
 
 
+class Few(nn.Module):
+    """Parameters of so few rows that some ranks hold nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(1, 5)), nn.Parameter(torch.randn(2, 7))
+        self.three, self.none = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one.sum() + self.two.pow(3).sum() + self.three.pow(2).sum() + self.none) * x
+
+
+def _norms() -> list[str]:
+    mesh = grid("outer", "inner")
+    lines = []
+    for norm_type in (torch.inf, 2.0):
+        found = []
+        for inner, outer in (
+            ("replicate", "replicate"),
+            ("zero3", "zero3"),
+            ("zero3", "zero1"),
+            ("zero1", "replicate"),
+        ):
+            torch.manual_seed(0)
+            model = STAGES[inner](STAGES[outer](Few().double(), mesh["outer"]), mesh["inner"])
+            model(torch.ones((), dtype=torch.float64)).backward()
+            norm = full(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type))
+            assert norm is not None
+            found.append(norm)
+        if not all(torch.allclose(norm, found[0], rtol=0, atol=1e-11) for norm in found):
+            lines.append(f"{norm_type}: {found}")
+    return lines
+
+
+def test_norms_count_every_element_once_where_ranks_hold_nothing(ranks: Ranks) -> None:
+    assert ranks(4).run(_norms) == [[]] * 4
+
+
 def _with_an_axis_of_one_rank(outer: int, inner: int) -> list[str]:
     mesh = init_device_mesh("cpu", (outer, inner), mesh_dim_names=("outer", "inner"))
     rank = dist.get_rank()
