@@ -398,5 +398,15 @@ def _ranks_that_differ() -> None:
         model(batch(0, 0)[0])
 
 
+def _axes_that_differ() -> None:
+    outer = "zero1" if dist.get_rank() == 2 else "zero2"  # the join of both axes is the same
+    with pytest.raises(zf.DisagreementError, match="Ranks 0 and 2 hold different layouts"):
+        _over("zero3", outer)(batch(0, 0)[0])
+
+
 def test_ranks_of_both_axes_must_agree(ranks: Ranks) -> None:
     ranks(4).run(_ranks_that_differ)
+
+
+def test_ranks_must_shard_over_the_same_axes(ranks: Ranks) -> None:
+    ranks(4).run(_axes_that_differ)
