@@ -172,8 +172,11 @@ def _in_bf16() -> list[str]:
             optimizer.zero_grad()
             found = {name: kept(parameter) for name, parameter in model.named_parameters()}
             lines += [f"{inner}, {outer}, step {number}: {name}" for name in differing(expected[number], found)]
-        if dict(sent.by_axis) != zf.plan(model).sent_by_axis:
-            lines.append(f"{inner}, {outer}: sent {sent.by_axis}, planned {zf.plan(model).sent_by_axis}")
+        planned = zf.plan(model)
+        if dict(sent.by_axis) != planned.sent_by_axis:
+            lines.append(f"{inner}, {outer}: sent {sent.by_axis}, planned {planned.sent_by_axis}")
+        if zf.held(model).parameters != planned.held.parameters + planned.padding.parameters:
+            lines.append(f"{inner}, {outer}: holds {zf.held(model).parameters} B, planned {planned.held}")
     return lines
 
 
