@@ -172,13 +172,54 @@ def _in_bf16() -> list[str]:
             optimizer.zero_grad()
             found = {name: kept(parameter) for name, parameter in model.named_parameters()}
             lines += [f"{inner}, {outer}, step {number}: {name}" for name in differing(expected[number], found)]
-        if dict(sent.by_axis) != zf.plan(model).sent_by_axis:
-            lines.append(f"{inner}, {outer}: sent {sent.by_axis}, planned {zf.plan(model).sent_by_axis}")
+        planned = zf.plan(model)
+        if dict(sent.by_axis) != planned.sent_by_axis:
+            lines.append(f"{inner}, {outer}: sent {sent.by_axis}, planned {planned.sent_by_axis}")
+        if zf.held(model).parameters != planned.held.parameters + planned.padding.parameters:
+            lines.append(f"{inner}, {outer}: holds {zf.held(model).parameters} B, planned {planned.held}")
     return lines
 
 
 def test_computing_in_bf16_over_two_axes_is_casting_by_hand(ranks: Ranks) -> None:
     assert ranks(4).run(_in_bf16) == [[]] * 4
+
+
+class Few(nn.Module):
+    """Parameters of so few rows that some ranks hold nothing of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.randn(1, 5)), nn.Parameter(torch.randn(2, 7))
+        self.three, self.none = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one.sum() + self.two.pow(3).sum() + self.three.pow(2).sum() + self.none) * x
+
+
+def _norms() -> list[str]:
+    mesh = grid("outer", "inner")
+    lines = []
+    for norm_type in (torch.inf, 2.0):
+        found = []
+        for inner, outer in (
+            ("replicate", "replicate"),
+            ("zero3", "zero3"),
+            ("zero3", "zero1"),
+            ("zero1", "replicate"),
+        ):
+            torch.manual_seed(0)
+            model = STAGES[inner](STAGES[outer](Few().double(), mesh["outer"]), mesh["inner"])
+            model(torch.ones((), dtype=torch.float64)).backward()
+            norm = full(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type))
+            assert norm is not None
+            found.append(norm)
+        if not all(torch.allclose(norm, found[0], rtol=0, atol=1e-11) for norm in found):
+            lines.append(f"{norm_type}: {found}")
+    return lines
+
+
+def test_norms_count_every_element_once_where_ranks_hold_nothing(ranks: Ranks) -> None:
+    assert ranks(4).run(_norms) == [[]] * 4
 
 
 def _with_an_axis_of_one_rank(outer: int, inner: int) -> list[str]:
@@ -360,5 +401,15 @@ def _ranks_that_differ() -> None:
         model(batch(0, 0)[0])
 
 
+def _axes_that_differ() -> None:
+    outer = "zero1" if dist.get_rank() == 2 else "zero2"  # the join of both axes is the same
+    with pytest.raises(zf.DisagreementError, match="Ranks 0 and 2 hold different layouts"):
+        _over("zero3", outer)(batch(0, 0)[0])
+
+
 def test_ranks_of_both_axes_must_agree(ranks: Ranks) -> None:
     ranks(4).run(_ranks_that_differ)
+
+
+def test_ranks_must_shard_over_the_same_axes(ranks: Ranks) -> None:
+    ranks(4).run(_axes_that_differ)

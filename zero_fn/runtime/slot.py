@@ -219,6 +219,14 @@ class Slot:
         return list(self.along[: len(self.cut.axes)]) if self.cut is not None else []
 
     @property
+    def levels_text(self) -> str:
+        """How much of its state is sharded, and over several axes by which."""
+        if len(self.along) < 2:
+            return self.home.sharded.name
+        levels = (self.sharded.get(axis.name, Sharded.NOTHING) for axis in self.along)
+        return ", ".join(f"{level.name} over {axis}" for axis, level in zip(self.along, levels, strict=True))
+
+    @property
     def is_spread(self) -> bool:
         """Whether any other rank of the data axes holds a part of it."""
         return any(cut is not None and cut.shards > 1 for cut in (self.layout, self.sublayout))

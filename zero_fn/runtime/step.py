@@ -200,7 +200,7 @@ class Step:
         agree(
             self.transport,
             "layouts",
-            [f"{slot} in unit {unit.name or 'root'!r}, {slot.home.sharded.name}" for unit, slot in slots],
+            [f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}" for unit, slot in slots],
             device=self._device(),
             why="the next all-gather would hang or mix parameters",
             fix="build and transform the same module on every rank",

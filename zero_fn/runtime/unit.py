@@ -383,15 +383,10 @@ class Unit:
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
-        resting = 0
-        for flat in {slot.flat.untyped_storage().data_ptr(): slot.flat for slot in self.slots}.values():
-            resting += flat.untyped_storage().nbytes()
-        for group in self.groups:
-            if group.kept is not None and not any(
-                slot.flat.untyped_storage().data_ptr() == group.kept.untyped_storage().data_ptr()
-                for slot in group.slots
-            ):
-                resting += group.kept.untyped_storage().nbytes()
+        kept = [group.kept for group in self.groups if group.kept is not None]
+        hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
+        memory = (tensor.untyped_storage() for tensor in (*(slot.flat for slot in self.slots), *kept, *hosted))
+        resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         needed = sum(slot.resting_nbytes for slot in self.slots)
         return resting - needed, self.gradient_memory().padding_nbytes
 
