@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -141,22 +142,51 @@ def test_g39_dropout_draws_what_replicas_draw(ranks: Ranks, n: int, build: type[
 # -- G41 --------------------------------------------------------------------------------------------------------------
 
 
-def _tensor_parallel() -> None:
+def _placed() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4)).double()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    apart = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    return parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def _another_mesh() -> None:
     for stage in ALL:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-        parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        model = _placed()
         before = list(model.parameters())
-        with pytest.raises(zf.MeshError, match="lies on another mesh than the axis"):
-            STAGES[stage](model, apart)
+        with pytest.raises(zf.MeshError, match="lies on another mesh"):
+            STAGES[stage](model, axis())
         assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-        model(torch.ones(2, 4)).sum().backward()  # none the worse
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()  # none the worse
 
 
 def test_g41_parameters_of_another_mesh_raise_at_construction(ranks: Ranks) -> None:
-    ranks(4).run(_tensor_parallel)
+    ranks(4).run(_another_mesh)
+
+
+def _clip_over_tensor_parallelism() -> None:
+    """Placed and plain parameters in one norm: each element counts once, wherever it is."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    alone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4), nn.Linear(4, 4)).double()
+    rows = noise(2, 4, seed=0).double() if dist.get_rank() == 0 else torch.empty(2, 4, dtype=torch.float64)
+    dist.broadcast(rows, 0)
+    (alone(rows[:1]).square().sum() / 2 + alone(rows[1:]).square().sum() / 2).backward()
+    expected = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+    for stage in ALL:
+        model = STAGES[stage](_placed(), mesh["dp"])
+        own = mesh["dp"].get_local_rank()
+        model(rows[own : own + 1]).square().sum().backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert abs(norm - expected) <= 1e-12
+        for one, other in zip(model.parameters(), alone.parameters(), strict=True):
+            assert isinstance(one.grad, DTensor)
+            assert other.grad is not None
+            assert torch.allclose(one.grad.full_tensor(), other.grad, rtol=0, atol=1e-12)
+
+
+def test_g41_a_norm_below_tensor_parallelism_is_that_of_one_process(ranks: Ranks) -> None:
+    ranks(4).run(_clip_over_tensor_parallelism)
 
 
 def _clip_over_a_mix() -> None:

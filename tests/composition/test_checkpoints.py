@@ -99,7 +99,7 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
 
 @pytest.mark.parametrize(
     ("saved_on", "loaded_on"),
-    [("tensor parallel", ("tensor parallel", "two axes")), ("two axes", ("tensor parallel", "one axis", "hybrid"))],
+    [("tensor parallel", ("tensor parallel", "hybrid")), ("two axes", ("tensor parallel", "one axis"))],
 )
 def test_a_checkpoint_loads_on_other_meshes(ranks: Ranks, saved_on: str, loaded_on: tuple[str, ...]) -> None:
     with tempfile.TemporaryDirectory() as folder:
