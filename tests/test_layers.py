@@ -3,9 +3,9 @@
     6 surface       recipes, describe, check, held, plan, launch, local
     5 verbs         transforms, substitute, loading
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded
+    3 bytes         collectives, resting, agreement, guarded, storage
     2 arithmetic    layout, units, schedule, assignment
-    1 vocabulary    mesh, home, traffic
+    1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
 
 Imports inside a layer are allowed as long as they make no cycle; imports for type checking count as imports, but may
@@ -25,9 +25,9 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("mesh", "home", "traffic"),
+    ("mesh", "home", "traffic", "tiers"),
     ("layout", "units", "schedule", "assignment"),
-    ("collectives", "resting", "agreement", "guarded"),
+    ("collectives", "resting", "agreement", "guarded", "storage"),
     ("runtime",),
     ("transforms", "substitute", "loading"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
