@@ -1,10 +1,10 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 surface       recipes, describe, check, held, plan, launch, local
-    5 verbs         transforms, substitute, loading
+    5 verbs         transforms, substitute, loading, streamed
     4 execution     runtime
     3 bytes         collectives, resting, agreement, guarded, storage
-    2 arithmetic    layout, units, schedule, assignment
+    2 arithmetic    layout, units, schedule, assignment, chunks
     1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
 
@@ -26,10 +26,10 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic", "tiers"),
-    ("layout", "units", "schedule", "assignment"),
+    ("layout", "units", "schedule", "assignment", "chunks"),
     ("collectives", "resting", "agreement", "guarded", "storage"),
     ("runtime",),
-    ("transforms", "substitute", "loading"),
+    ("transforms", "substitute", "loading", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
 )
 

@@ -16,6 +16,7 @@ from zero_fn.errors import (
     ShardedAccessError,
     StaleError,
     StateError,
+    StorageError,
     TierError,
     UnitError,
     ZeroError,
@@ -25,6 +26,8 @@ from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.plan import Plan, plan
 from zero_fn.recipes import zero1, zero2, zero3
+from zero_fn.streamed import Streamed, streamed
+from zero_fn.tiers import cpu, nvme
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.gather_in import gather_in
@@ -48,18 +51,22 @@ __all__ = [
     "ShardedAccessError",
     "StaleError",
     "StateError",
+    "StorageError",
+    "Streamed",
     "TierError",
     "UnitError",
     "ZeroError",
     "accumulate",
     "by_size",
     "check",
+    "cpu",
     "describe",
     "gather_in",
     "guard",
     "held",
     "launch",
     "materialize",
+    "nvme",
     "plan",
     "precision",
     "refresh",
@@ -67,6 +74,7 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "streamed",
     "traffic",
     "unsharded",
     "zero1",

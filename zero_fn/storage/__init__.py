@@ -5,7 +5,7 @@ slab        one page-aligned range of host memory of exact size, pinned where it
 checksum    a digest of a block at the speed of memory
 request     one read or write of a file, continued until it is complete
 uring       requests through io_uring; threads: the same through a few threads, where io_uring is refused
-    carrier     chooses between the two, once
+carrier     chooses between the two, once
 file        an unnamed file of reserved size
 spill       blocks in such a file, each with its checksum and generation
 """
