@@ -29,7 +29,7 @@ from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
 from zero_fn.streamed.pipeline import each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
-from zero_fn.streamed.store import store_of
+from zero_fn.streamed.store import Store, store_of
 from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
@@ -85,7 +85,7 @@ class Streamed(Optimizer):
         self._torn: str | None = None
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
-        self._agreed(self._begin)
+        self._begin()
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
 
@@ -147,8 +147,9 @@ class Streamed(Optimizer):
             TierError: The tier has no room.
             StorageError: The disk failed.
         """
+        self._torn = "states could not be loaded"
         self.inner.load_state_dict(state_dict)
-        self._agreed(self._begin)
+        self._begin()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -234,11 +235,23 @@ class Streamed(Optimizer):
     # -- where everything is --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
-        """Makes room for all parameters, and moves the states that the optimizer inside has."""
+        """Makes room for all parameters, and moves the states that the optimizer inside has.
+
+        It keeps them until all ranks have theirs in the tier.
+        """
+        prepared: list[tuple[Store, list[Chunk], list[Tensor]]] = []
+        self._agreed(lambda: prepared.append(self._prepared()))
+        self._store, self._chunks, self._known = prepared[0]
+        self._numels = [local_of(parameter).numel() for parameter in self._known]
+        self._dtypes = [parameter.dtype for parameter in self._known]
+        self.inner.state = defaultdict(dict)
+        self._torn = None
+
+    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
+        """A store with a copy of all states, the chunks in it, and their parameters."""
         store = store_of(self.tier, self._buffer_nbytes, f"states of {type(self.inner).__name__}")
         chunks, known = self._planned([p for group in self.param_groups for p in group["params"]], 0)
-        places = store.reserve([chunk.nbytes for chunk in chunks]) if chunks else []
-        for chunk, place in zip(chunks, places, strict=True):
+        for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
             chunk.place = place
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
         filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
@@ -250,11 +263,7 @@ class Streamed(Optimizer):
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
         each_chunk(store, filled, fill)
-        self._store, self._chunks, self._known = store, chunks, known
-        self._numels = [local_of(parameter).numel() for parameter in known]
-        self._dtypes = [parameter.dtype for parameter in known]
-        self.inner.state = defaultdict(dict)
-        self._torn = None
+        return store, chunks, known
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -299,6 +308,7 @@ class Streamed(Optimizer):
     def _schemas(self, parameters: list[Tensor], groups: list[int], locals_: list[Tensor]) -> list[Schema]:
         """The states of each parameter: those that one like it has, else those that a first step would make."""
         kinds = [(group, local.dtype, local.device) for group, local in zip(groups, locals_, strict=True)]
+        ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
         found: dict[object, Schema] = {}
         for kind, parameter in zip(kinds, parameters, strict=True):
             schema = schema_of_states(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
@@ -307,7 +317,7 @@ class Streamed(Optimizer):
         for kind in kinds:
             if kind not in found:
                 group, dtype, device = kind
-                found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device)
+                found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device, ndims[kind])
         return [found[kind] for kind in kinds]
 
     def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:
@@ -354,8 +364,9 @@ class Streamed(Optimizer):
             bits[rank] = failure is not None
             transport.any(bits, "whether the states of an optimizer were streamed").wait()
             failed = bits.nonzero().flatten().tolist()
+            if failed:
+                self._torn = self._torn or f"it failed on rank {failed[0]}"
             if failed and failure is None:
-                self._torn = f"it failed on rank {failed[0]}"
                 failure = StorageError(
                     f"The states of an optimizer could not be streamed on rank {', '.join(map(str, failed))}.",
                     here=f"rank {rank}, where they were",

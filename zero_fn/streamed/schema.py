@@ -40,13 +40,15 @@ def raw_step(optimizer: Optimizer) -> None:
     step(optimizer)
 
 
-def schema_of(optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Schema:
-    """The states that a first step in this group makes for a parameter of this dtype.
+def schema_of(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device, ndim: int
+) -> Schema:
+    """The states that a first step in this group makes for a parameter of this dtype, with so many dims.
 
     Raises:
         PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
     """
-    probe = nn.Parameter(torch.zeros(_NUMEL, dtype=dtype, device=device))
+    probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
     state: defaultdict[Any, Any] = defaultdict(dict)
     scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
