@@ -133,6 +133,8 @@ shapes = st.lists(
     warm=st.integers(0, 1),
 )
 @example("adamw, fused", [(9973,), (3,)], 13, False, True, 0, 0)
+@example("adam, fused", [(200_003,)], 13, False, False, 0, 0)
+@example("sgd, momentum, fused", [(200_003,)], 13, False, False, 0, 0)
 @example("lion", [(120, 130), (7, 5)], 13, True, True, 1, 1)
 def test_streaming_changes_no_bit(
     tmp_path_factory: pytest.TempPathFactory,
@@ -359,7 +361,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) ->
         return said
 
     here, there = ranks(2).run(failing, str(tmp_path))
-    assert here[0] == "StorageError: The states of an optimizer could not be streamed on rank 1."
+    assert here[0] == "FailedElsewhere: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
     assert there[0].startswith("StorageError: Reading from states of AdamW in")
     assert here[1] == there[1] == "StateError: step of an optimizer whose step failed half-way."
     assert len(here) == len(there) == 2
@@ -380,7 +382,7 @@ def test_a_path_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: P
     assert kept
     assert kept_there  # where nothing failed, too
     assert here.startswith("No file can be made in")
-    assert there == "The states of an optimizer could not be streamed on rank 0."
+    assert there == "Moving the states of an optimizer failed on rank 0 of axis 'dp' (2)."
 
 
 def test_a_step_inside_accumulate_is_refused_as_ever(tmp_path: Path) -> None:

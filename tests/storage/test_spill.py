@@ -373,3 +373,19 @@ def test_a_full_ring_takes_more_requests_than_it_has_entries(spill: Spill) -> No
     for transfer in transfers:
         transfer.wait()
     assert torch.equal(slab.memory, expected)
+
+
+def test_memory_dropped_in_the_midst_of_a_request_is_forgotten_after_it(
+    spill: Spill, carrier: Carrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The garbage collector runs when it likes: a ring that it entered again waited for an answer that was taken already."""
+    slab, gone = filled(PAGE_NBYTES), filled(PAGE_NBYTES)
+    carrier.register(slab.memory)
+    carrier.register(gone.memory)
+    offset = spill.reserve(PAGE_NBYTES)
+    answers(monkeypatch, lambda request, result: (carrier.forget(gone.memory), result)[1])
+    spill.write(offset, slab.memory).wait()
+    monkeypatch.undo()
+    spill.read(offset, slab.memory).wait()
+    if isinstance(carrier, Uring):
+        assert [memory is slab.memory for memory in carrier._registered] == [True]

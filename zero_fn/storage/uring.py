@@ -18,7 +18,8 @@ import os
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -71,7 +72,8 @@ class Uring:
         self._registered: list[Tensor] = []
         self._ranges: list[tuple[int, int]] = []
         self._refused: str | None = None
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._dropped: deque[Tensor] = deque()
 
     def __str__(self) -> str:
         if self._refused is not None:
@@ -80,36 +82,56 @@ class Uring:
 
     def register(self, memory: Tensor) -> None:
         """Pins memory for the requests to come; without it they work, slower."""
-        with self._lock:
+        with self._held():
             self._register_all([*self._registered, memory])
 
     def forget(self, memory: Tensor) -> None:
-        """Undoes `register`."""
-        with self._lock:
-            self._register_all([kept for kept in self._registered if kept is not memory])
+        """Undoes `register`. The garbage collector may call it in the midst of anything; then it is done a little later."""
+        self._dropped.append(memory)
+        if self._lock.acquire(blocking=False):
+            self._release()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests."""
-        with self._lock:
+        with self._held():
             for request in requests:
                 self._waiting.append(request)
             self._enter(0)
 
     def wait(self, request: Request) -> None:
         """Returns when the request is done or has failed."""
-        with self._lock:
+        with self._held():
             while not request.is_done:
                 self._enter(1)
 
     def close(self) -> None:
         """Waits for what is under way and gives the ring back."""
-        with self._lock:
+        with self._held():
             while self._under_way or self._waiting:
                 self._enter(1)
             del self._sq_tail, self._cq_head, self._cq_tail
             self._rings.close()
             self._sqes.close()
             os.close(self._fd)
+            self._registered, self._ranges = [], []
+            self._dropped.clear()
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        self._lock.acquire()
+        try:
+            yield
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Gives the lock back, when memory that was dropped meanwhile is forgotten."""
+        try:
+            while self._dropped:
+                dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
+                self._register_all([m for m in self._registered if not any(m is gone for gone in dropped)])
+        finally:
+            self._lock.release()
 
     def _enter(self, least: int) -> None:
         """Hands waiting requests to the kernel and takes note of those that are done."""

@@ -21,10 +21,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
-from zero_fn.errors import CheckpointError, PlacementError, StateError, StorageError
-from zero_fn.guarded import Guarded
+from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementwise
+from zero_fn.runtime.everywhere import everywhere, is_shared
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
 from zero_fn.streamed.pipeline import each_chunk
@@ -171,7 +171,13 @@ class Streamed(Optimizer):
                 loss = closure()
         self._plan_for_new()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
-        self._agreed(self._step_chunks)
+        parameters = self._all_parameters()
+        try:
+            everywhere(parameters, self._step_chunks, "A step of a streamed optimizer")
+        except Exception:
+            if is_shared(parameters):
+                self._torn = self._torn or "it failed on one rank, and others have stepped"
+            raise
         return loss
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -240,7 +246,9 @@ class Streamed(Optimizer):
         It keeps them until all ranks have theirs in the tier.
         """
         prepared: list[tuple[Store, list[Chunk], list[Tensor]]] = []
-        self._agreed(lambda: prepared.append(self._prepared()))
+        everywhere(
+            self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
+        )
         self._store, self._chunks, self._known = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
@@ -250,7 +258,7 @@ class Streamed(Optimizer):
     def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
         """A store with a copy of all states, the chunks in it, and their parameters."""
         store = store_of(self.tier, self._buffer_nbytes, f"states of {type(self.inner).__name__}")
-        chunks, known = self._planned([p for group in self.param_groups for p in group["params"]], 0)
+        chunks, known = self._planned(self._all_parameters(), 0)
         for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
             chunk.place = place
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
@@ -271,7 +279,7 @@ class Streamed(Optimizer):
         if count == len(self._known):
             return
         known = {id(parameter) for parameter in self._known}
-        new = [p for group in self.param_groups for p in group["params"] if id(p) not in known]
+        new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
         chunks, parameters = self._planned(new, len(self._known))
         for chunk, place in zip(chunks, self._store.reserve([c.nbytes for c in chunks]), strict=True):
             chunk.place = place
@@ -329,6 +337,9 @@ class Streamed(Optimizer):
                 fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
             )
 
+    def _all_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
     def _cuts(self) -> Iterator[Cut]:
         for chunk in self._chunks:
             yield from chunk.cuts
@@ -346,46 +357,6 @@ class Streamed(Optimizer):
         each_chunk(self._store, [c for c in self._chunks if c.is_stored], join, writes=False)
         return joined
 
-    # -- ranks ----------------------------------------------------------------------------------------------------
-
-    def _agreed(self, act: Callable[[], None]) -> None:
-        """Does something that may fail on one rank, and raises on every rank if it failed on any.
-
-        Raises:
-            StorageError: It failed on another rank.
-        """
-        failure: Exception | None = None
-        try:
-            act()
-        except Exception as error:
-            failure = error
-        for transport, rank, size in self._transports():
-            bits = torch.zeros(size, dtype=torch.uint8)
-            bits[rank] = failure is not None
-            transport.any(bits, "whether the states of an optimizer were streamed").wait()
-            failed = bits.nonzero().flatten().tolist()
-            if failed:
-                self._torn = self._torn or f"it failed on rank {failed[0]}"
-            if failed and failure is None:
-                failure = StorageError(
-                    f"The states of an optimizer could not be streamed on rank {', '.join(map(str, failed))}.",
-                    here=f"rank {rank}, where they were",
-                    why="ranks would go on with parameters of different steps",
-                    fix="see the error of that rank; start all ranks again from the last checkpoint",
-                )
-        if failure is not None:
-            raise failure
-
-    def _transports(self) -> list[tuple[Guarded, int, int]]:
-        found: dict[int, tuple[Guarded, int, int]] = {}
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                slot = slot_of(parameter)
-                unit = slot.unit() if slot is not None and slot.unit is not None else None
-                if unit is not None and unit.axis is not None and unit.axis.size > 1:
-                    found.setdefault(id(unit.step), (unit.step.transport, unit.axis.rank, unit.axis.size))
-        return list(found.values())
-
 
 class _Stepped:
     """One step under way.
@@ -398,8 +369,7 @@ class _Stepped:
         self.count = 0
         self._inner = optimizer.inner
         self._known = optimizer._known
-        self._groups = [dict(group) for group in optimizer.param_groups]  # what every chunk begins with
-        self._own = optimizer.param_groups
+        self._groups = optimizer.param_groups  # every chunk begins with what is there now
         self._scalars = _scalars(vars(optimizer.inner))
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
@@ -439,7 +409,7 @@ class _Stepped:
     def finish(self) -> None:
         """Takes over what the optimizer wrote into its groups."""
         for number, after in self._after.items():
-            own = self._own[number]
+            own = self._groups[number]
             own.update({name: value for name, value in after.items() if name != "params"})
 
     def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:

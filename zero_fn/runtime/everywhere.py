@@ -1,0 +1,69 @@
+"""Does something that may fail on one rank alone, and lets every rank know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from zero_fn.errors import StorageError
+from zero_fn.guarded import Guarded
+from zero_fn.mesh import Axis
+from zero_fn.runtime.registry import slot_of
+
+__all__ = ["FailedElsewhere", "everywhere", "is_shared"]
+
+
+class FailedElsewhere(StorageError):
+    """Another rank could not do what this one could."""
+
+
+def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
+    """Calls `act` on every rank, and raises on every rank if it raised on any.
+
+    Communicates a byte per rank to each peer, and waits.
+
+    Args:
+        parameters: Resting parameters: the ranks of their axes are meant.
+        act: What may fail.
+        what: What it is, for the message: "A step of a streamed optimizer".
+
+    Raises:
+        FailedElsewhere: It failed on another rank.
+        Exception: What it raised on this one.
+    """
+    failure: Exception | None = None
+    try:
+        act()
+    except Exception as error:
+        failure = error
+    for transport, axis in _transports(parameters):
+        bits = torch.zeros(axis.size, dtype=torch.uint8, device=axis.device_type)
+        bits[axis.rank] = failure is not None
+        transport.any(bits, f"how it went: {what}").wait()
+        failed = bits.nonzero().flatten().tolist()
+        if failed and failure is None:
+            failure = FailedElsewhere(
+                f"{what} failed on rank {', '.join(map(str, failed))} of axis {axis}.",
+                here=f"rank {axis.rank}, where it went well",
+                why="ranks would go on from different states",
+                fix="see the error of that rank; start all ranks again from the last checkpoint",
+            )
+    if failure is not None:
+        raise failure
+
+
+def is_shared(parameters: Iterable[Tensor]) -> bool:
+    """Whether other ranks hold these parameters, or other shards of them."""
+    return bool(_transports(parameters))
+
+
+def _transports(parameters: Iterable[Tensor]) -> list[tuple[Guarded, Axis]]:
+    found: dict[int, tuple[Guarded, Axis]] = {}
+    for parameter in parameters:
+        slot = slot_of(parameter)
+        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        if unit is not None and unit.axis is not None and unit.axis.size > 1:
+            found.setdefault(id(unit.step), (unit.step.transport, unit.axis))
+    return list(found.values())
