@@ -30,6 +30,7 @@ from zero_fn.streamed import Streamed, streamed
 from zero_fn.tiers import cpu, nvme
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
+from zero_fn.transforms.evict import Evicted, evict
 from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.precision import precision
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "Description",
     "DisagreementError",
+    "Evicted",
     "Held",
     "LayoutError",
     "LostRankError",
@@ -61,6 +63,7 @@ __all__ = [
     "check",
     "cpu",
     "describe",
+    "evict",
     "gather_in",
     "guard",
     "held",

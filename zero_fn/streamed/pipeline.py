@@ -12,20 +12,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage import Transfer
-from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Store
 
-__all__ = ["each_chunk"]
+__all__ = ["Stored", "each_chunk"]
 
 
-def each_chunk(
-    store: Store, chunks: Sequence[Chunk], compute: Callable[[Chunk, Tensor], None], *, writes: bool = True
-) -> None:
+class Stored(Protocol):
+    """What rests in a store as one."""
+
+    nbytes: int
+    place: int
+    is_stored: bool
+
+
+C = TypeVar("C", bound=Stored)
+
+
+def each_chunk(store: Store, chunks: Sequence[C], compute: Callable[[C, Tensor], None], *, writes: bool = True) -> None:
     """Brings each chunk into memory, in order, calls `compute(chunk, buffer)`, and puts it back.
 
     Args:
@@ -61,7 +70,7 @@ def each_chunk(
                 _wait(left)
 
 
-def _fetched(store: Store, turn: int, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
+def _fetched(store: Store, turn: int, chunk: Stored) -> tuple[Tensor, Transfer | None]:
     buffer = store.buffer(turn, chunk.place, chunk.nbytes)
     return buffer, store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
 
