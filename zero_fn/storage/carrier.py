@@ -28,8 +28,8 @@ class Carrier(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests; returns at once."""
 
-    def wait(self, request: Request) -> None:
-        """Returns when the request is done or has failed."""
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Returns when all of these are done or have failed."""
 
     def close(self) -> None:
         """Ends it; what is under way is waited for."""

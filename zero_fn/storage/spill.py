@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage.carrier import Carrier
-from zero_fn.storage.checksum import checksum
+from zero_fn.storage.checksum import SECTOR_NBYTES, Sums, digest, sector_sums
 from zero_fn.storage.file import SpillFile
 from zero_fn.storage.request import Request
 from zero_fn.tiers import Nvme
@@ -26,7 +26,7 @@ _ALIGNMENT_NBYTES = 4096
 
 @dataclass(slots=True)
 class _Block:
-    """What was written last at one offset."""
+    """What was written last at one offset: its size, how often it was written, and the digests of the last two times."""
 
     nbytes: int
     generation: int = 0
@@ -37,10 +37,10 @@ class _Block:
 class Transfer:
     """Blocks on their way to or from the disk. They must be waited for before their memory is used or given up."""
 
-    __slots__ = ("_blocks", "_carrier", "_requests")
+    __slots__ = ("_blocks", "_carrier", "_requests", "_view")
 
-    def __init__(self, carrier: Carrier, requests: list[Request], blocks: list[tuple[_Block, Tensor]]) -> None:
-        self._carrier, self._requests, self._blocks = carrier, requests, blocks
+    def __init__(self, carrier: Carrier, requests: list[Request], blocks: list[_Block], view: Tensor) -> None:
+        self._carrier, self._requests, self._blocks, self._view = carrier, requests, blocks, view
 
     def wait(self) -> None:
         """Returns when every byte is there, checked if it was read. May be called again.
@@ -49,15 +49,14 @@ class Transfer:
             StorageError: The disk failed, or gave other bytes than were written. Nothing is under way any more.
         """
         requests, self._requests = self._requests, []
-        blocks, self._blocks = self._blocks, []
-        failure: StorageError | None = None
-        for number, request in enumerate(requests):
-            self._carrier.wait(request)
-            failure = failure or request.failure
-            if failure is None and blocks:
-                failure = _damage(request, *blocks[number])
-        if failure is not None:
-            raise failure
+        self._carrier.wait(requests)
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
+        if requests and not requests[0].is_write:
+            sums = sector_sums(self._view)
+            for number, (request, block) in enumerate(zip(requests, self._blocks, strict=True)):
+                _require_undamaged(request, block, _sums_of(sums, number))
 
 
 class Spill:
@@ -99,15 +98,15 @@ class Spill:
             offset: Where in the file, a multiple of the page.
             view: uint8, whole pages of memory; to be left alone until the transfer was waited for.
         """
+        sums = sector_sums(view)
         requests = []
-        for start, piece in _pieces(view):
+        for number, (start, piece) in enumerate(_pieces(view)):
             block = self._blocks.setdefault(offset + start, _Block(piece.numel()))
             block.nbytes, block.generation, block.digest_before = piece.numel(), block.generation + 1, block.digest
-            block.digest = checksum(piece, block.generation)
-            request = Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=True)
-            self._carrier.submit([request])  # each at once: the disk begins while the next is summed
-            requests.append(request)
-        return Transfer(self._carrier, requests, [])
+            block.digest = digest(_sums_of(sums, number), block.generation)
+            requests.append(Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=True))
+        self._carrier.submit(requests)
+        return Transfer(self._carrier, requests, [], view)
 
     def read(self, offset: int, view: Tensor) -> Transfer:
         """Begins to read a range that was written as one.
@@ -116,14 +115,15 @@ class Spill:
             offset: Where it was written.
             view: uint8, as many bytes as were written there.
         """
-        blocks = [(self._blocks[offset + start], piece) for start, piece in _pieces(view)]
-        assert all(block.nbytes == piece.numel() for block, piece in blocks), "read as it was written"
+        pieces = _pieces(view)
+        blocks = [self._blocks[offset + start] for start, _ in pieces]
+        assert all(block.nbytes == piece.numel() for block, (_, piece) in zip(blocks, pieces, strict=True))
         requests = [
             Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=False)
-            for start, piece in _pieces(view)
+            for start, piece in pieces
         ]
         self._carrier.submit(requests)
-        return Transfer(self._carrier, requests, blocks)
+        return Transfer(self._carrier, requests, blocks, view)
 
 
 def _pieces(view: Tensor) -> list[tuple[int, Tensor]]:
@@ -131,12 +131,18 @@ def _pieces(view: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, view[start : min(start + BLOCK_NBYTES, nbytes)]) for start in range(0, nbytes, BLOCK_NBYTES)]
 
 
-def _damage(request: Request, block: _Block, piece: Tensor) -> StorageError | None:
-    found = checksum(piece, block.generation)
+def _sums_of(sums: Sums, number: int) -> Sums:
+    """Those of one block, out of those of a transfer."""
+    sectors = BLOCK_NBYTES // SECTOR_NBYTES
+    return sums[number * sectors : (number + 1) * sectors]
+
+
+def _require_undamaged(request: Request, block: _Block, sums: Sums) -> None:
+    found = digest(sums, block.generation)
     if found == block.digest:
-        return None
-    before = block.generation > 1 and checksum(piece, block.generation - 1) == block.digest_before
-    return StorageError(
+        return
+    before = block.generation > 1 and digest(sums, block.generation - 1) == block.digest_before
+    raise StorageError(
         f"A block of {request.file.name} does not hold what was written to it.",
         file=request.file.name,
         block=f"{block.nbytes} B at offset {request.begin}",

@@ -40,11 +40,11 @@ class Threads:
         for request in requests:
             request.ticket = self._pool.submit(_carry, request)
 
-    def wait(self, request: Request) -> None:
-        """Returns when the request is done or has failed."""
-        ticket = request.ticket
-        if isinstance(ticket, Future):
-            ticket.result()
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Returns when all of these are done or have failed."""
+        for request in requests:
+            if isinstance(request.ticket, Future):
+                request.ticket.result()
 
     def close(self) -> None:
         """Ends the threads."""

@@ -38,6 +38,7 @@ _SQE = struct.Struct("<BBHiQQIIQHHiQQ")
 _CQE = struct.Struct("<Qii")
 
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc_kept = ctypes.PyDLL(None, use_errno=True)
 
 
 class Uring:
@@ -98,11 +99,13 @@ class Uring:
                 self._waiting.append(request)
             self._enter(0)
 
-    def wait(self, request: Request) -> None:
-        """Returns when the request is done or has failed."""
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Returns when all of these are done or have failed."""
         with self._held():
-            while not request.is_done:
-                self._enter(1)
+            self._enter(0)
+            # As many answers as these lack have come, at the latest, when all of these are done.
+            while lacking := sum(not request.is_done for request in requests):
+                self._enter(lacking)
 
     def close(self) -> None:
         """Waits for what is under way and gives the ring back."""
@@ -161,9 +164,11 @@ class Uring:
             self._sq_tail.value = tail
             handed += 1
         least = min(least, len(self._under_way))
-        while handed or least:
+        is_first = True
+        while handed or least or is_first:
+            is_first = False
             try:
-                handed -= _syscall(_ENTER, self._fd, handed, least, _GETEVENTS, None, 0)
+                handed -= _syscall(_ENTER, self._fd, handed, least, _GETEVENTS, None, 0, waits=least > 0)
             except OSError as error:
                 if error.errno not in (errno.EINTR, errno.EAGAIN, errno.EBUSY):
                     raise
@@ -211,9 +216,11 @@ class Uring:
             self._ranges, self._refused = ranges, None
 
 
-def _syscall(number: int, *args: object) -> int:
+def _syscall(number: int, *args: object, waits: bool = True) -> int:
+    """Calls the kernel. What does not wait keeps the interpreter meanwhile. [Note: giving the interpreter away]"""
     wide = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
-    result: int = _libc.syscall(ctypes.c_long(number), *wide)
+    library = _libc if waits else _libc_kept
+    result: int = library.syscall(ctypes.c_long(number), *wide)
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
