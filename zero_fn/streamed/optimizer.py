@@ -43,9 +43,9 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-    The updates are those of `optimizer`, to the bit. On `nvme` the states pass through four buffers, read ahead and written
-    back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory of exact
-    size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
+    The updates are those of `optimizer`, to the bit. On `nvme` the states pass through at most four buffers, read ahead
+    and written back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory
+    of exact size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
 
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
     one has failed.
@@ -257,7 +257,7 @@ class Streamed(Optimizer):
 
     def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
         """A store with a copy of all states, the chunks in it, and their parameters."""
-        store = store_of(self.tier, self._buffer_nbytes, f"states of {type(self.inner).__name__}")
+        store = store_of(self.tier, f"states of {type(self.inner).__name__}")
         chunks, known = self._planned(self._all_parameters(), 0)
         for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
             chunk.place = place

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zero_fn.storage import Slab, Spill, Transfer, chosen_carrier, whole_pages
@@ -11,20 +12,27 @@ from zero_fn.tiers import Cpu, Nvme, Tier, bytes_text
 
 __all__ = ["Store", "store_of"]
 
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 _BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
 
 
 class Store(Protocol):
     """Where chunks rest. Printed, it says how they get there."""
 
-    buffers: int
-    """How many chunks may be in memory at a time, in turn."""
+    @property
+    def buffers(self) -> int:
+        """How many chunks may be in memory at a time, in turn."""
 
-    nbytes: int
-    """Bytes of host memory that it takes."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory that it takes."""
 
     def reserve(self, sizes: list[int]) -> list[int]:
-        """Makes room for chunks of these sizes in bytes, and returns the place of each."""
+        """Makes room for chunks of these sizes in bytes, and returns the place of each. Not while chunks are in memory.
+
+        Raises:
+            TierError: The tier, or memory for buffers, is too small.
+        """
 
     def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
         """The memory in which a chunk is stepped, uint8."""
@@ -36,14 +44,13 @@ class Store(Protocol):
         """Begins to put a chunk back; None if it is there."""
 
 
-def store_of(tier: Tier, buffer_nbytes: int, what: str) -> Store:
+def store_of(tier: Tier, what: str) -> Store:
     """An empty store.
 
     Raises:
-        TierError: Its buffers do not fit the memory.
         StorageError: The path takes no files.
     """
-    return _Memory(tier, what) if isinstance(tier, Cpu) else _Disk(tier, buffer_nbytes, what)
+    return _Memory(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
 
 
 class _Memory:
@@ -84,40 +91,62 @@ class _Memory:
 
 
 class _Disk:
-    """Chunks pass through a few buffers of one slab, which the kernel reads and writes directly."""
+    """Chunks pass through a few buffers of one slab, which the kernel reads and writes directly.
 
-    buffers = _BUFFERS
+    There are as many buffers as chunks, but at most four, each as large as the largest chunk.
+    """
 
-    def __init__(self, tier: Nvme, buffer_nbytes: int, what: str) -> None:
+    def __init__(self, tier: Nvme, what: str) -> None:
         self._carrier = chosen_carrier()
         self._spill = Spill(tier, what, self._carrier)
-        size = whole_pages(buffer_nbytes)
-        self._slab = Slab(size * self.buffers, Cpu(True, None), f"buffers of {what}", forked=False)
-        self.nbytes = self._slab.nbytes
-        self._views = [self._slab.memory[i * size : (i + 1) * size] for i in range(self.buffers)]
-        self._carrier.register(self._slab.memory)
+        self._what = what
+        self._chunks = self._largest_nbytes = 0
+        self._slab: Slab | None = None
+        self._views: tuple[Tensor, ...] = ()
 
     def __str__(self) -> str:
         file = self._spill.file
         how = "direct" if file.is_direct else "through the page cache"
-        return (
-            f"{bytes_text(file.nbytes)} in {file.tier}, {how} by {self._carrier}, "
-            f"{self.buffers} buffers of {bytes_text(self._views[0].numel())}"
-        )
+        buffers = f"{self.buffers} buffer{'s' * (self.buffers > 1)} of {bytes_text(self._largest_nbytes)}"
+        return f"{bytes_text(file.nbytes)} in {file.tier}, {how} by {self._carrier}, {buffers}"
 
     def __del__(self) -> None:
-        if hasattr(self, "_views"):
-            self._carrier.forget(self._slab.memory)
+        self._forget_buffers()
+
+    @property
+    def buffers(self) -> int:
+        return min(self._chunks, _BUFFERS)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slab.nbytes if self._slab is not None else 0
 
     def reserve(self, sizes: list[int]) -> list[int]:
         places, offset = [], self._spill.reserve(sum(map(whole_pages, sizes)))
         for nbytes in sizes:
             places.append(offset)
             offset += whole_pages(nbytes)
+        self._make_buffers(self._chunks + len(sizes), max(map(whole_pages, sizes), default=0))
         return places
 
+    def _make_buffers(self, chunks: int, largest_nbytes: int) -> None:
+        before = self.buffers, self._largest_nbytes
+        self._chunks, self._largest_nbytes = chunks, max(self._largest_nbytes, largest_nbytes)
+        if (self.buffers, self._largest_nbytes) == before or not self._largest_nbytes:
+            return
+        self._forget_buffers()
+        size = self._largest_nbytes
+        self._slab = Slab(size * self.buffers, Cpu(True, None), f"buffers of {self._what}", forked=False)
+        self._views = torch.split(self._slab.memory, size)
+        self._carrier.register(self._slab.memory)
+
+    def _forget_buffers(self) -> None:
+        if self._slab is not None:
+            self._carrier.forget(self._slab.memory)
+        self._slab, self._views = None, ()
+
     def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        return self._views[turn % self.buffers][: whole_pages(nbytes)]
+        return self._views[turn % self.buffers][: whole_pages(nbytes)] if nbytes else _NOTHING
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
         return self._spill.read(place, buffer)

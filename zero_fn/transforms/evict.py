@@ -147,7 +147,7 @@ class Evicted:
             dense = source if is_dense(source) else source.contiguous()
             self._forms.append(_Form(tuple(dense.shape), tuple(dense.stride()), dense.dtype, dense.device))
             flats.append(_bytes_of(dense))
-        store = store_of(self._tier, _BUFFER_NBYTES, "evicted tensors")
+        store = store_of(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
         self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
         places = store.reserve([parcel.nbytes for parcel in self._parcels])
