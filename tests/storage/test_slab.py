@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,20 @@ def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, versi
     found = min(_cgroups(process, root), key=lambda bound: bound.nbytes)
     assert found.nbytes == 1000 - 400 + 150
     assert found.bound.endswith("job")
+
+
+@pytest.mark.parametrize(("limit", "row"), [(resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")])
+def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit: int, row: str) -> None:
+    match = re.search(rf"{row}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (int(match[1]) * 1024 + (64 << 20), before[1]))
+    try:
+        with pytest.raises(TierError, match="of the process"):
+            Slab(80 << 20, cpu(), "states")
+        Slab(16 << 20, cpu(), "states")
+    finally:
+        resource.setrlimit(limit, before)
 
 
 def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,8 +26,8 @@ class Available:
 
 
 def available() -> Available:
-    """The least of what the machine has free, its cgroups leave, and the address space of the process may grow by."""
-    bounds = [_machine(), *_cgroups(), *_address_space()]
+    """The least of what the machine has free, its cgroups leave, and the limits of the process allow."""
+    bounds = [_machine(), *_cgroups(), *_limits()]
     return min(bounds, key=lambda bound: bound.nbytes)
 
 
@@ -78,12 +78,18 @@ def _left(folder: Path, limit: str, used: str, cache: str) -> int | None:
         return None
 
 
-def _address_space() -> list[Available]:
-    most = resource.getrlimit(resource.RLIMIT_AS)[0]
-    if most == resource.RLIM_INFINITY:
-        return []
+def _limits() -> list[Available]:
+    """What the limits of the process on its memory leave (`ulimit -v`, `ulimit -d`)."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     except OSError:
         return []
-    return [Available(max(most - pages * os.sysconf("SC_PAGE_SIZE"), 0), "address space of the process (ulimit -v)")]
+    found: list[Available] = []
+    for limit, row, bound in (
+        (resource.RLIMIT_AS, "VmSize", "address space of the process (ulimit -v)"),
+        (resource.RLIMIT_DATA, "VmData", "data of the process (ulimit -d)"),
+    ):
+        most = resource.getrlimit(limit)[0]
+        if most != resource.RLIM_INFINITY:
+            found.append(Available(max(most - int(rows[row].split()[0]) * 1024, 0), bound))
+    return found
