@@ -372,7 +372,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) ->
         return said
 
     here, there = ranks(2).run(failing, str(tmp_path))
-    assert here[0] == "FailedElsewhere: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
+    assert here[0] == "StorageError: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
     assert there[0].startswith("StorageError: Reading from states of AdamW in")
     assert here[1] == there[1] == "StateError: step of an optimizer whose step failed half-way."
     assert len(here) == len(there) == 2

@@ -12,11 +12,7 @@ from zero_fn.guarded import Guarded
 from zero_fn.mesh import Axis
 from zero_fn.runtime.registry import slot_of
 
-__all__ = ["FailedElsewhere", "everywhere", "is_shared"]
-
-
-class FailedElsewhere(StorageError):
-    """Another rank could not do what this one could."""
+__all__ = ["everywhere", "is_shared"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -30,7 +26,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         what: What it is, for the message: "A step of a streamed optimizer".
 
     Raises:
-        FailedElsewhere: It failed on another rank.
+        StorageError: It failed on another rank.
         Exception: What it raised on this one.
     """
     failure: Exception | None = None
@@ -44,7 +40,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         transport.any(bits, f"how it went: {what}").wait()
         failed = bits.nonzero().flatten().tolist()
         if failed and failure is None:
-            failure = FailedElsewhere(
+            failure = StorageError(
                 f"{what} failed on rank {', '.join(map(str, failed))} of axis {axis}.",
                 here=f"rank {axis.rank}, where it went well",
                 why="ranks would go on from different states",

@@ -40,7 +40,7 @@ class SpillFile:
             raise StorageError(
                 f"No file can be made in {tier.path!r}.",
                 path=os.path.abspath(tier.path),
-                for_=what,
+                needed_for=what,
                 why=f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}",
                 fix="give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')",
             ) from error

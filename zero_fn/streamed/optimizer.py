@@ -224,7 +224,7 @@ class Streamed(Optimizer):
                 raise StateError(
                     "A parameter has changed since its optimizer was streamed.",
                     parameter=_name(parameter),
-                    expected=f"{whole[0]} elements of {whole[1]} on this rank",
+                    expected=f"{whole[0]} elements of {str(whole[1]).removeprefix('torch.')} on this rank",
                     why="its states have the shape and dtype it had; nothing was updated",
                     fix="cast or replace parameters before the optimizer is built",
                 )

@@ -97,12 +97,12 @@ class _Disk:
     """
 
     def __init__(self, tier: Nvme, what: str) -> None:
-        self._carrier = chosen_carrier()
-        self._spill = Spill(tier, what, self._carrier)
-        self._what = what
-        self._chunks = self._largest_nbytes = 0
         self._slab: Slab | None = None
         self._views: tuple[Tensor, ...] = ()
+        self._what = what
+        self._chunks = self._largest_nbytes = 0
+        self._carrier = chosen_carrier()
+        self._spill = Spill(tier, what, self._carrier)
 
     def __str__(self) -> str:
         file = self._spill.file
