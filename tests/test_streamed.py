@@ -8,6 +8,7 @@ import itertools
 import os
 import pickle
 import re
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -250,20 +251,21 @@ def resident_peak_nbytes() -> int:
     return int(match[1]) * KIB
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
 def test_resident_memory_is_bounded_by_the_buffers(tmp_path: Path) -> None:
-    """States of 96 MiB, buffers of 2 MiB: with 8 MiB for what a first step makes and the allocator keeps."""
-    parameters = [nn.Parameter(torch.zeros(1 << 20)) for _ in range(12)]
+    """States of 64 MiB, buffers of 2 MiB: with 8 MiB for what a first step makes and the allocator keeps."""
+    parameters = [nn.Parameter(torch.ones(1 << 20)) for _ in range(8)]
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     inner = torch.optim.AdamW(parameters, fused=True)
-    warm = nn.Parameter(torch.zeros(1 << 20))  # what any first step loads, and what the allocator learns from it
+    warm = nn.Parameter(torch.ones(1 << 20))  # what any first step loads, and what the allocator learns from it
     warm.grad = torch.ones_like(warm)
     zf.streamed(torch.optim.AdamW([warm], fused=True), zf.nvme(tmp_path), buffer="512KiB").step()
     Path("/proc/self/clear_refs").write_text("5")
     before = resident_peak_nbytes()
     optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="512KiB")
     assert optimizer.resident_nbytes == 2 << 20
-    for _ in range(3):
+    for _ in range(2):
         optimizer.step()
     assert resident_peak_nbytes() - before < 10 << 20
     assert zf.held(nn.ParameterList(parameters), optimizer).optimizer == 2 << 20
@@ -487,6 +489,7 @@ def test_a_step_that_fails_before_any_update_can_be_taken_again(
     assert same(parameters, expected)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="opens a file without a name again")
 def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
     parameters, inner = make("adamw", [(100, 100)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from zero_fn.errors import TierError
 from zero_fn.storage.memory import Available, _cgroups
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
 from zero_fn.tiers import cpu
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
 
 
 def resident_nbytes() -> int:

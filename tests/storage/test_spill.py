@@ -29,6 +29,8 @@ from zero_fn.storage.threads import Threads
 from zero_fn.storage.uring import Uring
 from zero_fn.tiers import cpu, nvme
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
+
 MIB = 1 << 20
 
 

@@ -59,7 +59,7 @@ class SpillFile:
         if limit is not None and nbytes > limit:
             raise self._too_small(nbytes, limit, "the limit of the tier")
         try:
-            os.posix_fallocate(self.fd, self.nbytes, nbytes - self.nbytes)
+            _allocate(self.fd, self.nbytes, nbytes - self.nbytes)
         except OSError as error:
             os.ftruncate(self.fd, self.nbytes)
             if error.errno not in _FULL:
@@ -82,6 +82,16 @@ class SpillFile:
             why="room is reserved before anything moves; nothing was lost",
             fix="free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
         )
+
+
+def _allocate(fd: int, offset: int, nbytes: int) -> None:
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, offset, nbytes)
+        return
+    room = os.fstatvfs(fd)  # macOS: nothing is reserved, but what is free now is asked for
+    if nbytes > room.f_bavail * room.f_frsize:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.ftruncate(fd, offset + nbytes)
 
 
 def _opened(path: str) -> tuple[int, bool]:

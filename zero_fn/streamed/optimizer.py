@@ -419,7 +419,8 @@ class _Stepped:
             return grad
         number = cut.piece.parameter
         if number not in self._grads:  # the gradient lies in another order: once for all pieces
-            self._grads = {number: torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype).copy_(grad)}
+            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
+            self._grads = {number: laid.copy_(grad)}
         return self._grads[number]
 
 
