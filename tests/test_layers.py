@@ -1,11 +1,11 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 surface       recipes, describe, check, held, plan, launch, local
-    5 verbs         transforms, substitute, loading
+    5 verbs         transforms, substitute, loading, streamed
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid
-    2 arithmetic    layout, units, schedule, assignment
-    1 vocabulary    mesh, home, traffic
+    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage
+    2 arithmetic    layout, units, schedule, assignment, chunks
+    1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
 
 Imports inside a layer are allowed as long as they make no cycle; imports for type checking count as imports, but may
@@ -25,11 +25,11 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("mesh", "home", "traffic"),
-    ("layout", "units", "schedule", "assignment"),
-    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid"),
+    ("mesh", "home", "traffic", "tiers"),
+    ("layout", "units", "schedule", "assignment", "chunks"),
+    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage"),
     ("runtime",),
-    ("transforms", "substitute", "loading"),
+    ("transforms", "substitute", "loading", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
 )
 

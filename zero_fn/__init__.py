@@ -16,6 +16,7 @@ from zero_fn.errors import (
     ShardedAccessError,
     StaleError,
     StateError,
+    StorageError,
     TierError,
     UnitError,
     ZeroError,
@@ -25,9 +26,12 @@ from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.plan import Plan, plan
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
+from zero_fn.streamed import Streamed, streamed
+from zero_fn.tiers import cpu, nvme
 from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
+from zero_fn.transforms.evict import Evicted, evict
 from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.precision import precision
@@ -39,6 +43,7 @@ __all__ = [
     "CheckpointError",
     "Description",
     "DisagreementError",
+    "Evicted",
     "Held",
     "LayoutError",
     "LostRankError",
@@ -49,6 +54,8 @@ __all__ = [
     "ShardedAccessError",
     "StaleError",
     "StateError",
+    "StorageError",
+    "Streamed",
     "TierError",
     "UnitError",
     "ZeroError",
@@ -56,13 +63,16 @@ __all__ = [
     "by_size",
     "check",
     "checkpoint_activations",
+    "cpu",
     "describe",
+    "evict",
     "gather_in",
     "guard",
     "held",
     "hybrid",
     "launch",
     "materialize",
+    "nvme",
     "plan",
     "precision",
     "refresh",
@@ -70,6 +80,7 @@ __all__ = [
     "shard_grads",
     "shard_optimizer",
     "shard_params",
+    "streamed",
     "traffic",
     "unsharded",
     "zero1",

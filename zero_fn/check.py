@@ -10,6 +10,7 @@ from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.members import refuse_unregistered
 from zero_fn.runtime.registry import replacement_of
+from zero_fn.streamed import Streamed
 
 __all__ = ["check"]
 
@@ -46,7 +47,7 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             why="a transform returns a new module; step() would update the old one and the loss would not move",
             fix="build the optimizer after the last transform: AdamW(model.parameters())",
         )
-    require_elementwise(optimizer)
+    require_elementwise(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
     known = {id(parameter) for parameter in groups}
     missing = [
         name for name, parameter in module.named_parameters() if parameter.requires_grad and id(parameter) not in known

@@ -11,6 +11,7 @@
     |   `-- ShardedAccessError             a resting shard used as if it were the whole tensor
     |-- DisagreementError  (RuntimeError)  ranks do not hold the same program
     |-- LostRankError      (RuntimeError)  a rank ended, or does not answer
+    |-- StorageError       (RuntimeError)  a disk did not take or give back what it was asked to
     `-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
 
 A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
@@ -28,6 +29,7 @@ __all__ = [
     "ShardedAccessError",
     "StaleError",
     "StateError",
+    "StorageError",
     "TierError",
     "UnitError",
     "ZeroError",
@@ -93,6 +95,10 @@ class DisagreementError(ZeroError, RuntimeError):
 
 class LostRankError(ZeroError, RuntimeError):
     """A rank ended, or does not answer."""
+
+
+class StorageError(ZeroError, RuntimeError):
+    """A disk did not take or give back what it was asked to."""
 
 
 class CheckpointError(ZeroError, ValueError):

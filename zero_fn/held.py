@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
+from zero_fn.streamed import Streamed
 
 __all__ = ["Held", "held"]
 
@@ -21,7 +22,8 @@ class Held:
     Attributes:
         parameters: At rest, and gathered where gathered ones are kept.
         gradients: Of `.grad`, and local sums that were not reduced yet.
-        optimizer: Of the optimizer's state tensors; step counts are left out.
+        optimizer: Of the optimizer's state tensors; step counts are left out. Of a streamed one, the host memory that it
+            takes: its buffers, or all states on `cpu`.
     """
 
     parameters: int
@@ -51,7 +53,8 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for unit in units_of(module):
         parameters += unit.buffers()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
-    return Held(_nbytes(parameters), _nbytes(gradients), _nbytes(_states(optimizer)))
+    streaming = optimizer.resident_nbytes if isinstance(optimizer, Streamed) else 0
+    return Held(_nbytes(parameters), _nbytes(gradients), _nbytes(_states(optimizer)) + streaming)
 
 
 def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import ast
 import copy
+import ctypes
+import dataclasses
+import errno
+import os
 import pickle
 import re
 import threading
@@ -26,6 +30,7 @@ import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
+from tests.storage.disks import answers
 from zero_fn.errors import (
     CheckpointError,
     DisagreementError,
@@ -35,9 +40,15 @@ from zero_fn.errors import (
     ShardedAccessError,
     StaleError,
     StateError,
+    StorageError,
+    TierError,
     UnitError,
     ZeroError,
 )
+from zero_fn.mesh import mesh_axis
+from zero_fn.storage import Slab, Spill
+from zero_fn.storage.request import Request
+from zero_fn.storage.threads import Threads
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
@@ -62,6 +73,7 @@ def batch() -> Tensor:
 def normalized(text: str) -> str:
     """A message without what differs from one machine or one edit of a test to the next."""
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
+    text = re.sub(r"checksum [0-9a-f]{8}", "checksum DIGEST", text)
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
@@ -573,6 +585,177 @@ def launch_says_which_rank_is_which() -> object:
     return zf.launch(print, 2, env={"RANK": "0"})
 
 
+# -- tiers -----------------------------------------------------------------------------------------------------------
+
+
+def stepped() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 64)).sum().backward()
+    return model, optimizer
+
+
+def tier_of_no_size() -> object:
+    return zf.nvme(".", limit="much")
+
+
+def tier_of_host_memory_is_too_small() -> object:
+    return zf.streamed(stepped()[1], zf.cpu(limit="16KiB"))
+
+
+def tier_on_disk_is_too_small() -> object:
+    return zf.streamed(stepped()[1], zf.nvme(".", limit="16KiB"))
+
+
+def tier_buffer_is_too_small() -> object:
+    return zf.streamed(stepped()[1], zf.nvme("."), buffer="4KiB")
+
+
+def disk_has_no_such_path() -> object:
+    return zf.streamed(stepped()[1], zf.nvme("/missing"))
+
+
+def streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
+    """An optimizer whose second step meets requests with other answers."""
+    optimizer = zf.streamed(stepped()[1], zf.nvme("."), buffer="16KiB")
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        answers(patch, change)
+        optimizer.step()
+    return optimizer
+
+
+def disk_fails() -> object:
+    return streamed_and_damaged(lambda _, result: -errno.EIO)
+
+
+def disk_stops_short() -> object:
+    return streamed_and_damaged(lambda _, result: 0)
+
+
+def disk_gives_other_bytes() -> object:
+    def flips(request: Request, result: int) -> int:
+        byte = ctypes.c_uint8.from_address(request.address)
+        byte.value = byte.value ^ 8
+        return result
+
+    return streamed_and_damaged(flips)
+
+
+def disk_lost_a_write() -> object:
+    spill = Spill(zf.nvme("."), "states", Threads())
+    memory = Slab(4096, zf.cpu(), "a test").memory
+    spill.reserve(4096)
+    spill.write(0, memory).wait()
+    spill.write(0, memory.fill_(1)).wait()
+    os.pwrite(spill.file.fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
+    return spill.read(0, memory).wait()
+
+
+def disk_cannot_reserve() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fails)
+        return zf.streamed(stepped()[1], zf.nvme("."))
+
+
+def step_that_failed_on_another_rank() -> object:
+    class Peer:
+        def any(self, bits: Tensor, what: str) -> Peer:
+            bits[1] = 1
+            return self
+
+        def wait(self) -> None: ...
+
+    with alone() as mesh, pytest.MonkeyPatch.context() as patch:
+        axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
+        patch.setattr("zero_fn.runtime.everywhere._transports", lambda _: [(Peer(), axis)])
+        return zf.streamed(stepped()[1], zf.cpu())
+
+
+def streamed_gradient_is_sparse() -> object:
+    model, inner = stepped()
+    model.bias.grad = torch.ones(64).to_sparse()
+    return zf.streamed(inner, zf.cpu()).step()
+
+
+def streamed_gradient_rests_elsewhere() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+        model.weight.grad = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+        return optimizer.step()
+
+
+def streamed_state_of_another_shape() -> object:
+    saved = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu()).state_dict()
+    saved["state"][0]["sum"] = torch.zeros(4)
+    optimizer = zf.streamed(torch.optim.Adagrad(nn.Linear(4, 3).parameters()), zf.cpu())
+    return optimizer.load_state_dict(saved)
+
+
+def streamed_after_a_failed_step() -> object:
+    optimizer = zf.streamed(stepped()[1], zf.nvme("."), buffer="16KiB")
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StorageError):
+        answers(patch, lambda request, result: -errno.EIO if request.is_write else result)
+        optimizer.step()
+    return optimizer.step()
+
+
+def streamed_and_copied() -> object:
+    return copy.deepcopy(zf.streamed(stepped()[1], zf.nvme(".")))
+
+
+def streamed_parameter_was_cast() -> object:
+    model, inner = stepped()
+    optimizer = zf.streamed(inner, zf.nvme("."))
+    model.double()
+    return optimizer.step()
+
+
+def streamed_lbfgs() -> object:
+    return zf.streamed(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), zf.cpu())
+
+
+def streamed_matrix_is_cut() -> object:
+    return zf.streamed(torch.optim.Muon(nn.Linear(64, 64, bias=False).parameters()), zf.nvme("."), buffer="8KiB")
+
+
+def evicted_model_runs() -> object:
+    model = nn.Linear(4, 4)
+    zf.evict(model, to=zf.cpu())
+    return model(batch())
+
+
+def evicted_unit_runs() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        zf.evict(model, to=zf.nvme("."))
+        return zf.describe(model)
+
+
+def evicted_twice() -> object:
+    model = nn.Linear(4, 4)
+    zf.evict(model, to=zf.cpu())
+    return zf.evict(model, to=zf.cpu())
+
+
+def evicted_inside_unsharded() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.unsharded(model):
+            return zf.evict(model, to=zf.cpu())
+
+
+def restored_twice() -> object:
+    evicted = zf.evict(nn.Linear(4, 4), to=zf.cpu())
+    evicted.restore()
+    return evicted.restore()
+
+
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
@@ -596,9 +779,11 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced,
         parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
-        functional_call_with_another_shape, functional_call_unties,
+        functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
+        streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        streamed_state_of_another_shape,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
@@ -609,6 +794,15 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
+        streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
+        evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice,
+    ),
+    TierError: (
+        tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
+    ),
+    StorageError: (
+        disk_has_no_such_path, disk_cannot_reserve, step_that_failed_on_another_rank,
+        disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
     ),
     ShardedAccessError: (weight_of_another_unit_is_read,),
     StaleError: (

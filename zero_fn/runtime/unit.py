@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Segment
-from zero_fn.errors import PlacementError
+from zero_fn.errors import PlacementError, StateError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
@@ -104,6 +104,7 @@ class Unit:
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
         last_entry: The entry at which its last forward with gradients began, weakly.
+        is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
@@ -135,6 +136,7 @@ class Unit:
         self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
+        self.is_evicted = False
         step.units.append(weakref.ref(self))
         for slot in slots:
             slot.unit = weakref.ref(self)
@@ -168,6 +170,12 @@ class Unit:
             return
         if self.pinned is None and all(slot.is_current() for slot in self.slots):
             return
+        if self.is_evicted:
+            raise StateError(
+                "The model is evicted: its parameters are not in memory.",
+                unit=self.name or "root",
+                fix="bring it back first: evicted = zf.evict(model, optimizer, to=...); ...; evicted.restore()",
+            )
         self.swapped = swapped_values(self.slots)
         if self.pinned is not None:
             return
@@ -176,6 +184,23 @@ class Unit:
         self.reshard()
         with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
             self._take_over([self._resting_successor(slot) for slot in self.slots])
+
+    def vacate(self) -> None:
+        """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
+        self.reshard()
+        self.groups, self.is_evicted = [], True
+        self._hosted, self._hosts_are_current = [], False
+        for slot in self.slots:
+            slot.hosted = None
+            slot.flat = slot.flat.new_empty(0)
+            slot.local = slot.flat  # of no parameter: the slot is not current
+            slot.group = None
+        self._memory = None
+
+    def move_in_again(self) -> None:
+        """Undoes `vacate`, when parameters have memory again."""
+        self.is_evicted = False
+        self.readopt()
 
     def _take_over(self, moved: list[nn.Parameter]) -> None:
         for slot, parameter in zip(self.slots, moved, strict=True):
@@ -224,7 +249,7 @@ class Unit:
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
-        twin.backward_entry, twin._memory = None, None
+        twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
         for slot in twin.slots:

@@ -1,0 +1,174 @@
+"""Disk: what zero_fn reads and writes per second, against fio on the same file system, idle and beside a busy
+interpreter.
+
+    python examples/benchmarks/storage.py --path /local_nvme --size 2GiB --fio fio
+
+Rounds of every way are interleaved, so that a loaded machine slows all alike; the table gives the best and the median.
+Ways:
+
+    uring      io_uring with registered buffers in huge pages, blocks of 8 MiB, checksums taken and compared
+    unchecked  the same without checksums
+    threads    os.preadv and os.pwritev in four threads, with checksums
+    fio        io_uring, direct, blocks of 8 MiB, 8 under way, registered buffers, memory in huge pages (glibc's tunable)
+
+"busy" is a thread that runs Python without pause in the same process; fio, another process, has it beside it, too.
+Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+from tempfile import TemporaryDirectory
+
+import torch
+
+from zero_fn.storage import Carrier, Slab, Spill, Transfer
+from zero_fn.storage.request import Request
+from zero_fn.storage.spill import BLOCK_NBYTES
+from zero_fn.storage.threads import Threads
+from zero_fn.storage.uring import Uring
+from zero_fn.tiers import cpu, nbytes_of_text, nvme
+
+BUFFER_NBYTES = 64 << 20
+BUFFERS = 4
+
+Way = Callable[[bool], None]
+"""Moves all bytes once; true is to write them."""
+
+
+def through_spill(carrier: Carrier, path: str, size: int) -> Way:
+    """As `streamed` does it: four buffers in turn."""
+    slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
+    slab.memory.random_(0, 256)
+    carrier.register(slab.memory)
+    spill = Spill(nvme(path), "the benchmark", carrier)
+    spill.reserve(size)
+    views = list(torch.split(slab.memory, BUFFER_NBYTES))
+
+    def move(is_write: bool) -> None:
+        under_way: list[Transfer] = []
+        for number, offset in enumerate(range(0, size, BUFFER_NBYTES)):
+            if number >= BUFFERS:
+                under_way.pop(0).wait()
+            under_way.append((spill.write if is_write else spill.read)(offset, views[number % BUFFERS]))
+        for transfer in under_way:
+            transfer.wait()
+
+    return move
+
+
+def unchecked(path: str, size: int) -> Way:
+    carrier = Uring()
+    slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
+    slab.memory.random_(0, 256)
+    carrier.register(slab.memory)
+    spill = Spill(nvme(path), "the benchmark", carrier)
+    spill.reserve(size)
+    room = BUFFERS * BUFFER_NBYTES
+
+    def move(is_write: bool) -> None:
+        under_way: list[Request] = []
+        for offset in range(0, size, BLOCK_NBYTES):
+            if len(under_way) == room // BLOCK_NBYTES:
+                carrier.wait([under_way.pop(0)])
+            address = slab.address + offset % room
+            under_way.append(Request(spill.file, offset, address, BLOCK_NBYTES, is_write=is_write))
+            carrier.submit(under_way[-1:])
+        carrier.wait(under_way)
+        assert all(request.failure is None for request in under_way)
+
+    return move
+
+
+def fio(program: str, path: str, size: int) -> Callable[[bool], float]:
+    """Seconds that fio says it took."""
+
+    def move(is_write: bool) -> float:
+        command = [program, "--name=zero_fn", f"--filename={path}/fio", f"--size={size}", "--bs=8m", "--iodepth=8"]
+        command += ["--ioengine=io_uring", "--direct=1", "--fixedbufs=1", "--mem=malloc", "--output-format=json"]
+        command += [f"--rw={'write' if is_write else 'read'}", "--overwrite=1", "--iomem_align=2m"]
+        environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+        done = subprocess.run(command, check=True, capture_output=True, env=environment, text=True)
+        job = json.loads(done.stdout)["jobs"][0]["write" if is_write else "read"]
+        return float(job["runtime"]) / 1000
+
+    return move
+
+
+@contextmanager
+def interpreter(*, busy: bool) -> Iterator[None]:
+    """With a thread that runs Python without pause."""
+    ends = threading.Event()
+
+    def run() -> None:
+        count = 0
+        while not ends.is_set():
+            count = sum(range(1000)) + count % 7
+
+    thread = threading.Thread(target=run, daemon=True)
+    if busy:
+        thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        if busy:
+            thread.join()
+
+
+def seconds(way: Callable[[bool], float | None], is_write: bool) -> float:
+    start = time.perf_counter()
+    told = way(is_write)
+    return told if told is not None else time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--path", default=".", help="a folder of the disk to measure")
+    parser.add_argument("--size", default="1GiB", help="bytes to move each time")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fio", default="fio", help="the program, if it is installed")
+    options = parser.parse_args()
+    size = max(nbytes_of_text(options.size, "--size") // BUFFER_NBYTES, 1) * BUFFER_NBYTES
+
+    with TemporaryDirectory(dir=options.path) as path:
+        ways: dict[str, Callable[[bool], float | None]] = {
+            "uring": through_spill(Uring(), path, size),
+            "unchecked": unchecked(path, size),
+            "threads": through_spill(Threads(), path, size),
+        }
+        if which(options.fio) is not None:
+            ways["fio"] = fio(options.fio, path, size)
+        times: dict[tuple[str, bool, bool], list[float]] = {}
+        for round_ in range(options.rounds + 1):
+            for busy in (False, True):
+                for is_write in (True, False):
+                    for name, way in ways.items():
+                        with interpreter(busy=busy):
+                            took = seconds(way, is_write)
+                        if round_:  # the first makes the files
+                            times.setdefault((name, busy, is_write), []).append(took)
+    load = Path("/proc/loadavg").read_text().split()[0]
+    print(f"{size / 1e9:.2f} GB each time, {options.rounds} rounds, load average {load}; GB/s, best (median)")
+    print(f"{'way':<12}{'read':>16}{'written':>16}{'read, busy':>16}{'written, busy':>16}")
+    for name in ways:
+        cells = []
+        for busy in (False, True):
+            for is_write in (False, True):
+                took_s = times[name, busy, is_write]
+                cells.append(f"{size / min(took_s) / 1e9:.2f} ({size / statistics.median(took_s) / 1e9:.2f})")
+        print(f"{name:<12}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""Disks that fail: small ones, read-only ones, and answers of the kernel that are not those hoped for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from zero_fn.storage.request import Request
+
+__all__ = ["answers", "small_disk"]
+
+
+@contextmanager
+def small_disk(path: Path, options: str = "size=1m") -> Iterator[Path]:
+    """A file system in memory of its own at `path`; skips the test where mounting is not allowed."""
+    path.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Request, int], int]) -> list[int]:
+    """From now on the kernel answers requests of any engine with `change(request, answer)`. Returns a list of all answers."""
+    advance = Request.advance
+    given: list[int] = []
+
+    def changed(request: Request, result: int) -> None:
+        given.append(change(request, result))
+        advance(request, given[-1])
+
+    monkeypatch.setattr(Request, "advance", changed)
+    return given

@@ -1,0 +1,109 @@
+"""Host memory of exact size: what it takes, what it refuses, and what bounds it."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from zero_fn.errors import TierError
+from zero_fn.storage.memory import Available, _cgroups
+from zero_fn.storage.slab import PAGE_NBYTES, Slab
+from zero_fn.tiers import cpu
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
+
+
+def resident_nbytes() -> int:
+    match = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) * 1024
+
+
+def test_a_slab_is_whole_pages_and_no_more() -> None:
+    slab = Slab(3 * PAGE_NBYTES + 1, cpu(), "states")
+    assert slab.nbytes == slab.memory.numel() == 4 * PAGE_NBYTES
+    assert slab.address % PAGE_NBYTES == 0
+    assert not slab.memory.any()
+
+
+def test_a_slab_takes_as_much_memory_as_it_says_and_gives_it_back() -> None:
+    before = resident_nbytes()
+    slab = Slab(64 << 20, cpu(), "states")
+    slab.memory.fill_(1)
+    assert abs(resident_nbytes() - before - slab.nbytes) < 8 << 20
+    del slab
+    assert resident_nbytes() - before < 8 << 20
+
+
+def test_views_of_every_dtype_keep_the_memory_of_a_slab() -> None:
+    slab = Slab(PAGE_NBYTES, cpu(), "states")
+    views = [slab.memory[:64].view(dtype) for dtype in (torch.bfloat16, torch.float32, torch.complex64, torch.int8)]
+    del slab
+    views[1].fill_(1.5)
+    assert torch.equal(views[2], torch.full((8,), 1.5 + 1.5j))
+
+
+def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers() -> None:
+    with pytest.raises(TierError, match=r"(?s)states need 8\.00 KiB.*4\.00 KiB can be taken.*limit of the tier"):
+        Slab(2 * PAGE_NBYTES, cpu(limit="4KiB"), "states")
+    Slab(2 * PAGE_NBYTES, cpu(limit="8KiB"), "states")
+
+
+def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made() -> None:
+    with pytest.raises(TierError, match=r"memory of the machine|cgroup|address space"):
+        Slab(1 << 50, cpu(), "states")
+
+
+def test_a_slab_is_refused_when_the_memory_of_the_job_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zero_fn.storage.slab.available", lambda: Available(PAGE_NBYTES, "cgroup /job"))
+    with pytest.raises(TierError, match="cgroup /job"):
+        Slab(2 * PAGE_NBYTES, cpu(), "states")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_the_tightest_cgroup_on_the_way_to_the_root_bounds(tmp_path: Path, version: int) -> None:
+    process = tmp_path / "cgroup"
+    process.write_text("0::/job/task\n" if version == 2 else "4:cpu,memory:/job/task\n1:pids:/x\n")
+    root = tmp_path / "fs"
+    names = ("memory.max", "memory.current", "inactive_file")
+    if version == 1:
+        names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for path, most, used in (("job", "1000", "400"), ("job/task", "max" if version == 2 else str(1 << 62), "10")):
+        folder = root.joinpath("memory" if version == 1 else "", path)
+        folder.mkdir(parents=True)
+        (folder / names[0]).write_text(f"{most}\n")
+        (folder / names[1]).write_text(f"{used}\n")
+        (folder / "memory.stat").write_text(f"anon 5\n{names[2]} 150\n")
+    found = min(_cgroups(process, root), key=lambda bound: bound.nbytes)
+    assert found.nbytes == 1000 - 400 + 150
+    assert found.bound.endswith("job")
+
+
+@pytest.mark.parametrize(("limit", "row"), [(resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData")])
+def test_a_slab_beyond_the_limits_of_the_process_is_refused(limit: int, row: str) -> None:
+    match = re.search(rf"{row}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert match is not None
+    before = resource.getrlimit(limit)
+    resource.setrlimit(limit, (int(match[1]) * 1024 + (64 << 20), before[1]))
+    try:
+        with pytest.raises(TierError, match="of the process"):
+            Slab(80 << 20, cpu(), "states")
+        Slab(16 << 20, cpu(), "states")
+    finally:
+        resource.setrlimit(limit, before)
+
+
+def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accelerator here: what a driver that refuses would do."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(RuntimeWarning, match="could not pin 8.00 KiB") as said:
+        slab = Slab(2 * PAGE_NBYTES, cpu(), "states")
+    assert len(said) == 1
+    assert not slab.is_pinned
+    slab.memory.fill_(1)
+    assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned

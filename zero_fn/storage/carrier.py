@@ -1,0 +1,55 @@
+"""What carries requests: io_uring where the kernel lets it, threads elsewhere. Chosen once for the process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from zero_fn.storage.request import Request
+from zero_fn.storage.threads import Threads
+from zero_fn.storage.uring import Uring
+
+__all__ = ["Carrier", "chosen_carrier"]
+
+
+class Carrier(Protocol):
+    """What carries requests. Printed, it says what it is."""
+
+    def register(self, memory: Tensor) -> None:
+        """Says that requests will use this memory, uint8."""
+
+    def forget(self, memory: Tensor) -> None:
+        """Undoes `register`."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Begins requests; returns at once."""
+
+    def wait(self, requests: Sequence[Request]) -> None:
+        """Returns when all of these are done or have failed."""
+
+    def close(self) -> None:
+        """Ends it; what is under way is waited for."""
+
+
+_carriers: dict[int, Carrier] = {}
+
+
+def chosen_carrier() -> Carrier:
+    """The carrier of this process. A forked process makes its own: a ring belongs to the one that made it."""
+    found = _carriers.get(os.getpid())
+    if found is None:
+        found = _carriers[os.getpid()] = _chosen()
+    return found
+
+
+def _chosen() -> Carrier:
+    if sys.platform == "linux" and sys.byteorder == "little":
+        try:
+            return Uring()
+        except OSError:  # no io_uring, or refused by seccomp or by the administrator
+            pass
+    return Threads()

@@ -1,0 +1,92 @@
+"""One read or write of a range of a file, carried on until all of it is done.
+
+The kernel may do less than it was asked: a signal, a limit, the end of a file. What is left is asked for again, from
+the last whole sector, because direct I/O takes no other.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Protocol
+
+from zero_fn.errors import StorageError
+from zero_fn.tiers import bytes_text
+
+__all__ = ["Readable", "Request"]
+
+_AGAIN = frozenset((errno.EAGAIN, errno.EINTR))
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+SECTOR_NBYTES = 4096
+
+
+class Readable(Protocol):
+    """A file, as requests know it."""
+
+    fd: int
+    name: str
+
+
+class Request:
+    """A transfer between a range of memory and a range of a file.
+
+    Attributes:
+        file: The file.
+        begin: The offset at which it began.
+        offset, address, nbytes: What is left to do: where in the file, where in memory, how much.
+        is_write: The direction.
+        is_done: Whether nothing is left, or it failed.
+        failure: What went wrong, if anything did.
+    """
+
+    __slots__ = ("_nbytes", "address", "begin", "failure", "file", "is_done", "is_write", "nbytes", "offset", "ticket")
+
+    def __init__(self, file: Readable, offset: int, address: int, nbytes: int, *, is_write: bool) -> None:
+        self.file, self.offset, self.address, self.nbytes, self.is_write = file, offset, address, nbytes, is_write
+        self.begin, self._nbytes = offset, nbytes
+        self.is_done = nbytes == 0
+        self.failure: StorageError | None = None
+        self.ticket: object = None  # of the carrier that carries it
+
+    def advance(self, result: int) -> None:
+        """Takes note of what the kernel answered: bytes done, or minus an errno."""
+        if result == self.nbytes:
+            self.nbytes, self.is_done = 0, True
+            return
+        if result < 0:
+            if -result not in _AGAIN:
+                self.failure, self.is_done = self._failed(-result), True
+            return
+        done = result // SECTOR_NBYTES * SECTOR_NBYTES
+        if not done:
+            self.failure, self.is_done = self._ended(result), True
+            return
+        self.offset, self.address, self.nbytes = self.offset + done, self.address + done, self.nbytes - done
+
+    @property
+    def _verb(self) -> str:
+        return "Writing to" if self.is_write else "Reading from"
+
+    def _failed(self, number: int) -> StorageError:
+        fix = "check the disk (dmesg, smartctl -a); start again from the last checkpoint, on another path"
+        if number in _FULL:
+            fix = "free space on this file system, or choose another: zf.nvme('/other_disk')"
+        why = f"{errno.errorcode.get(number, number)}: {os.strerror(number)}"
+        return self._error(f"{self._verb} {self.file.name} failed.", why, fix)
+
+    def _ended(self, done: int) -> StorageError:
+        return self._error(
+            f"{self._verb} {self.file.name} stopped short.",
+            f"after {self._nbytes - self.nbytes + done} B the kernel does no more; the file has "
+            f"{os.fstat(self.file.fd).st_size} B",
+            "something cut the file, or the disk is failing: start again from the last checkpoint",
+        )
+
+    def _error(self, summary: str, why: str, fix: str) -> StorageError:
+        return StorageError(
+            summary,
+            file=self.file.name,
+            range=f"{bytes_text(self._nbytes)} at offset {self.begin}, stopped at {self.offset}",
+            why=why,
+            fix=fix,
+        )

@@ -1,0 +1,126 @@
+"""Pieces of parameters that are stepped together, and room for their states in one range of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_fn.chunks import Piece
+from zero_fn.streamed.schema import Schema
+
+__all__ = ["Chunk", "Cut", "is_dense", "states_nbytes"]
+
+_ALIGNMENT_NBYTES = 64
+
+
+def states_nbytes(schema: Schema, numel: int) -> int:
+    """Bytes that the states of so many elements take in a chunk, with padding."""
+    return sum(-(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES for _, dtype in schema)
+
+
+class Cut:
+    """One piece in its chunk.
+
+    Attributes:
+        piece: Which elements.
+        group: The number of the parameter's group.
+        shape, stride: Of what the optimizer sees: those of the parameter, or flat where it is cut.
+        fields: Where each state lies: its name, dtype and first byte in the chunk.
+        present: Names of the states that the chunk holds now.
+        resident: What stays in memory: step counts, flags, and states that came later than the plan.
+    """
+
+    __slots__ = ("fields", "group", "piece", "present", "resident", "shape", "stride")
+
+    def __init__(self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int) -> None:
+        self.piece, self.group = piece, group
+        self.shape = tuple(local.shape) if piece.is_whole else (piece.numel,)
+        self.stride = tuple(local.stride()) if piece.is_whole and is_dense(local) else contiguous_stride(self.shape)
+        self.fields: dict[str, tuple[torch.dtype, int]] = {}
+        for name, dtype in schema:
+            self.fields[name] = (dtype, offset)
+            offset += states_nbytes(((name, dtype),), piece.numel)
+        self.present: set[str] = set()
+        self.resident: dict[str, Any] = {}
+
+    def stand_in(self, local: Tensor, grad: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """What the optimizer updates in place of the parameter, on its memory, with its gradient."""
+        parameter = nn.Parameter(self.of(local), requires_grad=requires_grad)
+        if grad.dtype != parameter.dtype:
+            parameter.grad_dtype = grad.dtype
+        parameter.grad = self.of(grad)
+        return parameter
+
+    def of(self, local: Tensor) -> Tensor:
+        """The elements of the piece in a tensor that lies as the parameter does."""
+        if self.piece.is_whole:
+            return local
+        flat = local.as_strided((local.numel(),), (1,))
+        return flat[self.piece.start : self.piece.stop]
+
+    def view(self, buffer: Tensor, name: str) -> Tensor:
+        """The room of a state in the bytes of the chunk."""
+        dtype, offset = self.fields[name]
+        field = buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype)
+        return field.as_strided(self.shape, self.stride, field.storage_offset())
+
+    def states(self, buffer: Tensor) -> dict[str, Any]:
+        """The states as the optimizer expects them."""
+        return {**self.resident, **{name: self.view(buffer, name) for name in self.fields if name in self.present}}
+
+    def keep(self, buffer: Tensor, states: Mapping[str, Any]) -> None:
+        """Takes over the states after a step; those that are not where they belong are copied there."""
+        self.present.clear()
+        self.resident = {}
+        for name, value in states.items():
+            if name not in self.fields or not isinstance(value, Tensor):
+                self.resident[name] = value
+                continue
+            room = self.view(buffer, name)
+            if value.dtype != room.dtype or value.shape != room.shape:
+                self.resident[name] = value
+                continue
+            self.present.add(name)
+            if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
+                room.copy_(value)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Pieces whose states are in one range of bytes.
+
+    Attributes:
+        cuts: The pieces.
+        nbytes: Bytes of that range.
+        device: Where the parameters are.
+        place: Where the store keeps it.
+        is_stored: Whether the store holds it: false before the first step.
+    """
+
+    cuts: Sequence[Cut]
+    nbytes: int
+    device: torch.device
+    place: int = 0
+    is_stored: bool = False
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are one range of memory without gaps or overlaps."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return expected == tensor.numel()
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor laid out row by row."""
+    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,487 @@
+"""`streamed(optimizer, tier)`: any elementwise optimizer, with its states in another tier.
+
+A step visits the parameters chunk by chunk. The states of a chunk are views of a buffer; the optimizer's own `step` runs
+on the pieces of the parameters in it, plain tensors over their memory; the buffer goes back. So the arithmetic is the
+optimizer's own, and each element meets the same operations as without streaming.
+
+[Note: a step that failed half-way] The chunks before the failure are stepped, those after it are not, and nothing can say
+so to the rest of a training loop. Such an optimizer refuses to go on until states are loaded. On several ranks all are told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero_fn.chunks import Piece, chunks_of
+from zero_fn.errors import CheckpointError, PlacementError, StateError
+from zero_fn.resting import local_of, resting_tensor
+from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementwise
+from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.registry import slot_of
+from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
+from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
+from zero_fn.streamed.store import Store, store_of
+from zero_fn.tiers import Cpu, Tier, nbytes_of_text
+
+__all__ = ["Streamed", "streamed"]
+
+_BUFFER = "64MiB"
+
+
+def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -> Streamed:
+    """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
+
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+
+    The updates are those of `optimizer`, to the bit. On `nvme` the states pass through at most four buffers, read ahead
+    and written back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory
+    of exact size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
+
+    Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
+    one has failed.
+
+    Args:
+        optimizer: A stock optimizer, or one of yours, that treats every element alone. States that it has are moved.
+        tier: `zf.nvme(path)` or `zf.cpu()`.
+        buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
+
+    Returns:
+        An optimizer over the same `param_groups`; step this one. `optimizer` must no longer be stepped. `state_dict()` reads
+        all states into memory, in the format of `optimizer`.
+
+    Raises:
+        PlacementError: The optimizer does not treat every element alone.
+        TierError: The tier, or the memory for its buffers, is too small. Nothing was moved.
+        StorageError: The path takes no files, or the disk failed. The optimizer has its states.
+    """
+    return Streamed(optimizer, tier, nbytes_of_text(buffer, "buffer"))
+
+
+class Streamed(Optimizer):
+    """An optimizer whose states are in a tier; made by `streamed`.
+
+    Attributes:
+        inner: The optimizer whose arithmetic it is.
+        tier: Where the states rest.
+    """
+
+    inner: Optimizer
+    tier: Tier
+
+    def __init__(self, inner: Optimizer, tier: Tier, buffer_nbytes: int) -> None:
+        shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
+        self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
+        self._buffer_nbytes = buffer_nbytes
+        self._torn: str | None = None
+        self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
+        self._chunks: list[Chunk] = []
+        self._begin()
+
+    # -- what looks like any optimizer ----------------------------------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of the optimizer inside."""
+        groups: list[dict[str, Any]] = self.inner.param_groups
+        return groups
+
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:  # type: ignore[override]
+        """What is kept in memory of the state of each parameter: step counts and the like. See `state_dict`."""
+        found: dict[Tensor, Mapping[str, Any]] = {}
+        for cut in self._cuts():
+            if cut.resident or cut.present:
+                found.setdefault(self._known[cut.piece.parameter], cut.resident)
+        return found
+
+    @property
+    def resident_nbytes(self) -> int:
+        """Bytes of host memory that it takes: buffers, or all states on `cpu`."""
+        return self._store.nbytes
+
+    def __repr__(self) -> str:
+        where = str(self._store)
+        if isinstance(self.tier, Cpu) and all(chunk.device.type == "cpu" for chunk in self._chunks):
+            where += ", the device's own: nothing is copied"
+        return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise StateError(
+            "An optimizer whose states are in a tier cannot be copied or pickled.",
+            tier=self.tier,
+            why="its states are in a file, or in memory, of this process",
+            fix="save optimizer.state_dict(); load it into zf.streamed(AdamW(model.parameters()), tier)",
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, as on the optimizer inside, and makes room for its states."""
+        self.inner.add_param_group(param_group)
+        self._plan_for_new()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All states and groups in the format of the optimizer inside, read into memory of their own.
+
+        Raises:
+            StateError: A step has failed half-way.
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        self._require_whole("state_dict")
+        with replaced(self.inner, self.param_groups, self._joined()):
+            return self.inner.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over states and groups, as on the optimizer inside. Mends an optimizer whose step failed.
+
+        Raises:
+            CheckpointError: A state does not fit its parameter.
+            TierError: The tier has no room.
+            StorageError: The disk failed.
+        """
+        self._torn = "states could not be loaded"
+        self.inner.load_state_dict(state_dict)
+        self._begin()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the optimizer inside, chunk by chunk.
+
+        Args:
+            closure: Evaluated first, with gradients enabled; its value is returned.
+
+        Raises:
+            StorageError: The disk failed on this rank or another, or does not hold what was written to it.
+            StateError: An earlier step failed half-way.
+            PlacementError: A gradient is sparse or does not rest as its parameter does.
+        """
+        self._require_whole("step")
+        require_elementwise(self.inner)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._plan_for_new()
+        self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
+        parameters = self._all_parameters()
+        try:
+            everywhere(parameters, self._step_chunks, "A step of a streamed optimizer")
+        except Exception:
+            if is_shared(parameters):
+                self._torn = self._torn or "it failed on one rank, and others have stepped"
+            raise
+        return loss
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _step_chunks(self) -> None:
+        stepped = _Stepped(self)
+        chunks = [
+            chunk for chunk in self._chunks if any(self._known[c.piece.parameter].grad is not None for c in chunk.cuts)
+        ]
+        for chunk in chunks:
+            self._require_as_planned(chunk)
+        try:
+            each_chunk(self._store, chunks, stepped.step)
+        except BaseException:
+            if stepped.count:
+                self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
+            raise
+        stepped.finish()
+
+    def _require_as_planned(self, chunk: Chunk) -> None:
+        for cut in chunk.cuts:
+            parameter = self._known[cut.piece.parameter]
+            local, grad = local_of(parameter), parameter.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise PlacementError(
+                    "Sparse gradients cannot be streamed.",
+                    parameter=_name(parameter),
+                    fix="compute it with sparse=False: F.embedding(tokens, weight)",
+                )
+            if isinstance(parameter, DTensor) and (
+                not isinstance(grad, DTensor) or grad.placements != parameter.placements
+            ):
+                raise PlacementError(
+                    "A gradient does not rest as its parameter does.",
+                    parameter=_name(parameter),
+                    gradient=grad.placements if isinstance(grad, DTensor) else "a plain tensor",
+                    fix="let backward compute it, or distribute_tensor(grad, p.device_mesh, p.placements)",
+                )
+            shape = tuple(local.shape) if cut.piece.is_whole else None
+            whole = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
+            if (local.numel(), local.dtype) != whole or (shape is not None and shape != cut.shape):
+                raise StateError(
+                    "A parameter has changed since its optimizer was streamed.",
+                    parameter=_name(parameter),
+                    expected=f"{whole[0]} elements of {str(whole[1]).removeprefix('torch.')} on this rank",
+                    why="its states have the shape and dtype it had; nothing was updated",
+                    fix="cast or replace parameters before the optimizer is built",
+                )
+
+    def _require_whole(self, verb: str) -> None:
+        if self._torn is not None:
+            raise StateError(
+                f"{verb} of an optimizer whose step failed half-way.",
+                failed=self._torn,
+                why="some parameters are one step ahead of the others",
+                fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
+            )
+
+    # -- where everything is --------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Makes room for all parameters, and moves the states that the optimizer inside has.
+
+        It keeps them until all ranks have theirs in the tier.
+        """
+        prepared: list[tuple[Store, list[Chunk], list[Tensor]]] = []
+        everywhere(
+            self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
+        )
+        self._store, self._chunks, self._known = prepared[0]
+        self._numels = [local_of(parameter).numel() for parameter in self._known]
+        self._dtypes = [parameter.dtype for parameter in self._known]
+        self.inner.state = defaultdict(dict)
+        self._torn = None
+
+    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
+        """A store with a copy of all states, the chunks in it, and their parameters."""
+        store = store_of(self.tier, f"states of {type(self.inner).__name__}")
+        chunks, known = self._planned(self._all_parameters(), 0)
+        for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
+            chunk.place = place
+        states = {parameter: states for parameter, states in self.inner.state.items() if states}
+        filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
+
+        def fill(chunk: Chunk, buffer: Tensor) -> None:
+            for cut in chunk.cuts:
+                parameter = known[cut.piece.parameter]
+                if parameter in states:
+                    cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
+
+        each_chunk(store, filled, fill)
+        return store, chunks, known
+
+    def _plan_for_new(self) -> None:
+        """Makes room for parameters that were added to a group since."""
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if count == len(self._known):
+            return
+        known = {id(parameter) for parameter in self._known}
+        new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
+        chunks, parameters = self._planned(new, len(self._known))
+        for chunk, place in zip(chunks, self._store.reserve([c.nbytes for c in chunks]), strict=True):
+            chunk.place = place
+        self._chunks += chunks
+        self._known += parameters
+        self._numels += [local_of(parameter).numel() for parameter in parameters]
+        self._dtypes += [parameter.dtype for parameter in parameters]
+
+    def _planned(self, parameters: list[Tensor], first: int) -> tuple[list[Chunk], list[Tensor]]:
+        """Chunks for these parameters, which get the numbers from `first` on."""
+        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
+        groups = [group_of[id(parameter)] for parameter in parameters]
+        locals_ = [local_of(parameter) for parameter in parameters]
+        schemas = self._schemas(parameters, groups, locals_)
+        packed = chunks_of(
+            [local.numel() for local in locals_],
+            [local.device for local in locals_],
+            lambda number, numel: states_nbytes(schemas[number], numel),
+            self._buffer_nbytes,
+        )
+        chunks = []
+        for pieces in packed:
+            cuts, nbytes = [], 0
+            for piece in pieces:
+                number = piece.parameter
+                if not piece.is_whole:
+                    self._require_cuttable(parameters[number], locals_[number])
+                numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
+                cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
+                nbytes += states_nbytes(schemas[number], piece.numel)
+            chunks.append(Chunk(cuts, nbytes, locals_[pieces[0].parameter].device))
+        return chunks, parameters
+
+    def _schemas(self, parameters: list[Tensor], groups: list[int], locals_: list[Tensor]) -> list[Schema]:
+        """The states of each parameter: those that one like it has, else those that a first step would make."""
+        kinds = [(group, local.dtype, local.device) for group, local in zip(groups, locals_, strict=True)]
+        ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
+        found: dict[object, Schema] = {}
+        for kind, parameter in zip(kinds, parameters, strict=True):
+            schema = schema_of_states(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
+            if parameter.numel() > 1 and len(schema) > len(found.get(kind, ())):
+                found[kind] = schema
+        for kind in kinds:
+            if kind not in found:
+                group, dtype, device = kind
+                found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device, ndims[kind])
+        return [found[kind] for kind in kinds]
+
+    def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:
+        if looks_at_whole_tensors(type(self.inner)) or not is_dense(local):
+            raise PlacementError(
+                f"The states of {_name(parameter)} do not fit a buffer, and cannot be cut.",
+                optimizer=type(self.inner).__name__,
+                why="it looks at whole matrices or tensors" if is_dense(local) else "its elements have gaps in memory",
+                fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
+            )
+
+    def _all_parameters(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def _cuts(self) -> Iterator[Cut]:
+        for chunk in self._chunks:
+            yield from chunk.cuts
+
+    def _joined(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """The states of whole parameters, in memory of their own."""
+        joined: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+
+        def join(chunk: Chunk, buffer: Tensor) -> None:
+            for cut in chunk.cuts:
+                parameter = self._known[cut.piece.parameter]
+                for name, value in cut.states(buffer).items():
+                    _join(joined[parameter], name, value, parameter, cut)
+
+        each_chunk(self._store, [c for c in self._chunks if c.is_stored], join, writes=False)
+        return joined
+
+
+class _Stepped:
+    """One step under way.
+
+    Attributes:
+        count: Chunks whose parameters were, at least in part, updated.
+    """
+
+    def __init__(self, optimizer: Streamed) -> None:
+        self.count = 0
+        self._inner = optimizer.inner
+        self._known = optimizer._known
+        self._groups = optimizer.param_groups  # every chunk begins with what is there now
+        self._scalars = _scalars(vars(optimizer.inner))
+        self._after: dict[int, dict[str, Any]] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def step(self, chunk: Chunk, buffer: Tensor) -> None:
+        """Steps the parameters of one chunk."""
+        self.count += 1
+        states = buffer if chunk.device.type == "cpu" else buffer.to(chunk.device)
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        pairs = []
+        for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
+            stand_ins = []
+            for cut in cuts:
+                parameter = self._known[cut.piece.parameter]
+                if parameter.grad is None:
+                    continue
+                stand_in = cut.stand_in(
+                    local_of(parameter), self._grad(parameter, cut), requires_grad=parameter.requires_grad
+                )
+                own = cut.states(states)
+                if own:
+                    state[stand_in] = own
+                stand_ins.append(stand_in)
+                pairs.append((cut, stand_in))
+            if stand_ins:
+                groups.append({**self._groups[number], "params": stand_ins})
+                self._after[number] = groups[-1]
+        vars(self._inner).update(self._scalars)
+        with replaced(self._inner, groups, state):
+            raw_step(self._inner)
+        for cut, stand_in in pairs:
+            cut.keep(states, state.get(stand_in, {}))
+        if states is not buffer:
+            buffer.copy_(states)
+
+    def finish(self) -> None:
+        """Takes over what the optimizer wrote into its groups."""
+        for number, after in self._after.items():
+            own = self._groups[number]
+            own.update({name: value for name, value in after.items() if name != "params"})
+
+    def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
+        assert parameter.grad is not None
+        grad, local = local_of(parameter.grad), local_of(parameter)
+        if cut.piece.is_whole or grad.stride() == local.stride():
+            return grad
+        number = cut.piece.parameter
+        if number not in self._grads:  # the gradient lies in another order: once for all pieces
+            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
+            self._grads = {number: laid.copy_(grad)}
+        return self._grads[number]
+
+
+def _scalars(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, int | float)}
+
+
+def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: Cut) -> Iterator[tuple[str, Any]]:
+    """The states of a piece, cut from those of its parameter."""
+    local = local_of(parameter)
+    for name, value in states.items():
+        if not isinstance(value, Tensor):
+            yield name, value
+            continue
+        own = local_of(value)
+        if own.shape != local.shape or (name not in cut.fields and own.numel() <= 1):
+            if name in cut.fields:
+                raise CheckpointError(
+                    f"The state {name!r} does not fit its parameter.",
+                    parameter=f"{_name(parameter)}, {list(local.shape)} of it on this rank",
+                    state=list(own.shape),
+                    fix="load states that were saved with this layout, or through torch.distributed.checkpoint",
+                )
+            yield name, own.clone()
+            continue
+        if not cut.piece.is_whole and own.stride() != local.stride():
+            own = torch.empty_strided(local.shape, local.stride(), dtype=own.dtype, device=own.device).copy_(own)
+        yield name, cut.of(own)
+
+
+def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: Cut) -> None:
+    """Puts the state of a piece where it belongs in that of its parameter."""
+    local = local_of(parameter)
+    if not isinstance(value, Tensor):
+        states[name] = value
+    elif value.shape != cut.shape or (name not in cut.fields and local.numel() <= 1):
+        states[name] = value.clone()
+    else:
+        if name not in states:
+            whole = torch.empty_strided(
+                local.shape, cut.stride if cut.piece.is_whole else local.stride(), dtype=value.dtype
+            )
+            whole = whole.to(local.device)
+            states[name] = (
+                resting_tensor(whole, _spec(parameter, value.dtype)) if isinstance(parameter, DTensor) else whole
+            )
+        cut.of(local_of(states[name])).copy_(value)
+
+
+def _spec(parameter: DTensor, dtype: torch.dtype) -> Any:
+    spec = parameter._spec
+    if dtype == parameter.dtype:
+        return spec
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    assert spec.tensor_meta is not None
+    return DTensorSpec(
+        spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype)
+    )
+
+
+def _name(parameter: Tensor) -> str:
+    slot = slot_of(parameter)
+    return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"

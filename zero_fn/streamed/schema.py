@@ -1,0 +1,82 @@
+"""Which states an optimizer keeps per element, found out by stepping a parameter of seven elements."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.errors import PlacementError
+
+__all__ = ["Schema", "raw_step", "replaced", "schema_of", "schema_of_states"]
+
+Schema = tuple[tuple[str, torch.dtype], ...]
+"""Names and dtypes of the states that have an element for each element of the parameter."""
+
+_NUMEL = 7
+
+
+@contextmanager
+def replaced(optimizer: Any, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Iterator[None]:
+    """Inside, the optimizer has these groups and states; after, its own again."""
+    own = optimizer.param_groups, optimizer.state
+    optimizer.param_groups, optimizer.state = groups, state
+    try:
+        yield
+    finally:
+        optimizer.param_groups, optimizer.state = own
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """Steps without the hooks of optimizers, which are for steps of the user."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+def schema_of(
+    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device, ndim: int
+) -> Schema:
+    """The states that a first step in this group makes for a parameter of this dtype, with so many dims.
+
+    Raises:
+        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
+    """
+    probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
+    probe.grad = torch.zeros_like(probe)
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    try:
+        with replaced(optimizer, [{**group, "params": [probe]}], state), torch.no_grad():
+            raw_step(optimizer)
+    except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
+        raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
+    finally:
+        vars(optimizer).update(scalars)
+    if any(key is not probe for key in state):
+        raise _refusal(optimizer, "it keeps states that belong to no parameter")
+    return schema_of_states(state[probe], probe)
+
+
+def schema_of_states(states: Mapping[str, Any], parameter: Tensor) -> Schema:
+    """The states of a parameter that have its shape."""
+    return tuple(
+        (name, value.dtype)
+        for name, value in states.items()
+        if isinstance(value, Tensor) and value.shape == parameter.shape and name != "step"
+    )
+
+
+def _refusal(optimizer: Optimizer, why: str) -> PlacementError:
+    return PlacementError(
+        f"The states of {type(optimizer).__name__} cannot be streamed.",
+        optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        why=why,
+        fix="stream an optimizer that treats every element alone (AdamW, Adam, SGD, Adagrad, ...)",
+    )

@@ -1,0 +1,276 @@
+"""A model and its optimizer leave memory for a while, and come back to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero_fn.chunks import Piece, chunks_of
+from zero_fn.errors import StateError
+from zero_fn.resting import local_of, resting_tensor, set_local
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.everywhere import everywhere
+from zero_fn.streamed.chunk import is_dense
+from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.store import Store, store_of
+from zero_fn.tiers import Cpu, Tier, bytes_text
+
+__all__ = ["Evicted", "evict"]
+
+_BUFFER_NBYTES = 32 << 20
+_ALIGNMENT_NBYTES = 64
+
+_absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
+
+
+def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) -> Evicted:
+    """Moves parameters, gradients and optimizer states to a tier, and frees their memory until they are restored.
+
+        evicted = zf.evict(model, optimizer, to=zf.nvme("/local_nvme"))
+        rollouts = generate()                   # another model has the memory
+        evicted.restore()
+
+    Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and
+    state dicts raise. Buffers of modules stay. A streamed optimizer keeps its states where they are. To `zf.cpu()` from
+    a model that rests in the memory of the host nothing is moved, because that is where it is.
+
+    Communicates a byte per rank, by which all ranks learn that one has failed. All ranks call it together.
+
+    Args:
+        module: Any module, transformed or not.
+        optimizer: The optimizer over its parameters, if there is one.
+        to: `zf.nvme(path)` or `zf.cpu()`.
+
+    Returns:
+        What brings everything back: `restore()`.
+
+    Raises:
+        StateError: The module is running, accumulating, inside `unsharded`, or evicted already.
+        TierError: The tier is too small. Nothing was moved.
+        StorageError: The path takes no files, or the disk failed. Nothing was moved.
+    """
+    _require_idle(module)
+    return Evicted(module, optimizer, to)
+
+
+@dataclass(slots=True)
+class _Parcel:
+    """Some of the bytes of all tensors, that rest as one."""
+
+    pieces: tuple[Piece, ...]
+    nbytes: int
+    place: int = 0
+    is_stored: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What a tensor was like."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+class Evicted:
+    """A model and an optimizer that are out of memory; made by `evict`. Printed, it says where they are."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer | None, tier: Tier) -> None:
+        self._module, self._optimizer, self._tier = module, optimizer, tier
+        self._parameters = [parameter for parameter in module.parameters() if parameter.device.type != "meta"]
+        self._units = units_of(module)
+        for unit in self._units:
+            unit.readopt()
+        self._grads = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._states = list(_states_of(optimizer))
+        self._hooks: list[Any] = []
+        self._stays = isinstance(tier, Cpu) and all(p.device.type == "cpu" for p in self._parameters)
+        self._store: Store | None = None
+        self._parcels: list[_Parcel] = []
+        self._forms: list[_Form] = []
+        if not self._stays:
+            everywhere(self._parameters, self._put, "Evicting a model")
+            self._release()
+        self._guard()
+
+    def __str__(self) -> str:
+        if self._store is None:
+            return "in memory of the host, the device's own: nothing was moved" if self._stays else "restored"
+        return f"{bytes_text(sum(parcel.nbytes for parcel in self._parcels))} evicted, {self._store}"
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Brings everything back to where it was, and frees the room in the tier. May be called once.
+
+        Raises:
+            StateError: It was restored already.
+            StorageError: The disk failed, or does not hold what was written to it: on every rank. It stays evicted.
+        """
+        if not self._hooks:
+            raise StateError(
+                "The model was restored already.",
+                fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
+            )
+        if not self._stays:
+            tensors: list[Tensor] = []
+            everywhere(self._parameters, lambda: tensors.extend(self._fetched()), "Restoring a model")
+            self._return(tensors)
+        for hook in self._hooks:
+            hook.remove()
+        for module in self._module.modules():
+            _absent.discard(module)
+        self._hooks, self._store, self._grads, self._states = [], None, [], []
+
+    # -- to the tier ----------------------------------------------------------------------------------------------
+
+    def _sources(self) -> list[Tensor]:
+        return [
+            *(local_of(parameter) for parameter in self._parameters),
+            *(local_of(grad) for _, grad in self._grads),
+            *(local_of(states[name]) for states, name in self._states),
+        ]
+
+    def _put(self) -> None:
+        flats = []
+        for source in self._sources():
+            dense = source if is_dense(source) else source.contiguous()
+            self._forms.append(_Form(tuple(dense.shape), tuple(dense.stride()), dense.dtype, dense.device))
+            flats.append(_bytes_of(dense))
+        store = store_of(self._tier, "evicted tensors")
+        packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
+        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
+        places = store.reserve([parcel.nbytes for parcel in self._parcels])
+        for parcel, place in zip(self._parcels, places, strict=True):
+            parcel.place = place
+
+        def fill(parcel: _Parcel, buffer: Tensor) -> None:
+            for room, piece in _rooms(parcel, buffer):
+                room.copy_(flats[piece.parameter][piece.start : piece.stop])
+
+        each_chunk(store, self._parcels, fill)
+        self._store = store
+
+    def _release(self) -> None:
+        for parameter, grad in self._grads:
+            parameter.grad = None
+            del grad
+        self._grads = [(parameter, _form_only(grad)) for parameter, grad in self._grads]
+        for states, name in self._states:
+            states[name] = _form_only(states[name])
+        for parameter in self._parameters:
+            local = local_of(parameter)
+            if isinstance(parameter, DTensor):
+                set_local(parameter, torch.empty_like(local, device="meta"))
+            else:
+                set_local(parameter, local.new_empty(0))
+        for unit in self._units:
+            unit.vacate()
+
+    # -- and back -------------------------------------------------------------------------------------------------
+
+    def _fetched(self) -> list[Tensor]:
+        assert self._store is not None
+        tensors = [form.empty() for form in self._forms]
+        flats = [_bytes_of(tensor) for tensor in tensors]
+
+        def take(parcel: _Parcel, buffer: Tensor) -> None:
+            for room, piece in _rooms(parcel, buffer):
+                flats[piece.parameter][piece.start : piece.stop].copy_(room)
+
+        each_chunk(self._store, self._parcels, take, writes=False)
+        return tensors
+
+    def _return(self, tensors: list[Tensor]) -> None:
+        found = iter(tensors)
+        for parameter in self._parameters:
+            set_local(parameter, next(found))
+        for unit in self._units:
+            unit.move_in_again()
+        for parameter, grad in self._grads:
+            parameter.grad = _filled(grad, next(found))
+        for states, name in self._states:
+            states[name] = _filled(states[name], next(found))
+
+    def _guard(self) -> None:
+        def refuse(*_: object) -> None:
+            raise StateError(
+                "The model is evicted: its parameters are not in memory.",
+                where=str(self),
+                fix="evicted.restore(), where evicted = zf.evict(model, optimizer, to=...)",
+            )
+
+        for module in self._module.modules():
+            _absent.add(module)
+            self._hooks.append(module.register_forward_pre_hook(refuse, prepend=True))
+            self._hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+            self._hooks.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
+        if self._optimizer is not None:
+            self._hooks.append(self._optimizer.register_step_pre_hook(refuse))
+            self._hooks.append(self._optimizer.register_state_dict_pre_hook(refuse))
+            self._hooks.append(self._optimizer.register_load_state_dict_pre_hook(refuse))
+
+
+def _require_idle(module: nn.Module) -> None:
+    if any(part in _absent for part in module.modules()):
+        raise StateError(
+            "The model is evicted already.",
+            module=type(module).__name__,
+            fix="evict it once, and bring it back with restore() of what evict() returned",
+        )
+    for unit in units_of(module):
+        unit.step.recover()
+        if unit.open or unit.pinned is not None or unit.leaves is not None or unit.has_pending():
+            raise StateError(
+                "evict() was called while a unit is in use.",
+                unit=unit.name or "root",
+                fix="evict between steps, outside forward, accumulate() and unsharded()",
+            )
+
+
+def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the states of an optimizer are that are worth moving: those with more than one element."""
+    if optimizer is not None:
+        for states in optimizer.state.values():
+            for name, value in states.items():
+                if isinstance(value, Tensor) and value.numel() > 1:
+                    yield states, name
+
+
+def _form_only(tensor: Tensor) -> Tensor:
+    """A tensor without memory in place of another."""
+    if isinstance(tensor, DTensor):
+        return resting_tensor(torch.empty_like(tensor._local_tensor, device="meta"), tensor._spec)
+    return torch.empty_like(tensor, device="meta")
+
+
+def _filled(form: Tensor, values: Tensor) -> Tensor:
+    return resting_tensor(values, form._spec) if isinstance(form, DTensor) else values
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a dense tensor, as bytes."""
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
+
+
+def _padded(_: int, nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+def _rooms(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Piece]]:
+    """The part of a buffer for each piece."""
+    offset = 0
+    for piece in parcel.pieces:
+        yield buffer[offset : offset + piece.numel], piece
+        offset += _padded(0, piece.numel)
