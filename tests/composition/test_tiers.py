@@ -1,0 +1,57 @@
+"""Tiers below several axes: states that stream, and models that leave memory, on meshes of two axes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.composition.grids import Decoder, grid, loss_of, parallelized
+from tests.ranks import Ranks
+
+COMPOSITIONS = ("tp", "hybrid", "hpz")
+
+
+def _build(composition: str) -> tuple[Any, int]:
+    torch.manual_seed(0)
+    if composition == "tp":
+        mesh = grid("dp", "tp")
+        return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
+    mesh = grid("outer", "inner")
+    if composition == "hybrid":
+        return zf.hybrid(Decoder(), mesh), torch.distributed.get_rank()
+    return zf.shard_grads(zf.shard_params(Decoder(), mesh["inner"]), mesh["outer"]), torch.distributed.get_rank()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def _alike(composition: str, path: str) -> list[str]:
+    """Where training with states on a disk, and an absence in between, differs from training without."""
+    given = []
+    for is_away in (False, True):
+        model, row = _build(composition)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+        if is_away:
+            optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="64KiB")
+        for step in range(3):
+            loss_of(model, step, row).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_away and step == 1:
+                zf.evict(model, optimizer, to=zf.nvme(path)).restore()
+        given.append({name: _local(parameter) for name, parameter in model.named_parameters()})
+    one, other = given
+    return [name for name, values in one.items() if not torch.equal(values, other[name])]
+
+
+@pytest.mark.parametrize("composition", COMPOSITIONS)
+def test_tiers_change_no_bit_on_two_axes(ranks: Ranks, composition: str, tmp_path: Path) -> None:
+    assert ranks(4).run(_alike, composition, str(tmp_path)) == [[]] * 4
