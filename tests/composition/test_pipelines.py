@@ -9,13 +9,17 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -46,6 +50,7 @@ SEVERAL = {
     "DualPipeV": ScheduleDualPipeV,
 }
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, as parts of a pipeline need it
 
 
 class Block(nn.Module):
@@ -144,3 +149,74 @@ def _differences(schedule: str, stage: str) -> list[str]:
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_schedules_train_as_with_plain_stages(ranks: Ranks, schedule: str, stage: str) -> None:
     assert ranks(4).run(_differences, schedule, stage) == [[]] * 4
+
+
+def _in_bfloat16(schedule: str) -> list[str]:
+    """Where stages differ that compute in bfloat16 below float32 at rest, clipped, after two steps."""
+    mesh = grid("pp", "dp")
+    given = []
+    for stage in ("zero1", "zero2", "zero3"):
+        chunks = {
+            index: zf.precision(STAGES[stage](module, mesh["dp"]), compute=torch.bfloat16, output=torch.float32)
+            for index, module in _chunks(schedule, mesh).items()
+        }
+        parameters = [p for module in chunks.values() for p in module.parameters()]
+        optimizer = torch.optim.AdamW(parameters, lr=0.01)
+        for number in range(2):
+            _step(schedule, mesh, chunks, partial(zf.accumulate, *chunks.values(), unshard=True), number)
+            assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parameters)
+            nn.utils.clip_grad_norm_(parameters, 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        given.append([p.full_tensor() for p in parameters])  # type: ignore[attr-defined]
+    return [
+        str(i)
+        for other in given[1:]
+        for i, pair in enumerate(zip(given[0], other, strict=True))
+        if not torch.equal(*pair)
+    ]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_stages_agree_to_the_bit_in_bfloat16(ranks: Ranks, schedule: str) -> None:
+    assert ranks(4).run(_in_bfloat16, schedule) == [[]] * 4
+
+
+def _whole_step(
+    schedule: str, mesh: DeviceMesh, chunks: dict[int, nn.Module], optimizer: torch.optim.Optimizer, number: int
+) -> None:
+    _step(schedule, mesh, chunks, partial(zf.accumulate, *chunks.values(), unshard=True), number)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _reloaded(folder: str) -> list[str]:
+    """What differs a step after parts were saved in stage 3 under one schedule and loaded in stage 1 under another."""
+    mesh = grid("pp", "dp")
+    given: list[dict[str, Tensor]] = []
+    for schedule, stage in (("1F1B", "zero3"), ("GPipe", "zero1")):
+        chunks = {index: STAGES[stage](module, mesh["dp"]) for index, module in _chunks(schedule, mesh).items()}
+        (index,) = chunks
+        whole = nn.ModuleDict({f"part{index}": chunks[index]})
+        optimizer = torch.optim.AdamW(whole.parameters(), lr=0.01)
+
+        if given:
+            with torch.no_grad():
+                for parameter in whole.parameters():
+                    parameter.zero_()
+        else:
+            _whole_step(schedule, mesh, chunks, optimizer, 0)
+        state = dict(zip(("model", "optimizer"), get_state_dict(whole, optimizer, options=FLAT), strict=True))
+        if given:
+            dcp.load(state, checkpoint_id=folder)
+            model_state, states = state["model"], state["optimizer"]
+            set_state_dict(whole, optimizer, model_state_dict=model_state, optim_state_dict=states, options=FLAT)
+        else:
+            dcp.save(state, checkpoint_id=folder)
+        _whole_step(schedule, mesh, chunks, optimizer, 1)
+        given.append({name: p.full_tensor() for name, p in whole.named_parameters()})  # type: ignore[attr-defined]
+    return [name for name, values in given[0].items() if not torch.equal(values, given[1][name])]
+
+
+def test_parts_saved_in_one_stage_go_on_in_another(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(4).run(_reloaded, str(tmp_path)) == [[]] * 4
