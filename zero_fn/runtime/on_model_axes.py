@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from zero_fn.runtime.slot import Slot
 
-__all__ = ["arrived", "in_flight"]
+__all__ = ["arrived", "in_flight", "local_gradient"]
 
 
 def in_flight(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -38,6 +38,13 @@ def arrived(grad: Tensor | None) -> Tensor | None:
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
 
 
+def local_gradient(grad: DTensor, spec: DTensorSpec) -> Tensor | None:
+    """This rank's part of the gradient of a parameter that was placed as `spec` says."""
+    if grad.placements != spec.placements:
+        grad = grad.redistribute(placements=spec.placements)
+    return arrived(grad.to_local())
+
+
 class _OnModelAxes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, spec: DTensorSpec) -> Tensor:
@@ -46,8 +53,5 @@ class _OnModelAxes(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
-        spec: DTensorSpec = ctx.spec
         assert isinstance(grad, DTensor), "the gradient of a placed parameter is a DTensor"
-        if grad.placements != spec.placements:
-            grad = grad.redistribute(placements=spec.placements)
-        return arrived(grad.to_local()), None
+        return local_gradient(grad, ctx.spec), None

@@ -10,13 +10,13 @@ gradients are summed in the dtype at rest, whoever sums them.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from zero_fn.resting import on_spec
-from zero_fn.runtime.on_model_axes import arrived
+from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.wholes import register_resting, register_wholes
 
 __all__ = ["begin_whole_step", "cast_leaves", "end_whole_step"]
 
@@ -30,18 +30,13 @@ def begin_whole_step(units: list[Unit]) -> None:
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
         if pending is not None:
             pending.wait()
-        unit.leaves = [_leaf(slot, whole) for slot, whole in zip(unit.slots, wholes, strict=True)]
-        for slot, leaf in zip(unit.slots, unit.leaves, strict=True):
-            for place in slot.places:
-                place.register(leaf)
+        unit.leaves = register_wholes(unit, wholes)
 
 
 def end_whole_step(unit: Unit) -> list[Tensor | None]:
     """Registers the resting parameters again. Returns the gradients of this rank, whole."""
     leaves, unit.leaves = unit.leaves or [], None
-    for slot in unit.slots:
-        for place in slot.places:
-            place.register(slot.parameter)
+    register_resting(unit)
     return [_local_gradient(slot, leaf.grad) for slot, leaf in zip(unit.slots, leaves, strict=True)]
 
 
@@ -54,15 +49,8 @@ def cast_leaves(unit: Unit) -> list[Tensor]:
     ]
 
 
-def _leaf(slot: Slot, whole: Tensor) -> nn.Parameter:
-    value = whole if slot.model is None else on_spec(whole, slot.model)
-    return nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
-
-
 def _local_gradient(slot: Slot, grad: Tensor | None) -> Tensor | None:
     if not isinstance(grad, DTensor):
         return grad
     assert slot.model is not None
-    if grad.placements != slot.model.placements:
-        grad = grad.redistribute(placements=slot.model.placements)
-    return arrived(grad.to_local())
+    return local_gradient(grad, slot.model)

@@ -7,7 +7,6 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.assignment import Assignment
 from zero_fn.collectives import transport
 from zero_fn.errors import UnitError
 from zero_fn.guarded import Guarded
@@ -64,5 +63,4 @@ def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceM
             if not isinstance(own, Recomputed):
                 modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links)
 
-    assignment = assignment_of(module).join(Assignment())
-    return substitute(module, assignment, verb="checkpoint_activations", donate=False, prepare=prepare)
+    return substitute(module, assignment_of(module), verb="checkpoint_activations", donate=False, prepare=prepare)

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of, on_spec
+from zero_fn.resting import local_of
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.wholes import register_resting, register_wholes
 
 __all__ = ["refresh", "unsharded"]
 
@@ -57,11 +58,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     for unit in units:
         unit.expire()
         wholes = unit.gather_whole()
-        for slot, whole in zip(unit.slots, wholes, strict=True):
-            value = whole if slot.model is None else on_spec(whole, slot.model)
-            parameter = nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
-            for place in slot.places:
-                place.register(parameter)
+        register_wholes(unit, wholes)
         unit.pinned = wholes
     finished = False
     try:
@@ -86,8 +83,7 @@ def _close(unit: Unit) -> list[Tensor]:
     for slot in unit.slots:
         registered = slot.places[0].registered
         wholes.append(local_of(registered if registered is not None else slot.parameter))
-        for place in slot.places:
-            place.register(slot.parameter)
+    register_resting(unit)
     return wholes
 
 
