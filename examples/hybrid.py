@@ -9,15 +9,15 @@ only, and reducing hierarchically, sends 1/n of the gradients over the slow link
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, Config, next_byte_loss
+from mesh_of_ranks import mesh_of, on_ranks
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 
@@ -43,32 +43,26 @@ Row = tuple[str, int, dict[str, int], dict[str, int], list[float]]
 
 def compare() -> list[Row]:
     """What every rank runs: for each composition the bytes held and sent on this rank, sent as planned, and mean losses."""
-    is_launched = dist.is_initialized()
-    if not is_launched:
-        dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (OUTER, INNER), mesh_dim_names=("outer", "inner"))
-    rows: list[Row] = []
-    for name, compose in COMPOSITIONS.items():
-        torch.manual_seed(0)
-        model = compose(GPT(CONFIG), mesh)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        losses = []
-        for step in range(STEPS):
-            text = torch.randint(0, 256, (2, CONFIG.seq + 1), generator=_seeded(step, dist.get_rank()))
-            with zf.traffic() as sent:
-                loss = next_byte_loss(model, text)
-                torch.autograd.backward(loss)
-            held = zf.held(model, optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-            total = loss.detach().clone()
-            dist.all_reduce(total)
-            losses.append(total.item() / (OUTER * INNER))
-        nbytes = held.parameters + held.gradients + held.optimizer
-        rows.append((name, nbytes, dict(sent.by_axis), dict(zf.plan(model).sent_by_axis), losses))
-    if not is_launched:
-        dist.destroy_process_group()
+    with mesh_of(outer=OUTER, inner=INNER) as mesh:
+        rows: list[Row] = []
+        for name, compose in COMPOSITIONS.items():
+            torch.manual_seed(0)
+            model = compose(GPT(CONFIG), mesh)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            losses = []
+            for step in range(STEPS):
+                text = torch.randint(0, 256, (2, CONFIG.seq + 1), generator=_seeded(step, dist.get_rank()))
+                with zf.traffic() as sent:
+                    loss = next_byte_loss(model, text)
+                    torch.autograd.backward(loss)
+                held = zf.held(model, optimizer)
+                optimizer.step()
+                optimizer.zero_grad()
+                total = loss.detach().clone()
+                dist.all_reduce(total)
+                losses.append(total.item() / (OUTER * INNER))
+            nbytes = held.parameters + held.gradients + held.optimizer
+            rows.append((name, nbytes, dict(sent.by_axis), dict(zf.plan(model).sent_by_axis), losses))
     return rows
 
 
@@ -78,12 +72,9 @@ def _seeded(step: int, rank: int) -> torch.Generator:
 
 def main() -> int:
     """Prints the table; 1 if losses differ, or bytes from the plan."""
-    if "RANK" in os.environ:
-        rows = compare()
-        if os.environ["RANK"] != "0":
-            return 0
-    else:
-        rows = zf.launch(compare, OUTER * INNER)[0]
+    rows = on_ranks({"outer": OUTER, "inner": INNER}, compare)
+    if rows is None:
+        return 0
     print(f"{'composition':<36}{'held':>12}{'sent inside':>13}{'sent outside':>14}{'last loss':>11}")
     for name, nbytes, sent, _, losses in rows:
         print(f"{name:<36}{nbytes:>12,}{sent['inner']:>13,}{sent['outer']:>14,}{losses[-1]:>11.6f}")

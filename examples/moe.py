@@ -18,7 +18,6 @@ Source: top-k routing, Shazeer 2017; capacity and the auxiliary loss, Switch Tra
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -26,8 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mesh_of_ranks import mesh_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import zero_fn as zf
@@ -191,25 +191,19 @@ def train(
     steps: int, stage: int, capacity: float | None, dtype: torch.dtype = torch.float32
 ) -> list[tuple[float, float]]:
     """What every rank runs: loss, mean over all ranks, and norm of the gradients of each step."""
-    is_launched = dist.is_initialized()
-    if not is_launched:
-        dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (DP, EP), mesh_dim_names=("dp", "ep"))
-    model = build(stage, mesh, capacity, dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    seen = []
-    for step in range(steps):
-        loss = model(*batch(step, dist.get_rank()))
-        torch.autograd.backward(loss)
-        norm: Any = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)  # over dense parameters and experts
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        seen.append((total.item() / (DP * EP), norm.full_tensor().item()))
-    if not is_launched:
-        dist.destroy_process_group()
+    with mesh_of(dp=DP, ep=EP) as mesh:
+        model = build(stage, mesh, capacity, dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen = []
+        for step in range(steps):
+            loss = model(*batch(step, dist.get_rank()))
+            torch.autograd.backward(loss)
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)  # over dense parameters and experts
+            optimizer.step()
+            optimizer.zero_grad()
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            seen.append((total.item() / (DP * EP), norm.full_tensor().item()))
     return seen
 
 
@@ -236,12 +230,9 @@ def main() -> int:
     parser.add_argument("--capacity", type=float, help="of an even share of the tokens; left out: none is dropped")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        seen = train(options.steps, options.stage, options.capacity)
-        if os.environ["RANK"] != "0":
-            return 0
-    else:
-        seen = zf.launch(train, DP * EP, options.steps, options.stage, options.capacity)[0]
+    seen = on_ranks({"dp": DP, "ep": EP}, train, options.steps, options.stage, options.capacity)
+    if seen is None:
+        return 0
     alone = train_alone(options.steps, options.capacity)
     print(f"dp {DP} x ep {EP}, ZeRO-{options.stage}, {EXPERTS} experts, the best {TOP} of them for each token")
     print(f"{'step':>5} {'loss':>9} {'one process':>12} {'norm':>9} {'one process':>12}")

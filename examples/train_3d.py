@@ -16,15 +16,15 @@ At the end one process trains the whole model on the whole batches, and the loss
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from mesh_of_ranks import mesh_of, on_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -119,38 +119,32 @@ def clip(parts: dict[int, nn.Module], mesh: DeviceMesh) -> None:
 
 def train(steps: int, stage: int, schedule_name: str) -> list[float]:
     """What every rank runs: the losses of each step, means over the data axis."""
-    is_launched = dist.is_initialized()
-    if not is_launched:
-        dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    mesh = init_device_mesh("cpu", (PP, DP, TP), mesh_dim_names=("pp", "dp", "tp"))
-    parts = build(schedule_name, stage, mesh)
-    optimizer = torch.optim.AdamW([p for part in parts.values() for p in part.parameters()], lr=3e-3)
-    number_of_parts = PP if schedule_name in ONE_PART else 2 * PP
-    stages: Any = [
-        PipelineStage(part, index, number_of_parts, torch.device("cpu"), group=mesh.get_group("pp"))
-        for index, part in parts.items()
-    ]
-    schedule: Any = schedules.get_schedule_class(schedule_name)(
-        stages[0] if schedule_name in ONE_PART else stages, MICROBATCHES, loss_fn=loss_of
-    )
-    has_first, has_last = 0 in parts, number_of_parts - 1 in parts
-    means = []
-    for step in range(steps):
-        tokens, targets = batch(step, mesh["dp"].get_local_rank())
-        losses: list[Tensor] = []
-        with zf.accumulate(*parts.values(), unshard=True):  # one gather and one reduction for each unit and step
-            schedule.step(
-                *([tokens] if has_first else []), **({"target": targets, "losses": losses} if has_last else {})
-            )
-        clip(parts, mesh)
-        optimizer.step()
-        optimizer.zero_grad()
-        total = torch.stack([loss.detach() for loss in losses]).mean() if has_last else torch.zeros(())
-        dist.all_reduce(total)
-        means.append(total.item() / (DP * TP))
-    if not is_launched:
-        dist.destroy_process_group()
+    with mesh_of(pp=PP, dp=DP, tp=TP) as mesh:
+        parts = build(schedule_name, stage, mesh)
+        optimizer = torch.optim.AdamW([p for part in parts.values() for p in part.parameters()], lr=3e-3)
+        number_of_parts = PP if schedule_name in ONE_PART else 2 * PP
+        stages: Any = [
+            PipelineStage(part, index, number_of_parts, torch.device("cpu"), group=mesh.get_group("pp"))
+            for index, part in parts.items()
+        ]
+        schedule: Any = schedules.get_schedule_class(schedule_name)(
+            stages[0] if schedule_name in ONE_PART else stages, MICROBATCHES, loss_fn=loss_of
+        )
+        has_first, has_last = 0 in parts, number_of_parts - 1 in parts
+        means = []
+        for step in range(steps):
+            tokens, targets = batch(step, mesh["dp"].get_local_rank())
+            losses: list[Tensor] = []
+            with zf.accumulate(*parts.values(), unshard=True):  # one gather and one reduction for each unit and step
+                schedule.step(
+                    *([tokens] if has_first else []), **({"target": targets, "losses": losses} if has_last else {})
+                )
+            clip(parts, mesh)
+            optimizer.step()
+            optimizer.zero_grad()
+            total = torch.stack([loss.detach() for loss in losses]).mean() if has_last else torch.zeros(())
+            dist.all_reduce(total)
+            means.append(total.item() / (DP * TP))
     return means
 
 
@@ -177,12 +171,10 @@ def main() -> int:
     parser.add_argument("--schedule", choices=[*ONE_PART, *TWO_PARTS], default="1F1B")
     parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    if "RANK" in os.environ:
-        losses = train(options.steps, options.stage, options.schedule)
-        if os.environ["RANK"] != "0":
-            return 0
-    else:
-        losses = zf.launch(train, PP * DP * TP, options.steps, options.stage, options.schedule)[0]
+    sizes = {"pp": PP, "dp": DP, "tp": TP}
+    losses = on_ranks(sizes, train, options.steps, options.stage, options.schedule)
+    if losses is None:
+        return 0
     alone = train_alone(options.steps)
     print(f"pp {PP} x dp {DP} x tp {TP}, ZeRO-{options.stage}, {options.schedule}")
     print(f"{'step':>5} {'this':>9} {'one process':>12}")
