@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -33,10 +32,9 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV
 
 import zero_fn as zf
-from tests.composition.grids import grid
+from tests.composition.grids import averaging, grid
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks
-from tests.reference import mean_in_rank_order
 from zero_fn.runtime.entry import units_of
 
 WIDTH = 6
@@ -101,15 +99,6 @@ def _step(
     return losses
 
 
-def _averaged(module: nn.Module, mesh: DeviceMesh) -> None:
-    group = mesh.get_group("dp")
-    for parameter in module.parameters():
-        assert parameter.grad is not None
-        addends = [torch.empty_like(parameter.grad) for _ in range(2)]
-        dist.all_gather(addends, parameter.grad, group=group)
-        parameter.grad = mean_in_rank_order(addends, parameter.grad.dtype)
-
-
 def _differences(schedule: str, stage: str) -> list[str]:
     mesh = grid("pp", "dp")
     plain = _chunks(schedule, mesh)
@@ -121,7 +110,7 @@ def _differences(schedule: str, stage: str) -> list[str]:
     for number in range(2):
         expected = _step(schedule, mesh, plain, nullcontext, number)
         for module in plain.values():
-            _averaged(module, mesh)
+            averaging(mesh["dp"])(module)
         with zf.traffic() as sent:
             losses = _step(schedule, mesh, chunks, lambda: zf.accumulate(*chunks.values(), unshard=True), number)
         units = sum(bool(unit.slots) for module in chunks.values() for unit in units_of(module))

@@ -83,6 +83,17 @@ def test_every_pair_of_stages_is_bitwise_replicas_and_as_planned(ranks: Ranks, i
     assert ranks(4).run(_pairs_are_replicas, inner) == [[]] * 4
 
 
+def _stepped(
+    model: nn.Module, optimizer: torch.optim.Optimizer, number: int, rank: int
+) -> tuple[zf.Sent, dict[str, Tensor | None]]:
+    """A step: what its backward sent and its parameters as they rest after it."""
+    with zf.traffic() as sent:
+        loss_of(model, number, rank).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return sent, {name: kept(parameter) for name, parameter in model.named_parameters()}
+
+
 def _with_collectives_of_the_backend() -> list[str]:
     expected = _replicas("inner", "outer")
     rank = dist.get_rank()
@@ -93,11 +104,7 @@ def _with_collectives_of_the_backend() -> list[str]:
             model = _over(inner, outer)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             for number in range(2):
-                with zf.traffic() as sent:
-                    loss_of(model, number, rank).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                found = {name: kept(parameter) for name, parameter in model.named_parameters()}
+                sent, found = _stepped(model, optimizer, number, rank)
                 wanted = {name: expected[number][name] for name in found}
                 lines += [f"{inner}, {outer}, step {number}: {name}" for name in differing(wanted, found)]
             if dict(sent.by_axis) != zf.plan(model).sent_by_axis:
@@ -166,11 +173,7 @@ def _in_bf16() -> list[str]:
         model = zf.precision(_over(inner, outer), compute=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for number in range(2):
-            with zf.traffic() as sent:
-                loss_of(model, number, rank).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found = {name: kept(parameter) for name, parameter in model.named_parameters()}
+            sent, found = _stepped(model, optimizer, number, rank)
             lines += [f"{inner}, {outer}, step {number}: {name}" for name in differing(expected[number], found)]
         planned = zf.plan(model)
         if dict(sent.by_axis) != planned.sent_by_axis:
