@@ -66,9 +66,13 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    storages = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        # On meta every storage has address 0 and none has bytes.
-        storages[storage._cdata if tensor.is_meta else storage.data_ptr()] = 0 if tensor.is_meta else storage.nbytes()
-    return sum(storages.values())
+    """Bytes of the memory behind tensors. Storages may overlap: one may be a range of another."""
+    ranges = sorted(
+        (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+        for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
+    )
+    total = reached = 0
+    for start, end in ranges:
+        total += max(end - max(start, reached), 0)
+        reached = max(reached, end)
+    return total

@@ -27,8 +27,15 @@ from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import is_transforming, outside_transforms
-from zero_fn.runtime.uncompiled import left_alone, uncompiled
+from zero_fn.runtime.uncompiled import left_alone, traced_inside, uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.whole_graph import (
+    is_in_whole_graph,
+    is_wanted_whole,
+    show_resting,
+    show_whole,
+    with_own_code,
+)
 from zero_fn.runtime.whole_step import cast_leaves
 
 __all__ = ["Entry", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
@@ -59,6 +66,7 @@ class Entry:
         self.own: Callable[..., Any] | None = module.__dict__.get(attribute)
         self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        self._graph: Callable[..., Any] | None = None
         module.__dict__[attribute] = self
         self._is_hidden = is_inner and self.own is None
         if self._is_hidden:
@@ -88,8 +96,19 @@ class Entry:
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__wrapped__.__doc__
 
-    @left_alone
+    @traced_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            if is_in_whole_graph():
+                return self._trace(*args, **kwargs)
+        elif is_wanted_whole():
+            if self._graph is None:
+                self._graph = with_own_code(Entry._trace)
+            return self._graph(self, *args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    @left_alone
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
         if unit.leaves is not None:
             return self._call_with_leaves(*args, **kwargs)
@@ -145,6 +164,29 @@ class Entry:
             unit.open -= 1
             unit.unshadow()
 
+    def _trace(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward as a part of one graph. (whole_graph.py)"""
+        unit = self.unit
+        if unit.open:
+            return self._own(*args, **kwargs)
+        shown = show_whole(unit)
+        unit.open += 1
+        try:
+            if self.input_dtype is not None:
+                args, kwargs = _cast_floating((args, kwargs), self.input_dtype)
+            output = self._own(*args, **kwargs)
+            return output if self.output_dtype is None else _cast_floating(output, self.output_dtype)
+        finally:
+            unit.open -= 1
+            show_resting(shown)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own method, in words that the compiler can trace."""
+        if self.own is not None:
+            return self.own(*args, **kwargs)
+        module = self.module
+        return getattr(type(module), self.attribute)(module, *args, **kwargs)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         module = copy.deepcopy(self.module, memo)
         twin = object.__new__(Entry)
@@ -153,6 +195,7 @@ class Entry:
         twin.attribute = self.attribute
         twin.own = copy.deepcopy(self.own, memo)
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
+        twin._graph = None
         twin.unit = copy.deepcopy(self.unit, memo)
         twin._is_hidden = self._is_hidden
         if twin._is_hidden:
@@ -235,6 +278,10 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
 
 @uncompiled
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    return _cast_floating(tree, dtype)
+
+
+def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
         [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec

@@ -18,7 +18,7 @@ from zero_fn.grid import Cut, Grid, local_part
 from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, spec_on
+from zero_fn.resting import local_of, set_local, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 
 if TYPE_CHECKING:
@@ -257,6 +257,21 @@ class Slot:
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
         note_slot(parameter, self)
+
+    def give_storage(self) -> None:
+        """Puts the resting parameter on a storage of its own, which is its range of the one it lies in.
+
+        The compiler takes a DTensor and its local tensor for tensors of one storage offset.
+        """
+        offset = self.local.storage_offset()
+        if offset and isinstance(self.parameter, DTensor):
+            nbytes = self.dtype.itemsize
+            storage = self.local.untyped_storage()[offset * nbytes : (offset + self.local_numel) * nbytes]
+            with torch.inference_mode(False), torch.no_grad():
+                alias = torch.empty(0, dtype=self.dtype, device=self.local.device)
+                alias.set_(storage, 0, self.local_shape, self.local_stride)
+            set_local(self.parameter, alias)
+            self.local = alias
 
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""

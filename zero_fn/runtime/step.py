@@ -74,6 +74,7 @@ class Step:
         assignment: What was asked of the module.
         units: Weak references to its units, by index.
         accumulating: Depth of open `accumulate` blocks.
+        has_agreed: Whether ranks compared layouts and values, since the transform or since values were loaded.
     """
 
     def __init__(self, transport: Links, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
@@ -82,7 +83,7 @@ class Step:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
-        self._has_agreed = False
+        self.has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
         self._forward: ForwardPass | None = None
@@ -185,15 +186,20 @@ class Step:
                 other.expire()
             other.readopt()
             is_swapped |= bool(other.swapped)
-        if not self._has_agreed:
+        if not self.has_agreed:
             self._agree()
         if self.buffers.is_active and not is_swapped:
             self._broadcast_buffers()
         return is_swapped
 
+    def prepare_graph(self) -> None:
+        """Before a forward is traced as one graph: as `prepare`, which a forward around it has done already."""
+        if self._forward is None:
+            self.prepare()
+
     def _agree(self) -> None:
         """Compares layout and initial values over ranks, once, and again after loading."""
-        self._has_agreed = True
+        self.has_agreed = True
         if self.assignment.axis is None:
             return
         slots = [(unit, slot) for unit in self.live_units() for slot in unit.slots]
@@ -480,7 +486,7 @@ class Step:
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
-        self._has_agreed, self._is_fresh = False, True
+        self.has_agreed, self._is_fresh = False, True
 
     # -- ends and errors --------------------------------------------------------------------------------------------
 

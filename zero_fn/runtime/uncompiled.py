@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-__all__ = ["left_alone", "uncompiled"]
+__all__ = ["left_alone", "traced_inside", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -28,6 +28,13 @@ def uncompiled(function: F) -> F:
 def left_alone(function: F) -> F:
     """The same function, which is neither traced nor compiled; what it calls may be."""
     return _marked(function, _AS_USUAL)
+
+
+def traced_inside(function: F) -> F:
+    """The same function: as `left_alone`, but the compiler traces it where it meets its call while it traces another one."""
+    strategy = eval_frame._FrameExecStrategy(_SKIP, _AS_USUAL)
+    eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 def _marked(function: F, inner: eval_frame._FrameAction) -> F:

@@ -36,6 +36,7 @@ from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
+from zero_fn.runtime.graph_operations import key_of
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
@@ -43,6 +44,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
+    from zero_fn.runtime.whole_graph import Plan
 
 __all__ = ["Group", "Phase", "Unit"]
 
@@ -110,6 +112,8 @@ class Unit:
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
+        key: Its number among all units of the process, by which a compiled graph finds it.
+        in_graph: What a graph that is traced reads of it.
     """
 
     def __init__(
@@ -121,6 +125,8 @@ class Unit:
         self.generation = 0
         self.open = 0
         self.inner: list[weakref.ref[nn.Module]] = []
+        self.key = key_of(self)
+        self.in_graph: Plan | None = None
         self.deferred_in: int | None = None
         self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
@@ -246,6 +252,7 @@ class Unit:
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves = None, None
         twin.inner, twin.has_model_axes = [], self.has_model_axes
+        twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
