@@ -432,6 +432,50 @@ def test_marked_code_is_skipped_by_the_compiler_and_what_it_calls_if_so_marked()
     assert compiling == [False] * 4
 
 
+def test_the_compiler_says_whether_it_makes_one_graph_and_runs_constants_while_it_traces() -> None:
+    """(whole_graph.py) Before a frame is compiled and inside; and its constants keep what they returned then."""
+    from zero_fn.runtime.uncompiled import traced_inside
+    from zero_fn.runtime.whole_graph import is_in_whole_graph, is_wanted_whole
+
+    seen: list[tuple[bool, bool]] = []
+
+    @traced_inside
+    def entry(x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return x + (1 if is_in_whole_graph() else 2)
+        seen.append((is_wanted_whole(), torch.compiler.is_compiling()))
+        return x
+
+    def outer(x: Tensor) -> Tensor:
+        return 2 * entry(x)
+
+    torch._dynamo.reset()
+    assert torch.compile(outer, backend="eager", fullgraph=True)(torch.zeros(1)) == 2
+    torch._dynamo.reset()
+    assert torch.compile(outer, backend="eager")(torch.zeros(1)) == 4
+    with pytest.raises(RuntimeError, match="found no compiled frames"):
+        torch.compile(entry, backend="eager", fullgraph=True)(torch.zeros(1))
+    torch.compile(entry, backend="eager")(torch.zeros(1))
+    entry(torch.zeros(1))
+    assert seen == [(True, False), (False, False), (False, False)]
+
+
+def test_the_compiler_takes_a_dtensor_and_its_local_tensor_for_one_storage_offset(mesh: DeviceMesh) -> None:
+    """(Slot.give_storage) The slice of a storage is a storage of its own over the same memory."""
+    buffer = torch.arange(8.0)
+    alias = torch.empty(0).set_(buffer.untyped_storage()[16:32], 0, (2, 2), (2, 1))
+    parameter: Any = nn.Parameter(sharded(mesh, torch.zeros(2, 2)))
+    run = torch.compile(lambda p: 2 * p.to_local(), backend="eager", fullgraph=True)
+    parameter._local_tensor = buffer[4:].view(2, 2)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="storage"):
+        run(parameter)
+    parameter._local_tensor = alias
+    assert torch.equal(run(parameter), torch.tensor([[8.0, 10.0], [12.0, 14.0]]))
+    buffer[7] = 0.0
+    assert alias[1, 1] == 0.0
+
+
 # -- registrations (members.py) --------------------------------------------------------------------------------------
 
 

@@ -35,17 +35,17 @@ PACKED_NUMEL = 32 * 1024
 """Elements of a piece below which it travels together with others."""
 
 _keys = count()
-_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()
+_units: weakref.WeakValueDictionary[str, Unit] = weakref.WeakValueDictionary()
 
 
-def key_of(unit: Unit) -> int:
-    """A new number by which `unit_of` finds the unit: in a graph there are tensors and constants only."""
-    key = next(_keys)
+def key_of(unit: Unit) -> str:
+    """A new name by which `unit_of` finds the unit: in a graph there are tensors and constants only."""
+    key = str(next(_keys))
     _units[key] = unit
     return key
 
 
-def unit_of(key: int) -> Unit:
+def unit_of(key: str) -> Unit:
     """The unit with this key."""
     return _units[key]
 
@@ -57,19 +57,19 @@ def allow_operations() -> None:
         torch.compiler.allow_in_graph(operation)  # type: ignore[no-untyped-call]
 
 
-def gathered(key: int, chosen: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
+def gathered(key: str, chosen: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
     """The whole parameters of some slots, from their local ones and, after those, from the parts that stay."""
     return _Gathered.apply(unit_of(key), chosen, *tensors)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def hosted(key: int, chosen: tuple[int, ...], *local: Tensor) -> tuple[Tensor, ...]:
+def hosted(key: str, chosen: tuple[int, ...], *local: Tensor) -> tuple[Tensor, ...]:
     """The parts on the first axis of slots that are cut by a second one, flat. They stay from forward to backward."""
     slots = [unit_of(key).slots[i] for i in chosen]
     flats = [_flat(slot, tensor).to(slot.compute_dtype) for slot, tensor in zip(slots, local, strict=True)]
     return tuple(_gather_over([_hops(slot)[1] for slot in slots], flats))
 
 
-def on_model_axes(key: int, chosen: tuple[int, ...], *wholes: Tensor) -> tuple[Tensor, ...]:
+def on_model_axes(key: str, chosen: tuple[int, ...], *wholes: Tensor) -> tuple[Tensor, ...]:
     """The whole parameters as the forward takes them: on their model axes, where they were placed."""
     return tuple(in_flight([unit_of(key).slots[i] for i in chosen], wholes))
 

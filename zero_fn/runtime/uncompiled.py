@@ -2,7 +2,8 @@
 
 [Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks: nothing to trace. The
 compiler therefore breaks its graph where a unit is entered, runs this package's part in plain Python, and goes on with
-the module's own forward, which it compiles with everything inside the unit. `torch.compiler.disable` would say the same but
+the module's own forward, which it compiles with everything inside the unit. Where a graph must not break, it traces the
+entry of a unit in another form: see whole_graph.py. `torch.compiler.disable` would say the same but
 imports the compiler, which takes longer than all of zero_fn.
 """
 

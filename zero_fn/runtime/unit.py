@@ -112,7 +112,7 @@ class Unit:
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
-        key: Its number among all units of the process, by which a compiled graph finds it.
+        key: Its name among all units of the process, by which a compiled graph finds it.
         in_graph: What a graph that is traced reads of it.
     """
 

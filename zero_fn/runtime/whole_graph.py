@@ -80,11 +80,14 @@ def show_whole(unit: Unit) -> Shown:
     Raises:
         StateError: The unit cannot be a part of a graph, or not now.
     """
-    _begin_graph(unit.key)
+    key = str(
+        unit.key
+    )  # a constant to the compiler: an attribute that it has not looked at is none, and numbers may vary
+    _begin_graph(key)
     plan, step, leaves = unit.in_graph, unit.step, unit.leaves
     assert plan is not None, "a unit is traced without a plan"
     _require_traceable(
-        unit.key,
+        key,
         is_accumulating=step.accumulating > 0 and leaves is None,
         is_unsharded=unit.pinned is not None and torch.is_grad_enabled(),
         is_evicted=unit.is_evicted,
@@ -105,13 +108,13 @@ def show_whole(unit: Unit) -> Shown:
         inputs = [registered[i].to_local() for i in chosen]
         stay = tuple(i for i in chosen if i in plan.hosted)
         if stay:
-            inputs += hosted(unit.key, stay, *(registered[i].to_local().detach() for i in stay))
+            inputs += hosted(key, stay, *(registered[i].to_local().detach() for i in stay))
         if is_freed and torch.is_grad_enabled():
-            found = checkpoint(gathered, unit.key, chosen, *inputs, use_reentrant=False)
+            found = checkpoint(gathered, key, chosen, *inputs, use_reentrant=False)
         else:
-            found = gathered(unit.key, chosen, *inputs)
+            found = gathered(key, chosen, *inputs)
         if plan.has_model_axes:
-            found = on_model_axes(unit.key, chosen, *found)
+            found = on_model_axes(key, chosen, *found)
         for i, whole in zip(chosen, found, strict=True):
             wholes[i] = whole
     shown: Shown = []
@@ -150,7 +153,7 @@ class Plan(NamedTuple):
 
 
 @_while_tracing
-def _begin_graph(key: int) -> None:
+def _begin_graph(key: str) -> None:
     """Before a unit is traced: ranks agree, what moved is followed, the plan is made.
 
     Communicates: as the first forward does, if there was none yet.
@@ -198,7 +201,7 @@ def _plan(unit: Unit) -> Plan:
 
 @_while_tracing
 def _require_traceable(
-    key: int, *, is_accumulating: bool, is_unsharded: bool, is_evicted: bool, has_agreed: bool
+    key: str, *, is_accumulating: bool, is_unsharded: bool, is_evicted: bool, has_agreed: bool
 ) -> None:
     """Raises where the state of the unit has no graph; the arguments were read by traced code, which guards on them."""
     unit = unit_of(key)
