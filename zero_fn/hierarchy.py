@@ -94,14 +94,18 @@ class Hierarchy:
             rows = self._members[0].exchange(message, what)
             return self._members[1].exchange(rows.reshape(-1), what).reshape(-1, message.numel())
 
+    def give_up(self) -> None:
+        """After a failure elsewhere: tells the peers that nothing more will come."""
+        for member in self._members:
+            member.give_up()
+
     @contextmanager
     def telling_others(self) -> Iterator[None]:
         """A failure on one axis is told to the ranks of the other, which would wait for this one."""
         try:
             yield
         except (LostRankError, DisagreementError):
-            for member in self._members:
-                member.give_up()
+            self.give_up()
             raise
 
     def _complete_own_pieces(self, first: int, segments: Sequence[Segment], what: str) -> None:

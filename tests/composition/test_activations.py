@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import zero_fn as zf
 from tests.composition.grids import Block, Decoder, grid, loss_of, parallelized
 from tests.distributed.training import STAGES, gradients
 from tests.ranks import Ranks, axis
+from tests.simulation import Simulated
+from zero_fn.runtime.parked import Parking
 
 
 class Dropped(nn.Module):
@@ -96,6 +99,95 @@ def _partitioned(stage: str) -> list[str]:
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_inputs_cut_over_tensor_parallel_ranks_give_the_same_gradients(ranks: Ranks, stage: str) -> None:
     assert ranks(4).run(_partitioned, stage) == [[]] * 4
+
+
+def _offloaded(stage: str, path: str, partition: bool) -> tuple[bool, list[int]]:
+    """Whether gradients are those of checkpoints that stay in memory, over two steps; and the bytes of activations that are
+    alive after forward, without and with offload."""
+    mesh = grid("dp", "tp")
+    given, alive = [], []
+    for tier in (None, zf.nvme(path)):
+        torch.manual_seed(0)
+        model = STAGES[stage](Tower(), mesh["dp"])
+        model = zf.checkpoint_activations(
+            model, units=Dropped, partition=mesh["tp"] if partition else None, offload=tier
+        )
+        inputs: list[weakref.ref[Tensor]] = []
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))  # noqa: B023
+        for step in range(2):
+            torch.manual_seed(5 + step)
+            inputs.clear()
+            loss = model(torch.randn(6, 4).t())  # not contiguous: it comes back as it was
+            alive.append(sum(x().nbytes for x in inputs if x() is not None))  # type: ignore[union-attr]
+            loss.backward()
+            given.append(gradients(model))
+            model.zero_grad()
+    equal = all(
+        torch.equal(grad, other[name])
+        for one, other in zip(given[:2], given[2:], strict=True)
+        for name, grad in one.items()
+        if grad is not None
+    )
+    return equal, alive
+
+
+@pytest.mark.parametrize(("stage", "partition"), [("zero1", False), ("zero3", False), ("zero3", True)])
+def test_inputs_that_wait_on_a_disk_give_the_same_gradients(
+    ranks: Ranks, tmp_path: Path, stage: str, partition: bool
+) -> None:
+    for equal, alive in ranks(4).run(_offloaded, stage, str(tmp_path), partition):
+        assert equal
+        assert all(alive[:2]) != partition
+        assert alive[2:] == [0, 0]
+
+
+def test_memory_of_the_host_is_the_devices_own_on_the_cpu() -> None:
+    torch.manual_seed(0)
+    model = Tower()
+    offloaded = zf.checkpoint_activations(model, units=Dropped, offload=zf.cpu())
+    for run in (model, offloaded):
+        torch.manual_seed(5)
+        run(torch.ones(4, 6)).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), offloaded.parameters(), strict=True))  # type: ignore[arg-type]
+
+
+def test_places_on_the_disk_are_used_again(tmp_path: Path) -> None:
+    """Also by graphs that never had a backward; and one that was retained is read twice."""
+    parking = Parking(zf.nvme(tmp_path))
+    values = [torch.randn(700), torch.randn(3, 5).t(), torch.empty(0, 4), torch.randn(5000, dtype=torch.float64)]
+    for turn in range(5):
+        parked = [parking.park(value + turn) for value in values for _ in range(2)]
+        found = [one.take() for one in reversed(parked)]
+        again = parked[0].take()
+        assert torch.equal(again, values[0] + turn)
+        for value, expected in zip(found, [value + turn for value in reversed(values) for _ in range(2)], strict=True):
+            assert torch.equal(value, expected)
+            assert value.stride() == expected.stride()
+        del parked
+    assert parking.nbytes <= 2 * (4096 + 4096 + 40960)
+
+
+def _on_a_small_disk(path: str) -> None:
+    limit = "4096B" if torch.distributed.get_rank() else None  # no room for the second input
+    model = zf.checkpoint_activations(zf.zero3(Tower(), axis()), units=Dropped, offload=zf.nvme(path, limit=limit))
+    model(torch.ones(4, 6)).backward()
+
+
+def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path) -> None:
+    here, there = simulated(2).report(_on_a_small_disk, str(tmp_path)).outcomes
+    assert isinstance(there.error, zf.TierError)
+    assert "activations" in str(there.error)
+    assert isinstance(here.error, zf.LostRankError)
+
+
+def test_a_flipped_bit_on_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parking = Parking(zf.nvme(tmp_path))
+    parked = [parking.park(torch.randn(10)) for _ in range(5)]
+    digests = iter(range(1, 1000))
+    monkeypatch.setattr("zero_fn.storage.spill.digest", lambda sums, generation: next(digests))
+    with pytest.raises(zf.StorageError, match="does not hold what was written"):
+        parked[0].take()
 
 
 def _kept(partition: bool) -> tuple[int, int]:

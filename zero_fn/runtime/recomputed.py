@@ -2,6 +2,7 @@
 
 torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. They are read by the
 first forward as they are. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers them.
+What is kept may wait in another tier. (parked.py)
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
 """
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_fn.agreement import agree, content_digest
 from zero_fn.collectives import Segment
 from zero_fn.guarded import Guarded
+from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone
 
 __all__ = ["Recomputed"]
@@ -35,9 +37,16 @@ class Recomputed:
         own: A forward that the instance had before, else None.
     """
 
-    def __init__(self, module: nn.Module, name: str, own: Callable[..., Any] | None, transport: Guarded | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        own: Callable[..., Any] | None,
+        transport: Guarded | None,
+        parking: Parking | None,
+    ) -> None:
         self._module = weakref.ref(module)
-        self.name, self.own, self._transport = name, own, transport
+        self.name, self.own, self._transport, self._parking = name, own, transport, parking
         self._has_agreed = transport is None
 
     @property
@@ -58,7 +67,7 @@ class Recomputed:
         leaves, spec = tree_flatten((args, kwargs))
         if not self._has_agreed:
             self._require_equal(leaves)
-        inputs = _Inputs(leaves, spec, self._transport, self.name)
+        inputs = _Inputs(leaves, spec, self._transport, self._parking, self.name)
 
         def run(_: Tensor) -> Any:
             given, named = inputs.take()
@@ -68,7 +77,7 @@ class Recomputed:
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
         device = torch.empty(0, device=first.device)
         outputs = checkpoint(run, device, use_reentrant=False)
-        inputs.part()
+        inputs.rest()
         return outputs
 
     def _require_equal(self, leaves: list[Any]) -> None:
@@ -91,45 +100,71 @@ class Recomputed:
     def __deepcopy__(self, memo: dict[int, Any]) -> Recomputed:
         module = copy.deepcopy(self._module(), memo)
         assert module is not None
-        twin = Recomputed(module, self.name, copy.deepcopy(self.own, memo), self._transport)
+        parking = copy.deepcopy(self._parking, memo)
+        twin = Recomputed(module, self.name, copy.deepcopy(self.own, memo), self._transport, parking)
         memo[id(self)] = twin
         return twin
 
 
 class _Inputs:
-    """The inputs of one forward: whole until it has run, then this rank's parts."""
+    """The inputs of one forward: whole until it has run, then what this rank keeps of them, where it keeps it."""
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec, transport: Guarded | None, name: str) -> None:
-        self._leaves, self._spec, self._transport, self._name = leaves, spec, transport, name
-        self._parts: dict[int, tuple[Tensor, torch.Size, bool]] = {}
+    def __init__(
+        self, leaves: list[Any], spec: TreeSpec, transport: Guarded | None, parking: Parking | None, name: str
+    ) -> None:
+        self._leaves, self._spec, self._name = leaves, spec, name
+        self._transport, self._parking = transport, parking
+        self._kept: dict[int, _Kept] = {}
 
     def take(self) -> Any:
-        """The arguments; gathered ones are leaves of the recomputation, whose graph is only there to be looked into."""
+        """The arguments; what was let go are leaves of the recomputation, whose graph is only there to be looked into."""
         leaves = list(self._leaves)
-        transport = self._transport
-        if self._parts and transport is not None:
-            segments = []
-            for at, (part, shape, requires_grad) in self._parts.items():
-                numel, piece = shape.numel(), -(-shape.numel() // transport.size)
-                flat = part.new_empty(piece * transport.size)
-                flat.narrow(0, min(transport.rank * piece, numel), part.numel()).copy_(part)
+        segments = []
+        for at, kept in reversed(self._kept.items()):  # what was parked last comes back first
+            value, numel = kept.take(), kept.shape.numel()
+            if self._transport is not None:
+                rank, n = self._transport.rank, self._transport.size
+                piece = -(-numel // n)
+                flat = value.new_empty(piece * n)
+                flat.narrow(0, min(rank * piece, numel), value.numel()).copy_(value)
                 segments.append(Segment(flat, numel, piece))
-                leaves[at] = flat[:numel].view(shape).requires_grad_(requires_grad)
-            transport.all_gather(segments, f"inputs of {self._name!r}").wait()
+                value = flat[:numel]
+            leaves[at] = value.view(kept.shape).requires_grad_(kept.requires_grad)
+        if self._transport is not None and segments:
+            self._transport.all_gather(segments, f"inputs of {self._name!r}").wait()
         return tree_unflatten(leaves, self._spec)
 
-    def part(self) -> None:
-        """Lets go of what other ranks keep."""
-        if self._transport is None:
+    def rest(self) -> None:
+        """Lets go of what other ranks keep, and parks what this one keeps."""
+        if self._transport is None and self._parking is None:
             return
-        rank, n = self._transport.rank, self._transport.size
         for at, leaf in enumerate(self._leaves):
             if _may_be_cut(leaf):
-                numel, piece = leaf.numel(), -(-leaf.numel() // n)
-                start = min(rank * piece, numel)
-                own = leaf.detach().reshape(-1).narrow(0, start, min(piece, numel - start)).clone()
-                self._parts[at] = own, leaf.shape, leaf.requires_grad
+                own = leaf.detach()
+                if self._transport is not None:
+                    rank, n = self._transport.rank, self._transport.size
+                    piece = -(-leaf.numel() // n)
+                    start = min(rank * piece, leaf.numel())
+                    own = own.reshape(-1).narrow(0, start, min(piece, leaf.numel() - start)).clone()
+                self._kept[at] = _Kept(leaf.shape, leaf.requires_grad, own, self._parking)
                 self._leaves[at] = None
+
+
+class _Kept:
+    """What a rank keeps of one input."""
+
+    __slots__ = ("_own", "_parked", "requires_grad", "shape")
+
+    def __init__(self, shape: torch.Size, requires_grad: bool, own: Tensor, parking: Parking | None) -> None:
+        self.shape, self.requires_grad = shape, requires_grad
+        self._own: Tensor | None = own if parking is None else None
+        self._parked: Parked | None = None if parking is None else parking.park(own)
+
+    def take(self) -> Tensor:
+        if self._parked is not None:
+            return self._parked.take()
+        assert self._own is not None
+        return self._own
 
 
 def _may_be_cut(leaf: object) -> bool:

@@ -11,8 +11,10 @@ from zero_fn.collectives import transport
 from zero_fn.errors import UnitError
 from zero_fn.guarded import Guarded
 from zero_fn.mesh import mesh_axis
+from zero_fn.runtime.parked import Parking
 from zero_fn.runtime.recomputed import Recomputed
 from zero_fn.substitute import assignment_of, substitute
+from zero_fn.tiers import Tier
 from zero_fn.units import Units, anchors_of
 
 __all__ = ["checkpoint_activations"]
@@ -20,10 +22,13 @@ __all__ = ["checkpoint_activations"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceMesh | None = None) -> M:
+def checkpoint_activations(
+    module: M, *, units: Units = None, partition: DeviceMesh | None = None, offload: Tier | None = None
+) -> M:
     """Keeps only the inputs of some modules for the backward, and computes the rest of their forward again.
 
     With `partition`, an axis along which activations are equal (tensor parallelism), each rank keeps 1/n of those inputs.
+    With `offload`, what it keeps leaves the device until backward comes to it: for memory of the host, or for a disk.
 
     Gradients are the same to the bit: the forward that runs again restores the random state.
 
@@ -34,6 +39,8 @@ def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceM
         module: Any module, transformed or not, before or after other transforms.
         units: Which modules: classes or patterns of names; None: the repeated blocks.
         partition: An axis of a mesh; floating point inputs are cut over it. Those that are DTensors are left as they are.
+        offload: `zf.cpu()` or `zf.nvme(path)`. Where the module computes on the CPU, memory of the host is the device's own
+            and nothing moves.
 
     Returns:
         A new module with the type, the parameter names and the outputs of `module`, which is unchanged.
@@ -42,9 +49,11 @@ def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceM
         UnitError: `units` matches nothing, or there are no repeated blocks.
         MeshError: `partition` is not one axis.
         DisagreementError: In the first forward: the inputs differ along `partition`.
+        TierError: In a forward: the tier has no room. Ranks that share a transform with this one get a `LostRankError`.
+        StorageError: In a forward or backward: the disk failed, or gave other bytes than were written.
 
     Source:
-        ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a).
+        ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a and P_a+cpu).
     """
     axis = None if partition is None else mesh_axis(partition, verb="checkpoint_activations")
     names = [name for name in anchors_of(module, units) if name]
@@ -55,12 +64,13 @@ def checkpoint_activations(module: M, *, units: Units = None, partition: DeviceM
             fix="name a class or a pattern of module names: units=Block",
         )
     links = None if axis is None else Guarded(transport(axis), axis)
+    parking = None if offload is None else Parking(offload)
 
     def prepare(twin: nn.Module) -> None:
         modules = dict(twin.named_modules())
         for name in names:
             own = modules[name].__dict__.get("forward")
             if not isinstance(own, Recomputed):
-                modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links)
+                modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links, parking)
 
     return substitute(module, assignment_of(module), verb="checkpoint_activations", donate=False, prepare=prepare)

@@ -1,0 +1,218 @@
+"""Activations that wait for their backward in another tier (P_a+cpu of ZeRO-R, and its sequel on a disk).
+
+A tensor leaves when its forward has run and comes back when it is computed again. What was parked last comes back first, so
+taking one begins to fetch the one parked before it.
+
+On an accelerator, copies run on a stream of their own: it waits for what the tensor is computed by, and the computation waits
+for the copy that brings it back. A tensor that is still being copied is kept alive here, because the allocator knows nothing
+of our streams. That part has not run on a device yet.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from zero_fn.storage import Lot, Slab
+from zero_fn.tiers import Cpu, Nvme, Tier
+
+__all__ = ["Parked", "Parking"]
+
+_WHAT = "activations"
+
+
+class Parked(Protocol):
+    """One tensor that waits. Its room is free once this is dropped."""
+
+    def fetch(self) -> None:
+        """Begins to bring it back."""
+
+    def take(self) -> Tensor:
+        """The tensor, on its device. May be called again."""
+
+
+class Parking:
+    """Where tensors wait between forward and backward.
+
+    Attributes:
+        tier: The tier.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self._lot: Lot | None = None
+        self._host: _Host | None = None
+        self._last: weakref.ref[_Chained] | None = None
+
+    def park(self, tensor: Tensor) -> Parked:
+        """Begins to move a tensor there; it may be dropped at once.
+
+        Raises:
+            TierError: The tier has no room.
+            StorageError: The path takes no files, or an earlier write failed.
+        """
+        if isinstance(self.tier, Cpu) and tensor.device.type == "cpu":
+            return _Here(tensor)
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            tensor = (
+                tensor.contiguous()
+            )  # the others keep their strides, because a kernel may round differently on others
+        before = self._last() if self._last is not None else None
+        parked: _Chained
+        if isinstance(self.tier, Nvme):
+            if self._lot is None:
+                self._lot = Lot(self.tier, _WHAT)
+            parked = _OnDisk(self._lot, tensor, before)
+        else:
+            if self._host is None:
+                self._host = _Host(self.tier)
+            parked = _OnHost(self._host, tensor, before)
+        self._last = weakref.ref(parked)
+        return parked
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tier has for them now: of host memory, or of the file."""
+        if self._lot is not None:
+            return self._lot.file_nbytes
+        return self._host.nbytes if self._host is not None else 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
+        return Parking(self.tier)
+
+
+class _Here:
+    """The tier is the device's own memory: nothing moves."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def fetch(self) -> None:
+        pass
+
+    def take(self) -> Tensor:
+        return self._tensor
+
+
+class _Chained:
+    """Knows what was parked before it."""
+
+    def __init__(self, tensor: Tensor, before: _Chained | None) -> None:
+        self._before = weakref.ref(before) if before is not None else None
+        self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._device = tensor.device
+        self._nbytes = tensor.numel() * tensor.element_size()
+
+    def fetch(self) -> None:
+        """Begins to bring it back."""
+
+    def _fetch_before(self) -> None:
+        before = self._before() if self._before is not None else None
+        if before is not None:
+            before.fetch()
+
+    def _empty(self) -> Tensor:
+        return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=self._device)
+
+
+class _OnDisk(_Chained):
+    def __init__(self, lot: Lot, tensor: Tensor, before: _Chained | None) -> None:
+        super().__init__(tensor, before)
+        self._lot = lot
+        self._place = lot.put(_bytes_of(tensor)) if self._nbytes else None
+
+    def fetch(self) -> None:
+        if self._place is not None:
+            self._lot.fetch(self._place, self._nbytes)
+
+    def take(self) -> Tensor:
+        tensor = self._empty()
+        if self._place is not None:
+            self._lot.get(self._place, _bytes_of(tensor))
+            self._fetch_before()
+        return tensor
+
+    def __del__(self) -> None:
+        place = getattr(self, "_place", None)
+        if place is not None:
+            self._lot.free(place, self._nbytes)
+
+
+class _Host:
+    """Pinned memory of the host, of exact sizes, used again; and the stream that copies."""
+
+    def __init__(self, tier: Cpu) -> None:
+        self._tier, self.nbytes = tier, 0
+        self._free: dict[int, list[Tensor]] = {}
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._copying: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+
+    def memory(self, nbytes: int) -> Tensor:
+        """A free range, or a new one."""
+        free = self._free.get(nbytes)
+        if free:
+            return free.pop()
+        limit = self._tier.limit_nbytes
+        slab = Slab(nbytes, Cpu(self._tier.pinned, None if limit is None else limit - self.nbytes), _WHAT)
+        self.nbytes += slab.nbytes
+        return slab.memory[:nbytes]
+
+    def free(self, memory: Tensor) -> None:
+        """Takes a range back. The stream copies in order, so it may be written to at once."""
+        self._free.setdefault(memory.numel(), []).append(memory)
+
+    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Copies on the stream, after what the current stream has been given so far."""
+        device = source.device if source.is_cuda else to.device
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            to.copy_(source, non_blocking=True)
+        event: torch.cuda.Event = stream.record_event()
+        while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
+            self._copying.popleft()
+        self._copying.append((event, source if source.is_cuda else to))
+        return event
+
+
+class _OnHost(_Chained):
+    def __init__(self, host: _Host, tensor: Tensor, before: _Chained | None) -> None:
+        super().__init__(tensor, before)
+        self._host = host
+        self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
+        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        if self._memory is not None:
+            host.copy(self._memory, _bytes_of(tensor))
+
+    def fetch(self) -> None:
+        if self._arriving is None and self._memory is not None:
+            tensor = self._empty()
+            self._arriving = tensor, self._host.copy(_bytes_of(tensor), self._memory)
+
+    def take(self) -> Tensor:
+        self.fetch()
+        if self._arriving is None:
+            return self._empty()
+        (tensor, event), self._arriving = self._arriving, None
+        torch.cuda.current_stream(tensor.device).wait_event(event)
+        self._fetch_before()
+        return tensor
+
+    def __del__(self) -> None:
+        memory = getattr(self, "_memory", None)
+        if memory is not None:
+            self._host.free(memory)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
