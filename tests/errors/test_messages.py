@@ -353,6 +353,43 @@ def unshard_inside_accumulate() -> object:
             return None
 
 
+def _as_one_graph(model: nn.Module) -> object:
+    """The error of a compilation, without the lines of code that the compiler adds to it."""
+    torch._dynamo.reset()
+    try:
+        return torch.compile(model, backend="eager", fullgraph=True)(batch())
+    except ZeroError as error:
+        raise StateError(error.summary, fix=error.fix, **error.facts) from error
+
+
+def one_graph_inside_accumulate() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.accumulate(model):
+            return _as_one_graph(model)
+
+
+def one_graph_inside_unsharded() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.unsharded(model):
+            return _as_one_graph(model)
+
+
+def one_graph_with_broadcast_buffers() -> object:
+    with pretended(2) as mesh:
+        model = Model()
+        model.register_buffer("mean", torch.zeros(1))
+        return _as_one_graph(zf.shard_params(model, mesh, buffers="broadcast"))
+
+
+def one_graph_with_parameters_in_a_list() -> object:
+    with alone() as mesh:
+        model = Model()
+        model.head.also = [model.head.weight]  # type: ignore[assignment]
+        return _as_one_graph(zf.shard_params(model, mesh))
+
+
 def checkpoints_of_nothing() -> object:
     return zf.checkpoint_activations(nn.Linear(2, 2))
 
@@ -791,6 +828,10 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
+        one_graph_inside_accumulate,
+        one_graph_inside_unsharded,
+        one_graph_with_broadcast_buffers,
+        one_graph_with_parameters_in_a_list,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
