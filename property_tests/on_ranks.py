@@ -37,7 +37,7 @@ from property_tests.rules import (
 )
 from tests.simulation import axis
 
-__all__ = ["Held", "OnRank", "Seen", "run_program"]
+__all__ = ["Held", "OnRank", "Seen", "run_program", "same", "whole"]
 
 
 @dataclass(frozen=True)
@@ -175,4 +175,11 @@ def whole(parts: list[Tensor], dim: int | None) -> Tensor | None:
     """Puts the parts of all ranks together; None if they should be equal and are not."""
     if dim is not None:
         return torch.cat(parts, dim)
-    return parts[0] if all(torch.equal(part, parts[0]) for part in parts) else None
+    return parts[0] if all(same(part, parts[0]) for part in parts) else None
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal; NaN is equal to NaN. Programs may train until their numbers overflow."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(one, other) or bool(((one == other) | ((one != one) & (other != other))).all())

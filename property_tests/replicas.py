@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from property_tests.modules import build_model
-from property_tests.on_ranks import Seen, whole
+from property_tests.on_ranks import Seen, same, whole
 from property_tests.rules import (
     Accumulate,
     Backward,
@@ -133,7 +133,7 @@ class Replicas:
         if rule.clip is not None:
             norm = seen[0].norm
             assert norm is not None
-            if not all(torch.equal(other.norm, norm) for other in seen if other.norm is not None):
+            if not all(same(other.norm, norm) for other in seen if other.norm is not None):
                 found.append("ranks clip with different norms")
             grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
             found += _norm_differs(grads, rule.norm, norm)
@@ -258,7 +258,7 @@ class Replicas:
         found = []
         for rank, model in enumerate(self.models):
             expected = run(model, rank)
-            if len(expected) != len(seen[rank].outputs) or not all(map(torch.equal, expected, seen[rank].outputs)):
+            if len(expected) != len(seen[rank].outputs) or not all(map(same, expected, seen[rank].outputs)):
                 found.append(f"outputs of rank {rank} differ")
         return found
 
@@ -272,7 +272,7 @@ class Replicas:
             if any(one.trained != parameter.requires_grad for one in held):
                 found.append(f"requires_grad of {name} differs")
             values = whole([one.values for one in held], held[0].dim)
-            if values is None or values.dtype != parameter.dtype or not torch.equal(values, parameter):
+            if values is None or not same(values, parameter):
                 found.append(f"{name} differs{_by_how_much(values, parameter)}")
             grads = [one.grad for one in held if one.grad is not None]
             if len(grads) not in (0, len(held)):
@@ -286,12 +286,13 @@ class Replicas:
 
     def _compare_grad(self, name: str, number: int, grad: Tensor | None, parameter: nn.Parameter) -> list[str]:
         assert parameter.grad is not None
-        if grad is not None and torch.equal(grad, parameter.grad) and grad.dtype == parameter.grad.dtype:
+        if grad is not None and same(grad, parameter.grad):
             return []
         if grad is not None and number in self._magnitudes and grad.shape == parameter.shape:
             u = torch.finfo(grad.dtype).eps / 2
             bound = 2 * (_ADDENDS * u / (1 - _ADDENDS * u)) * (self._magnitudes[number] + parameter.grad.abs())
-            if bool(((grad - parameter.grad).abs() <= bound).all()):
+            is_near = (grad - parameter.grad).abs() <= bound
+            if bool((is_near | ~(grad.isfinite() | parameter.grad.isfinite())).all()):
                 parameter.grad = grad.clone()
                 return []
         return [f"grad of {name} differs{_by_how_much(grad, parameter.grad)}"]
@@ -368,6 +369,9 @@ def _norm_differs(grads: list[Tensor], p: float, norm: Tensor) -> list[str]:
     if not grads:
         return []
     exact = torch.linalg.vector_norm(torch.cat([grad.double().flatten() for grad in grads]), p)
+    powers = exact.clamp(min=1.0) ** p if p != float("inf") else exact
+    if not bool(powers < torch.finfo(norm.dtype).max):
+        return []  # the sum of powers overflows, or nearly; with other orders in other places
     terms = sum(grad.numel() for grad in grads) + 32  # additions, powers and roots
     coarsest = max(torch.finfo(grad.dtype).eps for grad in grads) / 2
     u = min(

@@ -68,6 +68,19 @@ def test_a_checkpoint_may_be_the_first_that_backward_meets_of_its_unit(simulated
     check(simulated, Program(model, (Link("shard_params"),), (Backward(), Step(), Backward(retain=True))))
 
 
+@pytest.mark.parametrize("kind", ["odd", "attention"])
+def test_a_recomputation_reads_a_weight_that_is_tied_to_one_outside(
+    simulated: Simulated, kind: Literal["odd", "attention"]
+) -> None:
+    """The weight belongs to the unit around, which backward had not come to and whose module is not called: the recomputed
+    forward saw the shard."""
+    parts = (Part("embedding", 2), Part(kind, 2, wrap="reentrant"), Part("mlp", 1, wrap="reentrant"), Part(kind, 1))
+    model = Model(1, parts, ties=((37, 0),), output="dict")
+    rules = (Backward(output=1), Step(), Backward(), Backward(output=1), Step())
+    for verb in ("replicate", "shard_params"):
+        check(simulated, Program(model, (Link(verb),), rules))
+
+
 def test_a_hook_may_read_parameters_before_its_module_is_recomputed(simulated: Simulated) -> None:
     """Parameters are kept, so that no saved tensor is asked for first: only the outputs tell that backward came."""
     for output in ("record", "opaque"):

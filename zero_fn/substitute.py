@@ -136,6 +136,7 @@ def _substitute(
                 note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
                 if donate:
                     _release(parameter.parameter)
+    _note_lenders(units, modules)
     for method in assignment.methods:
         name, _, attribute = method.rpartition(".")
         if name in modules:
@@ -174,6 +175,19 @@ def _build_unit(
         ],
     )
     return unit
+
+
+def _note_lenders(units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
+    names = {id(module): name for name, module in modules.items()}
+    for anchor, unit in units.items():
+        inside = f"{anchor}." if anchor else ""
+        unit.lenders = tuple(
+            other.index
+            for other in units.values()
+            if other is not unit
+            and any(f"{names[id(module)]}.".startswith(inside) for module in other.modules())
+            and inside.startswith(f"{other.name}." if other.name else "")
+        )
 
 
 def _links(axes: Sequence[Axis]) -> Links:

@@ -460,7 +460,10 @@ class Step:
             self.demand(
                 unit
             )  # the checkpoint is the first that backward meets of the unit: its outputs were not watched
-        return unit.backward_entry is not None and unit.backward_entry is not entry
+        found = unit.backward_entry is not None and unit.backward_entry is not entry
+        if found:
+            self._demand_lenders(unit)
+        return found
 
     def _ran_inside(self, unit: Unit, entry: object) -> bool:
         """Whether the forwards of a unit that wait for their backward began elsewhere than at `entry`."""
@@ -473,10 +476,18 @@ class Step:
         backward = self._open_backward()
         assert backward is not None
         self.demand(unit)
+        self._demand_lenders(unit)
         use = UnitUse(unit, -1, entry)
         backward.recomputed.append(use)
         unit.open += 1
         return use
+
+    def _demand_lenders(self, unit: Unit) -> None:
+        """What the recomputed forward of a unit may read beyond its own: in forward, units around it were open."""
+        for index in unit.lenders:
+            lender = self.units[index]()
+            if lender is not None and lender.backward_entry is None and not lender.open:
+                self.demand(lender)
 
     def _prepare_recomputation(self, unit: Unit, began_at: object) -> None:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""

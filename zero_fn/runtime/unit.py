@@ -110,6 +110,7 @@ class Unit:
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
+        lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
@@ -125,6 +126,7 @@ class Unit:
         self.generation = 0
         self.open = 0
         self.inner: list[weakref.ref[nn.Module]] = []
+        self.lenders: tuple[int, ...] = ()
         self.key = key_of(self)
         self.in_graph: Plan | None = None
         self.deferred_in: int | None = None
@@ -250,7 +252,7 @@ class Unit:
         memo[id(self)] = twin
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
-        twin.pinned, twin.leaves = None, None
+        twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
         twin.inner, twin.has_model_axes = [], self.has_model_axes
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
