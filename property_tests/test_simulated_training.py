@@ -7,7 +7,6 @@ from typing import Literal
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.checkpoint import CheckpointError
 
 import zero_fn as zf
 from property_tests.modules import Model, Part
@@ -118,12 +117,9 @@ def test_hooks_may_read_parameters_in_reentrant_checkpoints_inside_another(simul
     check(simulated, Program(Model(1, parts, listed=False, twice=1), chain, (Backward(output=1), Backward(output=1))))
 
 
-@pytest.mark.xfail(
-    reason="a frozen layer that runs again saves other tensors, where a weight is tied into a reentrant checkpoint",
-    raises=CheckpointError,
-)
 def test_frozen_checkpointed_layers_train_beside_ties_into_reentrant_checkpoints(simulated: Simulated) -> None:
-    """Not silent: torch compares what the two runs save."""
+    """The unit of the tied weights was entered in three layers; when one ran again it was taken for a part of another, whose
+    hooks hand other tensors to the checkpoint."""
     nest = Part("nest", 7, wrap="reentrant", children=(Part("embedding", 5),))
     parts = (Part("norm", 5, True, "checkpoint"), Part("linear", 2, True), nest, Part("norm", 7, True))
     model = Model(3, parts, ties=((19, 6), (3, 4)), output="pair", listed=False, twice=1, double=True)

@@ -456,20 +456,15 @@ class Step:
         """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
         if current_graph_task() == -1:
             return False
-        if unit.backward_entry is None and self._ran_inside(unit, entry):
-            self.demand(
-                unit
-            )  # the checkpoint is the first that backward meets of the unit: its outputs were not watched
+        began = [use for key in self._uses if key.unit == unit.index and (use := self._use(key)) is not None]
+        if any(use.began_at is entry for use in began):
+            return False  # the unit was entered here, so it is now
+        if unit.backward_entry is None and any(map(self._is_awaited, began)):
+            self.demand(unit)  # the checkpoint is the first that backward meets: the outputs were not watched
         found = unit.backward_entry is not None and unit.backward_entry is not entry
         if found:
             self._demand_lenders(unit)
         return found
-
-    def _ran_inside(self, unit: Unit, entry: object) -> bool:
-        """Whether the forwards of a unit that wait for their backward began elsewhere than at `entry`."""
-        waiting = [self._use(key) for key in self._uses if key.unit == unit.index]
-        began = {id(use.began_at) for use in waiting if use is not None and self._is_awaited(use)}
-        return bool(began) and id(entry) not in began
 
     def _enter_recomputation(self, unit: Unit, entry: object) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
