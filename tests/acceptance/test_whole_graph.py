@@ -24,6 +24,7 @@ from tests.acceptance.worlds import ALL, WIDTH, World, differences, noise
 from tests.ranks import Ranks, axis
 from tests.wholes import fulls
 from zero_fn.resting import local_of
+from zero_fn.runtime.whole_graph import begin_region, end_region
 
 
 class Awkward(nn.Module):
@@ -301,6 +302,40 @@ def test_what_a_graph_cannot_hold_is_refused(ranks: Ranks) -> None:
         assert "accumulate() cannot hold its gradients back" in accumulating
         assert "would lose the gradients" in unsharded
         assert "Buffers are broadcast" in buffers
+
+
+def _recomputed(order: str) -> list[Tensor]:
+    found = []
+    for compiles in (True, False):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model: nn.Module = _Chain(3)
+        if order == "inside":
+            model = zf.zero3(zf.checkpoint_activations(model, units=_Block), axis())
+        else:
+            model = zf.checkpoint_activations(zf.zero3(model, axis()), units=_Block)
+        run = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+        run(noise(4, 8, seed=0)).square().mean().backward()
+        found += fulls([p.grad for p in model.parameters()])
+    return found
+
+
+def test_the_compiler_is_left_as_it_was() -> None:
+    from torch._dynamo import config
+
+    before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    begin_region("block", is_moved=False)
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint
+    end_region()
+    assert config.skip_fwd_side_effects_in_bwd_under_checkpoint == before
+
+
+@pytest.mark.parametrize("order", ["inside", "around"])
+def test_one_graph_recomputes_activations(ranks: Ranks, order: str) -> None:
+    for found in ranks(2, deadline_s=200).run(_recomputed, order):
+        half = len(found) // 2
+        assert half
+        assert all(map(torch.equal, found[:half], found[half:]))
 
 
 # -- more axes ----------------------------------------------------------------------------------------------------------

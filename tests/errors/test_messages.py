@@ -390,6 +390,12 @@ def one_graph_with_parameters_in_a_list() -> object:
         return _as_one_graph(zf.shard_params(model, mesh))
 
 
+def one_graph_with_offloaded_activations() -> object:
+    with alone() as mesh:
+        model = zf.checkpoint_activations(Model(), units="layers.*", offload=zf.cpu())
+        return _as_one_graph(zf.shard_params(model, mesh))
+
+
 def checkpoints_of_nothing() -> object:
     return zf.checkpoint_activations(nn.Linear(2, 2))
 
@@ -832,6 +838,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         one_graph_inside_unsharded,
         one_graph_with_broadcast_buffers,
         one_graph_with_parameters_in_a_list,
+        one_graph_with_offloaded_activations,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,

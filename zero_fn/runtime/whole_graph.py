@@ -35,7 +35,16 @@ from zero_fn.runtime.graph_operations import allow_operations, gathered, hosted,
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Plan", "is_in_whole_graph", "is_wanted_whole", "show_resting", "show_whole", "with_own_code"]
+__all__ = [
+    "Plan",
+    "begin_region",
+    "end_region",
+    "is_in_whole_graph",
+    "is_wanted_whole",
+    "show_resting",
+    "show_whole",
+    "with_own_code",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -221,6 +230,37 @@ def _require_traceable(
             )
         if is_evicted:
             unit.readopt()
+
+
+_side_effects: list[bool] = []
+
+
+@_while_tracing
+def begin_region(name: str, *, is_moved: bool) -> None:
+    """Before a checkpoint is traced: units inside register parameters and undo it, which the compiler need not repeat.
+
+    Raises:
+        StateError: The inputs of the checkpoint are to be moved.
+    """
+    with _handed_through():
+        if is_moved:
+            raise StateError(
+                "In one graph the compiler keeps what backward needs, and neither cuts nor moves the inputs of a checkpoint.",
+                module=name,
+                fix="leave out partition= and offload=, or torch.compile(model) without fullgraph=True",
+            )
+    from torch._dynamo import config
+
+    _side_effects.append(config.skip_fwd_side_effects_in_bwd_under_checkpoint)
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+
+
+@_while_tracing
+def end_region() -> None:
+    """Undoes `begin_region`."""
+    from torch._dynamo import config
+
+    config.skip_fwd_side_effects_in_bwd_under_checkpoint = _side_effects.pop()
 
 
 @contextmanager
