@@ -57,7 +57,7 @@ def trace_of(brackets: str) -> Trace:
         if sign.isdigit():
             unit = int(sign)
             use = Use(unit, counts.get(unit, 0))
-            counts[unit] = use.count + 1
+            counts[unit] = use.number + 1
         elif sign == "(":
             open_uses.append(use)
             trace.append(Enter(use))
