@@ -142,7 +142,7 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
         case = Case(5, 3, torch.float32, 0)
         segment = segment_for(case, 2, torch.zeros(5), pads=False)
         open_transport("shared").all_gather([segment]).wait()
-        return segment.whole[5:]
+        return segment.memory[5:]
 
     assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
 
