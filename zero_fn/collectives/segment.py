@@ -313,8 +313,8 @@ class Sum:
         if before:
             lower = before[0]
             if len(before) > 1:
-                lower = lower.to(self._total.dtype, copy=True)
-                for part in before[1:]:
+                lower = torch.add(lower.to(self._total.dtype), before[1])
+                for part in before[2:]:
                     lower.add_(part)
             self._total.add_(lower)
         for part in after:
