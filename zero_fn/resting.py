@@ -46,7 +46,7 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over a view of memory, for one use."""
-    # Not `DTensor(...)`: its `__init__` does nothing but enter and leave the compiler's frame evaluation, at twice the cost of this.
+    # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's frame evaluation: twice the cost.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 

@@ -4,9 +4,10 @@ For a parameter of n pieces on n ranks of one host:
 
     gather where the parameter rests     1 piece into the arena, for all peers; n - 1 out of theirs
     gather of a shard into a whole       the same, and this rank's piece into the whole
-    reduce                               n - 1 pieces into the arena; this rank's into the sum. Those of peers are added where they lie
+    reduce                               n - 1 pieces into the arena; this rank's into the sum
 
-Autograd's gradients are read as they come, gathered parameters are used as they lie, and the optimizer steps in place.
+Pieces of peers are added where they lie, autograd's gradients are read as they come, gathered parameters are used where they
+lie, and the optimizer steps in place.
 """
 
 from __future__ import annotations
@@ -26,7 +27,13 @@ from tests.ranks import Ranks, axis
 
 WIDTH, LAYERS = 512, 3
 PIECES = {2: WIDTH * WIDTH // 2, 4: WIDTH * WIDTH // 4}
-COPYING = ("copy", "cat", "clone", "contiguous", "stack")  # copy_, _foreach_copy_, _to_copy, split_with_sizes_copy, _chunk_cat
+COPYING = (
+    "copy",
+    "cat",
+    "clone",
+    "contiguous",
+    "stack",
+)  # in _foreach_copy_, _to_copy, split_with_sizes_copy, _chunk_cat, ...
 
 
 class Copies(TorchDispatchMode):

@@ -87,7 +87,7 @@ def _gathered(use: UnitUse) -> list[Tensor]:
     trained = [leaf.requires_grad for leaf in leaves] if torch.is_grad_enabled() else []
     if True not in trained:
         return in_flight(unit.slots, tensors) if unit.has_model_axes else tensors
-    # Not `_Gather.apply`, which first asks of every argument whether torch.func has wrapped it: none has, `gather` has seen to it.
+    # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: `gather` has seen to that.
     outputs = _apply(_Gather, use, tensors, trained, _token, *leaves)
     use.node = weakref.ref(outputs[trained.index(True)].grad_fn)
     return in_flight(unit.slots, outputs) if unit.has_model_axes else list(outputs)
