@@ -1,6 +1,7 @@
-"""The backend's own collectives: NCCL, and any other. Large pieces travel in one group, from where they rest to where they are
-used; small even ones packed into one message. [Note: small pieces travel together] Packing has run on gloo and under torch's
-simulator of ranks, not on a device yet.
+"""The backend's own collectives: NCCL, and any other.
+
+Large pieces travel in one group, from where they rest to where they are used; small even ones packed into one message.
+[Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
 """
 
 from __future__ import annotations
