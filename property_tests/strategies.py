@@ -47,7 +47,7 @@ def traces(draw: st.DrawFn, *, max_units: int = 5, max_uses: int = 8) -> Trace:
             continue
         unit = draw(st.sampled_from(free))
         use = Use(unit, counts.get(unit, 0))
-        counts[unit] = use.count + 1
+        counts[unit] = use.number + 1
         open_uses.append(use)
         trace.append(Enter(use))
         budget -= 1

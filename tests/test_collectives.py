@@ -142,7 +142,7 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
         case = Case(5, 3, torch.float32, 0)
         segment = segment_for(case, 2, torch.zeros(5), pads=False)
         open_transport("shared").all_gather([segment]).wait()
-        return segment.whole[5:]
+        return segment.memory[5:]
 
     assert all(is_same(rest, torch.ones(5)) for rest in ranks(2).run(tail))
 
@@ -426,3 +426,24 @@ def test_a_pending_finishes_once_and_lets_go_of_what_it_kept() -> None:
     pending.wait()
     assert calls == ["finished"]
     assert pending.kept is None
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("kind", ["native", "shared", "sockets"])
+def test_a_gather_reads_shards_where_they_rest(ranks: Ranks, kind: str, n: int) -> None:
+    """Small and large ones, even and uneven, two dtypes: each arrives whole, this rank's piece included."""
+    numels = {torch.float32: [4 * n, 6 * n, 6 * n - 1, 40_000 * n], torch.float64: [2 * n, 2 * n]}
+
+    def gathered() -> bool:
+        rank, segments, wholes = dist.get_rank(), [], []
+        for dtype, several in numels.items():
+            for numel in several:
+                piece = -(-numel // n)
+                whole = torch.arange(float(numel), dtype=dtype)
+                source = whole[rank * piece : (rank + 1) * piece].clone()
+                segments.append(Segment(torch.zeros(n * piece, dtype=dtype), numel, piece, source=source))
+                wholes.append(whole)
+        open_transport(kind).all_gather(segments).wait()
+        return all(map(torch.equal, [segment.whole for segment in segments], wholes))
+
+    assert all(ranks(n).run(gathered))

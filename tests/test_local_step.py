@@ -118,3 +118,50 @@ def test_copies_and_states_of_an_optimizer_know_nothing_of_it() -> None:
             assert gone() is None
         finally:
             gc.enable()
+
+
+def test_sgd_keeps_its_momentum_under_the_resting_parameters_for_every_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch writes it under the tensors of the arithmetic, which are local ones."""
+    seen: list[type] = []
+    module = sys.modules[torch.optim.SGD.__module__]
+    arithmetic = module.sgd
+
+    def spy(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        seen.extend(map(type, params))
+        arithmetic(params, *args, **kwargs)
+
+    monkeypatch.setattr(module, "sgd", spy)
+    with pretended(2) as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        keys: list[set[int]] = []
+        optimizer.register_step_post_hook(lambda o, *_: keys.append(set(map(id, o.state))))
+        buffers = []
+        for _ in range(2):
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            buffers.append([optimizer.state[p]["momentum_buffer"] for p in model.parameters()])
+        assert keys == [set(map(id, model.parameters()))] * 2
+        assert set(seen) <= {Tensor, nn.Parameter}
+        assert all(isinstance(buffer, DTensor) for buffer in buffers[0])
+        assert all(one is other for one, other in zip(*buffers, strict=True))  # the same objects, updated in place
+
+
+def test_sgd_steps_again_after_a_step_that_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no memory")
+
+    with pretended(2) as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys.modules[torch.optim.SGD.__module__], "sgd", fails)
+            with pytest.raises(RuntimeError, match="no memory"):
+                optimizer.step()
+        model.bias.grad = None
+        optimizer.step()
+        assert set(map(id, optimizer.state)) >= {id(model.weight)}
+        assert all(isinstance(key, DTensor) for key in optimizer.state)

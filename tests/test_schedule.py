@@ -39,6 +39,7 @@ from zero_fn.schedule import (
     backward_schedule,
     backward_trace,
     forward_schedule,
+    legs,
     limit_reductions,
     prefetch,
     text,
@@ -57,7 +58,7 @@ def trace_of(brackets: str) -> Trace:
         if sign.isdigit():
             unit = int(sign)
             use = Use(unit, counts.get(unit, 0))
-            counts[unit] = use.count + 1
+            counts[unit] = use.number + 1
         elif sign == "(":
             open_uses.append(use)
             trace.append(Enter(use))
@@ -290,3 +291,12 @@ def test_text_shows_nesting_names_and_the_number_of_a_use() -> None:
 
 def test_a_use_prints_its_unit_and_its_number() -> None:
     assert [str(Use(3)), str(Use(3, 1))] == ["3", "3#1"]
+
+
+@pytest.mark.parametrize("name", list(TRACES))
+def test_legs_are_the_schedule_cut_at_its_brackets(name: str) -> None:
+    events = prefetch(forward_schedule(trace_of(TRACES[name]), keeps_last=True), depth=1)
+    cut = legs(events)
+    joined = [event for leg in cut for event in (*leg.before, leg.bracket, *leg.after)]
+    assert joined == list(events)
+    assert not any(isinstance(event, Await | Enter | Exit) for leg in cut for event in leg.after)

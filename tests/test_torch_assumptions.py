@@ -528,3 +528,27 @@ def test_a_dtensor_saved_for_backward_reaches_the_hooks_and_may_come_back_as_ano
     assert packed
     assert isinstance(weight.grad, DTensor)
     assert torch.equal(weight.grad._local_tensor, torch.full((2, 3), 4.0))
+
+
+def test_a_dtensor_made_without_its_init_is_whole(mesh: DeviceMesh) -> None:
+    """`resting.on_spec` leaves `DTensor.__init__` out."""
+    known = sharded(mesh, torch.arange(6.0).view(2, 3))
+    made = DTensor.__new__(DTensor, known._local_tensor, known._spec, requires_grad=False)
+    assert made.__dict__.keys() == known.__dict__.keys()
+    assert torch.equal((made + 1).full_tensor(), (known + 1).full_tensor())
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_chunk_cat_lays_out_what_each_rank_receives(ranks: int) -> None:
+    """Rows of any shape and strides. Reductions of small gradients rest on it where the backend sums."""
+    rows = [torch.arange(12.0).view(6, 2), torch.arange(6.0), torch.arange(24.0).view(4, 6).t()]
+    expected = torch.stack([torch.cat([t.chunk(ranks)[r].reshape(-1) for t in rows]) for r in range(ranks)])
+    assert torch.equal(torch._chunk_cat(rows, 0, ranks), expected)
+
+
+def test_split_with_sizes_copy_writes_what_ranks_sent_into_strided_wholes() -> None:
+    message = torch.arange(10.0).view(2, 5)
+    wholes = [torch.zeros(4), torch.zeros(6)]
+    torch.split_with_sizes_copy(message, [2, 3], 1, out=[wholes[0].view(2, 2), wholes[1].view(2, 3)])
+    assert wholes[0].tolist() == [0, 1, 5, 6]
+    assert wholes[1].tolist() == [2, 3, 4, 7, 8, 9]

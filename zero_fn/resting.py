@@ -38,15 +38,16 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     # A DTensor takes over the storage offset of its local tensor and then passes for a tensor with a storage of its own,
     # which deepcopy fails on (2.13). So one that has an offset is made over a tensor at offset 0 and moved.
     if not local.storage_offset():
-        return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
-    tensor = DTensor(_nothing(local.dtype, local.device), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return on_spec(local, spec)
+    tensor = on_spec(_nothing(local.dtype, local.device), spec)
     tensor._local_tensor = local
     return tensor
 
 
 def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over a view of memory, for one use."""
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's frame evaluation: twice the cost.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
 @cache

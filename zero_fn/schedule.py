@@ -16,12 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "Await",
     "Enter",
     "Event",
     "Exit",
+    "Leg",
     "Reduce",
     "Reshard",
     "Settle",
@@ -31,21 +33,21 @@ __all__ = [
     "backward_schedule",
     "backward_trace",
     "forward_schedule",
+    "legs",
     "limit_reductions",
     "prefetch",
     "text",
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """The `count`-th time that unit number `unit` runs in a pass."""
+class Use(NamedTuple):
+    """The `number`-th time that unit number `unit` runs in a pass."""
 
     unit: int
-    count: int = 0
+    number: int = 0
 
     def __str__(self) -> str:
-        return f"{self.unit}" if not self.count else f"{self.unit}#{self.count}"
+        return f"{self.unit}" if not self.number else f"{self.unit}#{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +129,35 @@ def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
     return tuple(events)
 
 
+class Leg(NamedTuple):
+    """One bracket of a schedule with the events around it.
+
+    Attributes:
+        before: What runs before the bracket and did not follow the one before it.
+        bracket: The bracket.
+        after: What runs right after the bracket, up to the first event that waits.
+    """
+
+    before: tuple[Event, ...]
+    bracket: Enter | Exit
+    after: tuple[Event, ...]
+
+
+def legs(events: Sequence[Event]) -> tuple[Leg, ...]:
+    """A schedule by its brackets. What comes before the first bracket belongs to it."""
+    at = [i for i, event in enumerate(events) if isinstance(event, Enter | Exit)]
+    found: list[Leg] = []
+    start = 0
+    for i, following in zip(at, (*at[1:], len(events)), strict=True):
+        bracket = events[i]
+        assert isinstance(bracket, Enter | Exit)
+        waits = (j for j in range(i + 1, following) if isinstance(events[j], Await))
+        end = next(waits, following)
+        found.append(Leg(tuple(events[start:i]), bracket, tuple(events[i + 1 : end])))
+        start = end
+    return tuple(found)
+
+
 def backward_trace(trace: Trace) -> Trace:
     """The brackets of the backward pass of a forward trace: reversed, with Enter and Exit exchanged."""
     return tuple(Exit(bracket.use) if isinstance(bracket, Enter) else Enter(bracket.use) for bracket in reversed(trace))
@@ -204,8 +235,8 @@ def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
     for event in events:
         unit = event.use.unit if isinstance(event, Enter | Exit) else event.unit
         name = names[unit] if names else str(unit)
-        if isinstance(event, Enter | Exit) and event.use.count:
-            name += f"#{event.use.count}"
+        if isinstance(event, Enter | Exit) and event.use.number:
+            name += f"#{event.use.number}"
         indent -= isinstance(event, Exit)
         lines.append(f"{'  ' * indent}{type(event).__name__.lower()} {name}")
         indent += isinstance(event, Enter)

@@ -1,11 +1,25 @@
-"""Trains the same GPT on the same batches under every mode, one step of each in turn, and prints step times as ratios.
+"""Trains the same GPT on the same batches under every contestant, one step of each in turn, and prints ratios.
 
-    python examples/benchmarks/compare.py --layers 8 --dim 512 --seq 64 --batch 1 --ranks 2
+    python examples/benchmarks/compare.py                                   # 8 x 512, sequence 64, 1 sequence per rank
+    python examples/benchmarks/compare.py --shape 6x256x256x4 8x512x64x1 --ranks 2 4 --out /tmp/results
 
-Machines are shared and noisy: a ratio of two steps that ran one after the other says more than two times. All modes live in
-the same processes; the order rotates from round to round. Per mode: the median ratio of its step to that of DDP and of
-FSDP2 in the same round with a 95 % bootstrap interval, CPU time per step, bytes held and sent, and the losses, which must
-agree. Results go to standard output and, with --out, to a JSON file.
+A shape is layers x width x sequence x sequences per rank. Machines are shared and noisy: a ratio of two steps that ran one
+after the other says more than two times. All contestants live in the same processes and the order rotates from round to
+round. Reported for each:
+
+    step ms, CPU ms     medians; CPU time is of all threads of rank 0
+    / ddp, / fsdp2      median over rounds of the ratio of step times in the same round, with a 95 % bootstrap interval
+    waited              share of the time in which threads of rank 0 were ready and the machine ran something else: where it
+                        is not near 0 the machine is loaded, and frameworks with more waits between ranks look worse
+    held MB             parameters and optimizer state of rank 0, between steps
+    payload MB          of parameters and gradients, as zero_fn counts it
+    sockets MB          least that went over the sockets of the host in a step, per rank. On one host zero_fn shares memory
+    peak MB             with --memory: resident memory at most over that after the imports, each contestant in processes of
+                        its own. Shared pages count in every process
+    loss                of the last step, mean over ranks; the program fails if they differ
+
+With --out, everything goes to a JSON file and the ratios to a PNG (matplotlib) for each shape, dtype and number of ranks.
+Where CUDA is available the ranks take one device each, and times include its work.
 """
 
 from __future__ import annotations
@@ -13,195 +27,231 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from contestants import CONTESTANTS, GPT, Contestant, available
+from measured import (
+    draw_ratios,
+    forget_peak,
+    loopback_nbytes,
+    ratios_of,
+    resident_nbytes,
+    shown,
+    table,
+    waited_s,
+)
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
 
-
-class Block(nn.Module):
-    """A pre-norm transformer block."""
-
-    def __init__(self, dim: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm_attention, self.norm_mlp = nn.LayerNorm(dim), nn.LayerNorm(dim)
-        self.qkv = nn.Linear(dim, 3 * dim)
-        self.out = nn.Linear(dim, dim)
-        self.up = nn.Linear(dim, 4 * dim)
-        self.down = nn.Linear(4 * dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, s, d = x.shape
-        q, k, v = self.qkv(self.norm_attention(x)).view(b, s, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, s, d)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(self.norm_mlp(x)), approximate="tanh"))
+LOSS_TOLERANCE = {False: 1e-3, True: 3e-2}  # relative, by whether in bfloat16
+BASES = ("ddp", "fsdp2")
 
 
-class GPT(nn.Module):
-    """A small byte-level GPT."""
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and for how long."""
 
-    def __init__(self, layers: int, dim: int, seq: int) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(256, dim), nn.Embedding(seq, dim)
-        self.blocks = nn.ModuleList(Block(dim, max(1, dim // 64)) for _ in range(layers))
-        self.norm = nn.LayerNorm(dim)
-        self.head = nn.Linear(dim, 256, bias=False)
-        for parameter in self.parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=0.02)
+    layers: int
+    dim: int
+    seq: int
+    batch: int
+    bf16: bool
+    rounds: int
+    warmup: int
+    device: str
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits
+    def __str__(self) -> str:
+        dtype = "bf16" if self.bf16 else "fp32"
+        return f"{self.layers} x {self.dim}, sequence {self.seq} x {self.batch} per rank, {dtype}"
 
 
 @dataclass
-class Mode:
-    """A model in training and what its steps cost."""
+class Cost:
+    """What the steps of one contestant cost rank 0."""
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
     wall_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
-    sent_nbytes: int = 0
-
-    def step(self, tokens: Tensor, *, autocast: bool) -> None:
-        dist.barrier()
-        cpu, wall = time.process_time(), time.perf_counter()
-        with zf.traffic() as sent:
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                logits = self.model(tokens[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
-            loss.backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-        dist.barrier()
-        self.wall_s.append(time.perf_counter() - wall)
-        self.cpu_s.append(time.process_time() - cpu)
-        self.losses.append(loss.item())
-        self.sent_nbytes = sent.nbytes
+    sockets_nbytes: list[int] = field(default_factory=list)
+    payload_nbytes: int = 0
+    held_nbytes: int | None = None
+    peak_nbytes: int | None = None
 
 
-def fsdp2(model: GPT, mesh: DeviceMesh, bf16: bool) -> nn.Module:
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else MixedPrecisionPolicy()
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)  # in place
-    return model
-
-
-def transformed(transform: Callable[..., nn.Module]) -> Callable[[GPT, DeviceMesh, bool], nn.Module]:
-    def build(model: GPT, mesh: DeviceMesh, bf16: bool) -> nn.Module:
-        sharded = transform(model, mesh)
-        return zf.precision(sharded) if bf16 else sharded
-
-    return build
-
-
-MODES: dict[str, Callable[[GPT, DeviceMesh, bool], nn.Module]] = {
-    "ddp": lambda model, mesh, bf16: DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True),
-    "fsdp2": fsdp2,
-    "replicate": transformed(zf.replicate),
-    "zero1": transformed(zf.zero1),
-    "zero2": transformed(zf.zero2),
-    "zero3": transformed(zf.zero3),
-}
-
-
-def run(args: argparse.Namespace) -> dict[str, object]:
-    """All modes on one rank; the values of rank 0 are reported."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes() * 8), dtype=torch.uint8).long()
-    modes: dict[str, Mode] = {}
-    for name in args.modes:
-        torch.manual_seed(0)
-        model = MODES[name](GPT(args.layers, args.dim, args.seq), mesh, args.bf16)
-        modes[name] = Mode(model, torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
-    names = list(modes)
-    for step in range(args.rounds + args.warmup):
-        generator = torch.Generator().manual_seed(step)
-        starts = torch.randint(len(text) - args.seq - 1, (world * args.batch,), generator=generator)
-        starts = starts[rank * args.batch : (rank + 1) * args.batch]
-        tokens = torch.stack([text[start : start + args.seq + 1] for start in starts.tolist()])
-        for name in names[step % len(names) :] + names[: step % len(names)]:
-            modes[name].step(tokens, autocast=args.bf16 and name == "ddp")
-    return {name: summary(mode, args.warmup) for name, mode in modes.items()}
-
-
-def summary(mode: Mode, warmup: int) -> dict[str, object]:
-    held = zf.held(mode.model, mode.optimizer)
-    return {
-        "wall_s": mode.wall_s[warmup:],
-        "cpu_s": mode.cpu_s[warmup:],
-        "loss": mode.losses[-1],
-        "held_nbytes": {"parameters": held.parameters, "optimizer": held.optimizer},
-        "sent_nbytes": mode.sent_nbytes,
-    }
-
-
-def interval(ratios: list[float]) -> str:
-    """Median and 95 % bootstrap interval."""
-    generator = torch.Generator().manual_seed(0)
-    values = torch.tensor(ratios)
-    medians = (
-        values[torch.randint(len(ratios), (2000, len(ratios)), generator=generator)].median(1).values.sort().values
+def batches(task: Task, rank: int, world: int, device: torch.device) -> list[Tensor]:
+    """The tokens of each step on this rank, "batch seq+1": bytes of these programs."""
+    text = torch.frombuffer(
+        bytearray(b"".join(p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py")))), dtype=torch.uint8
     )
-    return f"{statistics.median(ratios):.2f} [{medians[50]:.2f}, {medians[1949]:.2f}]"
+    text = text.repeat(-(-2 * (task.seq + 1) // len(text)) + 1).long()
+    found = []
+    for step in range(task.rounds + task.warmup):
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(text) - task.seq - 1, (world * task.batch,), generator=generator).tolist()
+        own = starts[rank * task.batch : (rank + 1) * task.batch]
+        found.append(torch.stack([text[start : start + task.seq + 1] for start in own]).to(device))
+    return found
 
 
-def table(results: dict[str, dict[str, list[float]]]) -> str:
-    lines = [
-        f"{'mode':10} {'step ms':>8} {'CPU ms':>8}  {'/ ddp':18} {'/ fsdp2':18} {'held MB':>8} {'sent MB':>8} {'loss':>8}"
-    ]
-    for name, result in results.items():
-        against = {
-            base: interval([a / b for a, b in zip(result["wall_s"], results[base]["wall_s"], strict=True)])
-            for base in ("ddp", "fsdp2")
-            if base in results
+def build(name: str, task: Task, mesh: DeviceMesh, device: torch.device) -> Contestant:
+    torch.manual_seed(0)
+    return CONTESTANTS[name](GPT(task.layers, task.dim, task.seq).to(device), mesh, task.bf16)
+
+
+def place(task: Task) -> tuple[DeviceMesh, torch.device]:
+    """The mesh of all ranks, and the device of this one."""
+    torch.set_num_threads(1)
+    mesh = init_device_mesh(task.device, (dist.get_world_size(),), mesh_dim_names=("dp",))
+    if task.device == "cuda":
+        torch.cuda.set_device(dist.get_rank())
+        return mesh, torch.device("cuda", dist.get_rank())
+    return mesh, torch.device(task.device)
+
+
+def interleaved(names: Sequence[str], task: Task) -> dict[str, Cost]:
+    """All contestants on one rank, a step of each in turn."""
+    mesh, device = place(task)
+    data = batches(task, dist.get_rank(), dist.get_world_size(), device)
+    contestants = {name: build(name, task, mesh, device) for name in names}
+    costs = {name: Cost() for name in names}
+    for number, tokens in enumerate(data):
+        turn = number % len(names)
+        for name in (*names[turn:], *names[:turn]):
+            step(contestants[name], costs[name], tokens, keeps=number >= task.warmup)
+    for name in names:
+        costs[name].held_nbytes = contestants[name].held()
+    return costs
+
+
+def step(contestant: Contestant, cost: Cost, tokens: Tensor, *, keeps: bool) -> None:
+    """One step between two barriers."""
+    dist.barrier()
+    sockets, waited = loopback_nbytes(), waited_s()
+    cpu, wall = time.process_time(), time.perf_counter()
+    with zf.traffic() as sent:
+        loss = contestant.step(tokens)
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+    dist.barrier()
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    waited, sockets = waited_s() - waited, loopback_nbytes() - sockets
+    dist.all_reduce(loss)
+    if keeps:
+        cost.wall_s.append(wall)
+        cost.cpu_s.append(cpu)
+        cost.waited_s.append(waited)
+        cost.sockets_nbytes.append(sockets // dist.get_world_size())
+        cost.losses.append(loss.item() / dist.get_world_size())
+        cost.payload_nbytes = sent.nbytes
+
+
+def peak(name: str, task: Task) -> int:
+    """Bytes of memory at most, of one contestant alone, over that after the imports."""
+    mesh, device = place(task)
+    forget_peak()
+    before = resident_nbytes()
+    contestant = build(name, task, mesh, device)
+    for tokens in batches(task, dist.get_rank(), dist.get_world_size(), device)[:4]:
+        contestant.step(tokens)
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else resident_nbytes(peak=True) - before
+
+
+def disagreement(costs: dict[str, Cost], bf16: bool) -> str | None:
+    """What is wrong with the losses, if anything."""
+    first, *others = costs
+    for name in others:
+        for number, (one, other) in enumerate(zip(costs[first].losses, costs[name].losses, strict=True)):
+            if abs(one - other) > LOSS_TOLERANCE[bf16] * abs(one):
+                return f"losses differ in round {number}: {first} {one:.6f}, {name} {other:.6f}"
+    return None
+
+
+def megabytes(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 1e6:.1f}"
+
+
+def report(costs: dict[str, Cost]) -> str:
+    """The table of one run."""
+    rows = []
+    for name, cost in costs.items():
+        row: dict[str, object] = {"": name}
+        row["step ms"] = f"{statistics.median(cost.wall_s) * 1e3:.1f}"
+        row["CPU ms"] = f"{statistics.median(cost.cpu_s) * 1e3:.1f}"
+        for base in BASES:
+            if base in costs:
+                row[f"/ {base}"] = shown(ratios_of(cost.wall_s, costs[base].wall_s))
+        if "ddp" in costs:
+            row["CPU / ddp"] = shown(ratios_of(cost.cpu_s, costs["ddp"].cpu_s))
+        row["waited"] = f"{statistics.median(w / s for w, s in zip(cost.waited_s, cost.wall_s, strict=True)):.0%}"
+        row["held MB"] = megabytes(cost.held_nbytes)
+        row["payload MB"] = megabytes(cost.payload_nbytes or None)
+        row["sockets MB"] = megabytes(min(cost.sockets_nbytes))
+        row["peak MB"] = megabytes(cost.peak_nbytes)
+        row["loss"] = f"{cost.losses[-1]:.4f}"
+        rows.append(row)
+    return table(rows)
+
+
+def run(names: Sequence[str], task: Task, ranks: int, *, memory: bool, out: Path | None) -> bool:
+    """One table. Returns whether the losses agreed."""
+    costs: dict[str, Cost] = zf.launch(interleaved, ranks, list(names), task, timeout_s=None)[0]  # type: ignore[assignment]
+    if memory:
+        for name in names:
+            costs[name].peak_nbytes = max(zf.launch(peak, ranks, name, task, timeout_s=None))  # type: ignore[type-var]
+    wrong = disagreement(costs, task.bf16)
+    title = f"{task}, {ranks} ranks, {task.device}, torch {torch.__version__}"
+    print(f"\n{title}, {task.rounds} rounds\n{report(costs)}\n{wrong or 'all losses agree'}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        stem = f"{task.layers}x{task.dim}x{task.seq}x{task.batch}-{'bf16' if task.bf16 else 'fp32'}-{ranks}"
+        found = {
+            base: {n: ratios_of(c.wall_s, costs[base].wall_s) for n, c in costs.items()}
+            for base in BASES
+            if base in costs
         }
-        held = sum(result["held_nbytes"].values())  # type: ignore[attr-defined]
-        lines.append(
-            f"{name:10} {statistics.median(result['wall_s']) * 1e3:8.1f} {statistics.median(result['cpu_s']) * 1e3:8.1f}"
-            f"  {against.get('ddp', ''):18} {against.get('fsdp2', ''):18} {held / 1e6:8.1f}"
-            f" {result['sent_nbytes'] / 1e6:8.2f} {result['loss']:8.4f}"  # type: ignore[operator]
-        )
-    return "\n".join(lines)
+        everything = {
+            "task": asdict(task),
+            "ranks": ranks,
+            "costs": {n: asdict(c) for n, c in costs.items()},
+            "ratios": found,
+        }
+        (out / f"{stem}.json").write_text(json.dumps(everything, indent=1))
+        if found:
+            draw_ratios(out / f"{stem}.png", title, found)
+    return wrong is None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--dim", type=int, default=256)
-    parser.add_argument("--seq", type=int, default=256)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per rank")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument(
+        "--shape", nargs="+", default=["8x512x64x1"], help="layers x width x sequence x sequences per rank"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--dtype", nargs="+", choices=["fp32", "bf16"], default=["fp32"])
+    parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--out", type=Path, help="JSON file")
+    parser.add_argument("--modes", nargs="+", choices=list(CONTESTANTS), default=available())
+    parser.add_argument("--memory", action="store_true", help="peak memory too, one launch per contestant")
+    parser.add_argument("--out", type=Path, help="folder for JSON and PNG")
     args = parser.parse_args()
-    results = zf.launch(run, args.ranks, args, timeout_s=None)[0]
-    print(table(results))  # type: ignore[arg-type]
-    if args.out:
-        args.out.write_text(json.dumps({"arguments": vars(args) | {"out": str(args.out)}, "results": results}))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    agreed = True
+    for shape in args.shape:
+        layers, dim, seq, batch = (int(size) for size in shape.split("x"))
+        for ranks in args.ranks:
+            for dtype in args.dtype:
+                task = Task(layers, dim, seq, batch, dtype == "bf16", args.rounds, args.warmup, device)
+                agreed &= run(args.modes, task, ranks, memory=args.memory, out=args.out)
+    sys.exit(0 if agreed else 1)
 
 
 if __name__ == "__main__":

@@ -188,16 +188,16 @@ BUGS: tuple[Bug, ...] = (
         "native-wrong-divisor",
         "collectives/native.py",
         "the mean over ranks, on other backends than gloo",
-        "torch._foreach_div_(outputs, self._size)",
-        "torch._foreach_div_(outputs, max(self._size - 1, 1))",
+        "torch._foreach_div_(sums, self._size)",
+        "torch._foreach_div_(sums, max(self._size - 1, 1))",
         _COLLECTIVES,
     ),
     Bug(
         "native-swapped-rank",
         "collectives/native.py",
         "whose piece a rank sends, on other backends than gloo",
-        "whole.narrow(0, self._rank * n, n)",
-        "whole.narrow(0, (self._size - 1 - self._rank) * n, n)",
+        "segment.padded_piece(self._rank)",
+        "segment.padded_piece(self._size - 1 - self._rank)",
         _COLLECTIVES,
     ),
     # -- layout -----------------------------------------------------------------------------------------------------
@@ -244,8 +244,8 @@ BUGS: tuple[Bug, ...] = (
         "gather-range-of-rank-0",
         "runtime/unit.py",
         "where the own shard lies in the gathered buffer",
-        "slot.offset + slot.start, slot.local_numel)",
-        "slot.offset, slot.local_numel)",
+        "(slot.local_numel,), (1,), slot.offset + slot.start)",
+        "(slot.local_numel,), (1,), slot.offset)",
     ),
     # -- gradients --------------------------------------------------------------------------------------------------
     Bug(
@@ -364,10 +364,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "own-shard-not-copied",
-        "runtime/unit.py",
+        "collectives/segment.py",
         "the own part of a gathered parameter",
-        "if own.data_ptr() != slot.flat.data_ptr():\n                    own",
-        "if own.data_ptr() != slot.flat.data_ptr() and own.dtype == slot.flat.dtype:\n                    own",
+        "apart = [segment for segment in segments if segment.source is not None]",
+        "apart: list[Segment] = []",
     ),
     Bug(
         "prefetch-off-by-one",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment
+from zero_fn.collectives.segment import Contribution, Pending, Segment, fill_own
 
 __all__ = ["Alone"]
 
@@ -17,6 +17,7 @@ class Alone:
     pads = False
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
+        fill_own(segments, 0)
         return Pending()
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, joined, nbytes_of, packs, runs_of
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, nbytes_of, packs, runs_of
 from zero_fn.collectives.waiting import started
 from zero_fn.traffic import count
 
@@ -44,17 +44,18 @@ class Exchange:
         works: list[Work] = []
         kept: list[Tensor] = []
         sent_nbytes = 0
+        fill_own(segments, self._rank)
         for segment in segments:
             if segment.is_small:
                 continue
-            own = segment.piece(self._rank)
+            own = segment.own(self._rank)
             kept.append(own)
             for target, source in self._peers:
                 self._receive(segment.piece(source), source, tag, works)
                 sent_nbytes += self._send(own, target, tag, works)
         arrived: list[tuple[Tensor, list[Tensor]]] = []
         for pack in packs(segments):
-            message = torch.cat([segment.piece(self._rank) for segment in pack])
+            message = torch.cat([segment.own(self._rank) for segment in pack])
             kept.append(message)
             for target, source in self._peers:
                 pieces = [segment.piece(source) for segment in pack]

@@ -1,4 +1,8 @@
-"""The backend's own collectives, grouped and in place: NCCL, and any other."""
+"""The backend's own collectives: NCCL, and any other.
+
+Large pieces travel in one group, from where they rest to where they are used; small even ones packed into one message.
+[Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment, nbytes_of
+from zero_fn.collectives.segment import Contribution, Pending, Segment
 from zero_fn.traffic import count
 
 __all__ = ["Native"]
@@ -31,40 +35,116 @@ class Native:
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if not segments:
             return Pending()
-        # As bytes: a group of several dtypes is mixed up by gloo, and not every backend knows every dtype.
-        wholes = [
-            segment.whole.narrow(0, 0, segment.piece_numel * self._size).view(torch.uint8) for segment in segments
-        ]
-        nbytes = [whole.numel() // self._size for whole in wholes]
-        pieces = [whole.narrow(0, self._rank * n, n) for whole, n in zip(wholes, nbytes, strict=True)]
-        count("all-gather", sum(map(nbytes_of, pieces)) * (self._size - 1))
-        return Pending([_work(self._gather(wholes, pieces), pieces[0])], kept=pieces)
+        wholes: list[Tensor] = []
+        pieces: list[Tensor] = []
+        messages: list[tuple[Tensor, list[Segment]]] = []
+        together, apart = self._sorted(segments)
+        for pack in together:
+            own = torch.cat([segment.own(self._rank) for segment in pack])
+            message = own.new_empty(own.numel() * self._size)
+            wholes.append(message)
+            pieces.append(own)
+            messages.append((message, pack))
+        for segment in apart:
+            wholes.append(segment.by_rank(self._size).view(-1))
+            pieces.append(self._padded_own(segment))
+        nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
+        if not _travels_as_it_is({whole.dtype for whole in wholes}):
+            wholes, pieces = [w.view(torch.uint8) for w in wholes], [piece.view(torch.uint8) for piece in pieces]
+
+        def unpack() -> None:
+            for message, pack in messages:
+                sizes = [segment.piece_numel for segment in pack]
+                outs = [segment.by_rank(self._size) for segment in pack]
+                torch.split_with_sizes_copy(message.view(self._size, -1), sizes, 1, out=outs)
+
+        count("all-gather", nbytes * (self._size - 1))
+        return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if messages else None, (pieces, wholes))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        inputs, outputs = [], []
-        for contribution in contributions:
-            segment = contribution.addend
-            padded_numel = segment.piece_numel * self._size
-            whole = segment.whole
-            if whole.numel() != padded_numel or whole.dtype != contribution.sum_dtype:
-                source = whole.narrow(0, 0, segment.numel)
-                whole = torch.zeros(padded_numel, dtype=contribution.sum_dtype, device=source.device)
-                whole.narrow(0, 0, segment.numel).copy_(source)
-            inputs.append(whole)
-            outputs.append(whole.new_empty(segment.piece_numel))
-        works = []
-        for dtype in dict.fromkeys(whole.dtype for whole in inputs):  # one group each: gloo mixes up dtypes in a group
-            chosen = [(piece, whole) for piece, whole in zip(outputs, inputs, strict=True) if whole.dtype == dtype]
-            reduction = self._reduce([_real(piece) for piece, _ in chosen], [_real(whole) for _, whole in chosen])
-            works.append(_work(reduction, inputs[0]))
+        inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
+        outputs: dict[torch.dtype, list[Tensor]] = {}
+        sums: list[Tensor] = []
+        written: list[tuple[list[Tensor], Tensor, list[int]]] = []  # outs, the sums they take, pieces of these
+
+        def issue(whole: Tensor, total: Tensor) -> None:
+            sums.append(total)
+            inputs.setdefault(total.dtype, []).append(_real(whole))
+            outputs.setdefault(total.dtype, []).append(_real(total))
+
+        together, apart = self._sorted_contributions(contributions)
+        for pack in together:
+            dtype, sizes = pack[0].sum_dtype, [contribution.addend.piece_numel for contribution in pack]
+            message = torch._chunk_cat([contribution.addend.in_chunks() for contribution in pack], 0, self._size)
+            total = message.new_empty(sum(sizes), dtype=dtype)
+            written.append(([contribution.out for contribution in pack], total, sizes))
+            issue(message.view(-1).to(dtype), total)
+        for contribution in apart:
+            out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
+            whole, total = self._padded_whole(contribution), out
+            if out.dtype != dtype or out.numel() != piece_numel:
+                total = whole.new_empty(piece_numel)
+                written.append(([out], total, [piece_numel]))
+            issue(whole, total)
+        works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
-            outs = [contribution.out for contribution in contributions]
-            torch._foreach_div_(outputs, self._size)
-            torch._foreach_copy_(outs, [p.narrow(0, 0, out.numel()) for p, out in zip(outputs, outs, strict=True)])
+            if len(sums) == 1:
+                sums[0].div_(self._size)
+            else:
+                torch._foreach_div_(sums, self._size)
+            for outs, total, sizes in written:
+                parts = total.split_with_sizes(sizes) if len(outs) > 1 else (total.narrow(0, 0, outs[0].numel()),)
+                torch._foreach_copy_(outs, parts)
 
-        count("reduce-scatter", sum(map(nbytes_of, outputs)) * (self._size - 1))
-        return Pending(works, divide if outputs else None, (inputs, contributions))
+        count("reduce-scatter", sum([total.numel() * total.element_size() for total in sums]) * (self._size - 1))
+        return Pending(works, divide if sums else None, (inputs, contributions))
+
+    def _sorted(self, segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
+        """What travels in one message each, and what alone: pieces that are large, uneven or in place already."""
+        together: dict[torch.dtype, list[Segment]] = {}
+        apart: list[Segment] = []
+        for segment in segments:
+            if segment.source is not None and self._is_even(segment) and segment.is_small:
+                together.setdefault(segment.dtype, []).append(segment)
+            else:
+                apart.append(segment)
+        return list(together.values()), apart
+
+    def _sorted_contributions(
+        self, contributions: Sequence[Contribution]
+    ) -> tuple[list[list[Contribution]], list[Contribution]]:
+        """The same for a reduction."""
+        together: dict[tuple[torch.dtype, torch.dtype], list[Contribution]] = {}
+        apart: list[Contribution] = []
+        for contribution in contributions:
+            addend = contribution.addend
+            if addend.is_small and self._is_even(addend) and not addend.dtype.is_complex:
+                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(contribution)
+            else:
+                apart.append(contribution)
+        return list(together.values()), apart
+
+    def _is_even(self, segment: Segment) -> bool:
+        return segment.numel == segment.piece_numel * self._size
+
+    def _padded_own(self, segment: Segment) -> Tensor:
+        """This rank's piece with room for a full one."""
+        if segment.source is not None:
+            if self._is_even(segment):
+                return segment.source  # the backend writes it into `whole` with those of the peers
+            segment.piece(self._rank).copy_(segment.source)
+        return segment.padded_piece(self._rank)
+
+    def _padded_whole(self, contribution: Contribution) -> Tensor:
+        """The addend in the dtype of the sum, with room for full pieces."""
+        segment, dtype = contribution.addend, contribution.sum_dtype
+        whole, padded_numel = segment.whole, segment.piece_numel * self._size
+        if segment.numel == padded_numel and whole.dtype == dtype:
+            return whole
+        padded = torch.zeros(padded_numel, dtype=dtype, device=whole.device)
+        padded.narrow(0, 0, segment.numel).copy_(whole)
+        return padded
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         count("control", 2 * bits.numel() * (self._size - 1) // self._size)
@@ -102,6 +182,16 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
     """The first of these methods that this torch has."""
     found = next(getattr(group, name) for name in names if hasattr(group, name))
     return cast(Callable[..., Any], found)
+
+
+_TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+def _travels_as_it_is(dtypes: set[torch.dtype]) -> bool:
+    """Whether a group of these dtypes may be gathered as such, or only as bytes: several dtypes in one group are mixed up
+    by gloo, and not every backend knows every dtype.
+    """
+    return len(dtypes) == 1 and dtypes <= _TRAVELING
 
 
 def _real(flat: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zero_fn.collectives.arena import Arena, map_arena
 from zero_fn.collectives.exchange import Exchange, Work
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, flat, joined, nbytes_of, runs_of
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, flat, joined, nbytes_of, runs_of
 from zero_fn.collectives.waiting import OutOfStep, PeerLost
 from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.traffic import count
@@ -95,10 +95,11 @@ class SameHost(Exchange):
         if shared is None:
             return super().all_gather(segments, mark)
         runs = runs_of(segments)
-        own = [[segment.piece(self._rank) for segment in run] for run in runs]
+        own = [[segment.own(self._rank) for segment in run] for run in runs]
         message = _Message(self, shared, _GATHERS, mark, [own])
         for target, source in self._peers:
             message.announce(target, source, 0)
+        fill_own(segments, self._rank)
         count("all-gather", sum(nbytes_of(piece) for run in own for piece in run) * (self._size - 1))
 
         def finish() -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "Segment",
     "Sum",
     "Transport",
+    "fill_own",
     "flat",
     "joined",
     "nbytes_of",
@@ -52,16 +53,35 @@ class Segment:
     """The whole of one tensor, of which each rank has filled its own piece.
 
     Attributes:
-        whole: Flat; at least `numel` elements, and `n * piece_numel` where the transport pads.
+        memory, start: Where it lies: from this element of the storage on.
         numel: Valid elements.
         piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
         route: Where there are two axes, over which and how it travels.
+        source: Where this rank's piece lies if it is not in `whole` yet: an all-gather reads it there, once, for its peers
+            and for `whole`.
     """
 
-    __slots__ = ("numel", "piece_numel", "route", "whole")
+    __slots__ = ("memory", "numel", "piece_numel", "route", "source", "start")
 
-    def __init__(self, whole: Tensor, numel: int, piece_numel: int, route: Route | None = None) -> None:
-        self.whole, self.numel, self.piece_numel, self.route = whole, numel, piece_numel, route
+    def __init__(
+        self,
+        memory: Tensor,
+        numel: int,
+        piece_numel: int,
+        route: Route | None = None,
+        *,
+        start: int | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        """Names a range of memory; views are cut when they are asked for.
+
+        Args:
+            memory: Flat. From `start` on it has `numel` elements, and `n * piece_numel` where the transport pads.
+            numel, piece_numel, route, source: See the attributes.
+            start: First element in the storage of `memory`; left out, the first of `memory`.
+        """
+        self.memory, self.start = memory, memory.storage_offset() if start is None else start
+        self.numel, self.piece_numel, self.route, self.source = numel, piece_numel, route, source
 
     def piece_bounds(self, rank: int) -> tuple[int, int]:
         """First element and number of elements that `rank` owns; the number may be 0."""
@@ -70,7 +90,29 @@ class Segment:
 
     def piece(self, rank: int) -> Tensor:
         """The elements that `rank` owns; may be empty."""
-        return self.whole.narrow(0, *self.piece_bounds(rank))
+        start, numel = self.piece_bounds(rank)
+        return self.memory.as_strided((numel,), (1,), self.start + start)
+
+    @property
+    def whole(self) -> Tensor:
+        """All elements, flat."""
+        return self.memory.as_strided((self.numel,), (1,), self.start)
+
+    def padded_piece(self, rank: int) -> Tensor:
+        """The piece of a rank with room for a full one, where the transport pads."""
+        return self.memory.as_strided((self.piece_numel,), (1,), self.start + rank * self.piece_numel)
+
+    def by_rank(self, size: int) -> Tensor:
+        """A row for each rank, padding included."""
+        return self.memory.as_strided((size, self.piece_numel), (self.piece_numel, 1), self.start)
+
+    def own(self, rank: int) -> Tensor:
+        """The piece of `rank`, which is this one, where it lies before the all-gather."""
+        return self.source if self.source is not None else self.piece(rank)
+
+    def in_chunks(self) -> Tensor:
+        """The elements in such a shape that pieces are cut along the first dim."""
+        return self.whole
 
     @property
     def is_small(self) -> bool:
@@ -80,7 +122,7 @@ class Segment:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the elements."""
-        return self.whole.dtype
+        return self.memory.dtype
 
 
 class Rows(Segment):
@@ -92,7 +134,7 @@ class Rows(Segment):
     __slots__ = ("_piece_rows", "_rows")
 
     def __init__(self, rows: Tensor, piece_rows: int, route: Route | None = None) -> None:
-        self._rows, self._piece_rows, self.route = rows, piece_rows, route
+        self._rows, self._piece_rows, self.route, self.source = rows, piece_rows, route, None
         self.numel = rows.numel()
         self.piece_numel = piece_rows * (self.numel // rows.shape[0])
 
@@ -102,10 +144,13 @@ class Rows(Segment):
         start = min(rank * self._piece_rows, count)
         return self._rows.narrow(0, start, min(self._piece_rows, count - start))
 
+    def in_chunks(self) -> Tensor:
+        return self._rows
+
     @property
-    def whole(self) -> Tensor:  # type: ignore[override]
+    def whole(self) -> Tensor:
         """All elements, flat."""
-        return self._rows.contiguous().view(-1)
+        return self._rows.reshape(-1)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,6 +249,13 @@ def packs(items: Sequence[_Item]) -> list[list[_Item]]:
     return list(packs.values())
 
 
+def fill_own(segments: Sequence[Segment], rank: int) -> None:
+    """Copies this rank's pieces into `whole` where they lie elsewhere."""
+    apart = [segment for segment in segments if segment.source is not None]
+    if apart:
+        torch._foreach_copy_([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])
+
+
 def nbytes_of(tensor: Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return tensor.numel() * tensor.element_size()
@@ -261,8 +313,8 @@ class Sum:
         if before:
             lower = before[0]
             if len(before) > 1:
-                lower = lower.to(self._total.dtype, copy=True)
-                for part in before[1:]:
+                lower = torch.add(lower.to(self._total.dtype), before[1])
+                for part in before[2:]:
                     lower.add_(part)
             self._total.add_(lower)
         for part in after:

@@ -83,26 +83,30 @@ def gather(use: UnitUse) -> list[Tensor]:
 
 def _gathered(use: UnitUse) -> list[Tensor]:
     unit, tensors = use.unit, use.unit.tensors()
-    if not torch.is_grad_enabled() or not any(slot.parameter.requires_grad for slot in use.unit.slots):
+    leaves = [slot.parameter for slot in unit.slots]
+    trained = [leaf.requires_grad for leaf in leaves] if torch.is_grad_enabled() else []
+    if True not in trained:
         return in_flight(unit.slots, tensors) if unit.has_model_axes else tensors
-    leaves = [slot.parameter for slot in use.unit.slots]
-    outputs = _Gather.apply(use, tensors, _token, *leaves)  # type: ignore[no-untyped-call]
-    for slot, output in zip(use.unit.slots, outputs, strict=True):
-        if slot.parameter.requires_grad:
-            use.node = weakref.ref(output.grad_fn)
-            break
+    # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: `gather` has seen to that.
+    outputs = _apply(_Gather, use, tensors, trained, _token, *leaves)
+    use.node = weakref.ref(outputs[trained.index(True)].grad_fn)
     return in_flight(unit.slots, outputs) if unit.has_model_axes else list(outputs)
+
+
+def _apply(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:
+    outputs: tuple[Tensor, ...] = super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+    return outputs
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, use: UnitUse, tensors: list[Tensor], token: Tensor, *resting: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, use: UnitUse, tensors: list[Tensor], trained: list[bool], token: Tensor, *resting: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.use = use
         ctx.set_materialize_grads(False)
-        slots = use.unit.slots
-        ctx.mark_non_differentiable(
-            *(t for t, slot in zip(tensors, slots, strict=True) if not slot.parameter.requires_grad)
-        )
+        if False in trained:
+            ctx.mark_non_differentiable(*(t for t, flag in zip(tensors, trained, strict=True) if not flag))
         return tuple(tensors)
 
     @staticmethod
@@ -118,7 +122,7 @@ class _Gather(torch.autograd.Function):
             )
         if unit.has_model_axes:
             grads = tuple(map(arrived, grads))
-        nothing = (None, None, None)
+        nothing = (None, None, None, None)
         if not returns_gradients():
             defer_hooks(unit)
             unit.step.arrive(use, grads)

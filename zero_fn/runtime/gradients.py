@@ -222,7 +222,7 @@ class Reduction:
                 addend = slot.segment(torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device))
             else:
                 addend = slot.addend(grad if grad.dtype == dtype else grad.to(dtype))
-            out = self._buffers[place.buffer].narrow(0, place.out_offset, place.out_numel)
+            out = self._buffers[place.buffer].as_strided((place.out_numel,), (1,), place.out_offset)
             contributions.append(Contribution(addend, out, slot.sum_dtype))
         self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
@@ -258,12 +258,14 @@ class Reduction:
 def settle(slot: Slot, grad: Tensor) -> None:
     """Adds a reduced gradient to `.grad`, firing the user's hooks as autograd would: once, with the resting gradient."""
     parameter = slot.parameter
-    for hook in gradient_hooks(parameter):
-        replaced = hook(grad)
-        grad = grad if replaced is None else replaced
+    if parameter._backward_hooks:
+        for hook in gradient_hooks(parameter):
+            replaced = hook(grad)
+            grad = grad if replaced is None else replaced
     if parameter.grad is None:
         parameter.grad = grad
     else:
         local_of(parameter.grad).add_(local_of(grad))
-    for post_hook in parameter_hooks(parameter):
-        post_hook(parameter)
+    if parameter._post_accumulate_grad_hooks:
+        for post_hook in parameter_hooks(parameter):
+            post_hook(parameter)

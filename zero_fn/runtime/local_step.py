@@ -4,6 +4,9 @@ A DTensor costs 14 to 200 us of dispatch per parameter and operation, for nothin
 the shard. So the lists that a torch optimizer collects before its arithmetic (`_init_group`) are filled with the local
 tensors of parameters, gradients and states. These are the same memory; `param_groups`, `state` and `state_dict()` keep
 DTensors.
+
+[Note: momentum of SGD] SGD alone writes its states after the arithmetic, under the parameters of those lists. The first hook
+after its step moves them to the resting parameters, as DTensors, before a hook of the user can look.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from torch.optim import (
     ASGD,
+    SGD,
     Adadelta,
     Adagrad,
     Adam,
@@ -26,36 +30,58 @@ from torch.optim import (
     Rprop,
 )
 
-from zero_fn.resting import local_of
+from zero_fn.resting import local_of, resting_tensor
 
 __all__ = ["steps_locally"]
 
-# SGD is missing: with momentum it writes its state under the parameters that it finds in the list.
-_ELEMENTWISE = frozenset((Adam, AdamW, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop))
+_ELEMENTWISE = frozenset((Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop))
 
 
 def steps_locally(optimizer: Optimizer) -> None:
     """From now on this optimizer steps on local tensors, if it is one of torch's elementwise ones. May be called again."""
     if type(optimizer) in _ELEMENTWISE and "_init_group" not in optimizer.__dict__:
         optimizer.__dict__["_init_group"] = _LocalGroups(optimizer)
+        if type(optimizer) is SGD:
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(optimizer.register_step_post_hook(_restate).id, last=False)
 
 
 class _LocalGroups:
-    """Stands for `_init_group` of one optimizer."""
+    """Stands for `_init_group` of one optimizer.
 
-    __slots__ = ("_optimizer",)
+    Attributes:
+        replaced: Resting parameters that local tensors stand for in the running step of SGD, by identity.
+    """
+
+    __slots__ = ("_optimizer", "replaced")
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = weakref.ref(optimizer)  # which holds this: without a cycle it is freed at once
+        self.replaced: dict[int, DTensor] = {}
 
     def __call__(self, group: dict[str, Any], parameters: list[Any], *lists: list[Any]) -> Any:
         optimizer: Any = self._optimizer()
         found = type(optimizer)._init_group(optimizer, group, parameters, *lists)
         rows = [parameters, *(tensors for tensors in lists if len(tensors) == len(parameters))]
         if not group["differentiable"] and all(map(_alike, zip(*rows, strict=True))):
+            if type(optimizer) is SGD and group["momentum"]:
+                self.replaced.update((id(p), p) for p in parameters if isinstance(p, DTensor))
             for tensors in rows:
                 tensors[:] = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
         return found
+
+
+def _restate(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
+    """Moves the states of SGD to the resting parameters. [Note: momentum of SGD]"""
+    groups: _LocalGroups = optimizer.__dict__["_init_group"]
+    for parameter in groups.replaced.values():
+        written = optimizer.state.pop(parameter._local_tensor, {}).get("momentum_buffer")
+        if written is None:  # a step before this one raised
+            continue
+        state = optimizer.state[parameter]
+        if not isinstance(known := state.get("momentum_buffer"), DTensor) or known._local_tensor is not written:
+            state["momentum_buffer"] = resting_tensor(written, parameter._spec)
+    groups.replaced = {}
 
 
 def _alike(tensors: tuple[Any, ...]) -> bool:

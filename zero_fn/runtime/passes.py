@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
 
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.schedule import Await, Enter, Event, Exit, Trace, Use
+from zero_fn.schedule import (
+    Await,
+    Enter,
+    Event,
+    Exit,
+    Leg,
+    Trace,
+    Use,
+    backward_schedule,
+    backward_trace,
+    limit_reductions,
+    prefetch,
+)
 
 if TYPE_CHECKING:
     from zero_fn.runtime.gather import UnitUse
@@ -18,7 +30,9 @@ if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["BackwardPass", "ForwardPass"]
+__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script"]
+
+REDUCTIONS_UNDER_WAY = 1
 
 
 class ForwardPass:
@@ -35,7 +49,7 @@ class ForwardPass:
     """
 
     def __init__(
-        self, entry: tuple[int, str], events: tuple[Event, ...] | None, offsets: dict[int, int], *, grad: bool
+        self, entry: tuple[int, str], legs: tuple[Leg, ...] | None, offsets: dict[int, int], *, grad: bool
     ) -> None:
         self.entry, self.grad = entry, grad
         self.trace: list[Enter | Exit] = []
@@ -43,8 +57,8 @@ class ForwardPass:
         self.depth = 0
         self.failed = False
         self.is_swapped = False
-        self._events = events
-        self._cursor = 0
+        self._legs = legs
+        self._at = 0  # the leg that comes next
         self._offsets = offsets
         self._counts: dict[int, int] = {}
 
@@ -54,38 +68,28 @@ class ForwardPass:
         self._counts[unit] = number + 1
         return number
 
-    def note(self, bracket: Enter | Exit, use: UnitUse) -> None:
-        """Records a bracket."""
+    def note(self, bracket: Enter | Exit, use: UnitUse) -> Sequence[Event]:
+        """Records a bracket. Returns the events to run before it; none once the pass has left the schedule."""
         self.trace.append(bracket)
         self.uses[bracket.use] = use
         self.depth += 1 if isinstance(bracket, Enter) else -1
+        legs, at = self._legs, self._at
+        if legs is None:
+            return ()
+        if self.failed or at == len(legs) or legs[at].bracket != self._relative(bracket):
+            self._legs = None
+            return ()
+        self._at = at + 1
+        return legs[at].before
 
     @property
     def is_on_schedule(self) -> bool:
         """Whether the pass has done what the schedule foresaw."""
-        return self._events is not None
+        return self._legs is not None
 
-    def before(self, bracket: Enter | Exit) -> Iterator[Event]:
-        """The events to run before a bracket; none once the pass has left the schedule."""
-        expected = self._relative(bracket)
-        start = self._cursor
-        end = self._next_bracket(start)
-        if self._events is None:
-            return
-        if end == len(self._events) or self._events[end] != expected:
-            self._events = None
-            return
-        self._cursor = end + 1
-        yield from self._events[start:end]
-
-    def after(self) -> Iterator[Event]:
+    def after(self) -> Sequence[Event]:
         """The events right after the last bracket that do not wait."""
-        while self._events is not None and self._cursor < len(self._events):
-            event = self._events[self._cursor]
-            if isinstance(event, Enter | Exit | Await):
-                return
-            self._cursor += 1
-            yield event
+        return self._legs[self._at - 1].after if self._legs is not None else ()
 
     def relative_trace(self) -> Trace:
         """The brackets with uses numbered from 0 in this pass."""
@@ -101,15 +105,45 @@ class ForwardPass:
         return kept
 
     def _relative(self, bracket: Enter | Exit) -> Enter | Exit:
-        unit = bracket.use.unit
-        return type(bracket)(Use(unit, bracket.use.count - self._offsets.get(unit, 0)))
+        if not self._offsets:
+            return bracket
+        unit, number = bracket.use
+        return type(bracket)(Use(unit, number - self._offsets.get(unit, 0)))
 
-    def _next_bracket(self, at: int) -> int:
-        if self._events is None:
-            return at
-        while at < len(self._events) and not isinstance(self._events[at], Enter | Exit):
-            at += 1
-        return at
+
+class Script:
+    """The schedule of a backward, and what it was made from: the next backward through the same uses follows it too.
+
+    Attributes:
+        events: The schedule.
+        uses: Its uses.
+        uses_of: How many of them each unit has, the same number on every rank.
+        enter_after: For each event, the next Enter from there on.
+    """
+
+    def __init__(self, trace: Sequence[Enter | Exit], reduced: frozenset[int], *, depth: int) -> None:
+        """Makes the schedule.
+
+        Args:
+            trace: Brackets of the forwards that this backward runs through.
+            reduced: Units whose gradients are reduced in it.
+            depth: How many uses ahead a unit is gathered.
+        """
+        self._made_from = (trace, reduced)
+        events = backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
+        self.events = limit_reductions(prefetch(events, depth=depth), limit=REDUCTIONS_UNDER_WAY)
+        self.uses = frozenset(event.use for event in self.events if isinstance(event, Exit))
+        self.uses_of = Counter(use.unit for use in self.uses)
+        self.enter_after: list[Enter | None] = []
+        following: Enter | None = None
+        for event in reversed(self.events):
+            following = event if isinstance(event, Enter) else following
+            self.enter_after.append(following)
+        self.enter_after.reverse()
+
+    def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
+        """Whether a backward through these brackets has the same schedule."""
+        return self._made_from == (trace, reduced)
 
 
 class BackwardPass:
@@ -122,11 +156,11 @@ class BackwardPass:
         closing: Autograd has run all nodes: nothing more will arrive.
     """
 
-    def __init__(self, events: tuple[Event, ...], *, awaited: set[Use], frozen: set[Use], keeps_graph: bool) -> None:
+    def __init__(self, script: Script, *, awaited: set[Use], frozen: set[Use], keeps_graph: bool) -> None:
         """Begins a pass.
 
         Args:
-            events: The schedule.
+            script: The schedule.
             awaited: Uses whose gradients will arrive on this rank.
             frozen: Uses without gradients of their own, which backward may pass through.
             keeps_graph: See the attribute.
@@ -135,13 +169,11 @@ class BackwardPass:
         self.recomputed: list[UnitUse] = []
         self.closing = False
         self.keeps_graph = keeps_graph
-        self._events = events
+        self._script, self._events = script, script.events
         self._cursor = 0
         self._awaited, self._frozen = awaited, frozen
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
-        self._uses = {event.use for event in events if isinstance(event, Exit)}
-        self._uses_by_unit = Counter(use.unit for use in self._uses)
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
     def register(self, step: Step) -> None:
@@ -164,24 +196,26 @@ class BackwardPass:
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
-        return use in self._uses and use not in self._arrived
+        return use in self._script.uses and use not in self._arrived
 
     def has_met(self, use: Use) -> bool:
         """Whether the use is in the schedule."""
-        return use in self._uses
+        return use in self._script.uses
 
     def uses_of(self, unit: int) -> int:
         """Uses of a unit in the schedule, the same number on every rank."""
-        return self._uses_by_unit[unit]
+        return self._script.uses_of[unit]
 
     def enter(self, unit: int, number: int | None) -> Use | None:
         """Backward has reached a use of a unit; with no number, the next one in the schedule, which is returned."""
-        if number is not None:
-            self._entered.add(Use(unit, number))
-            return Use(unit, number)
+        use = Use(unit, number) if number is not None else self._next_use(unit)
+        if use is not None:
+            self._entered.add(use)
+        return use
+
+    def _next_use(self, unit: int) -> Use | None:
         for event in self._events[self._cursor :]:
             if isinstance(event, Enter) and event.use.unit == unit and event.use not in self._entered:
-                self._entered.add(event.use)
                 return event.use
         return None
 
@@ -192,26 +226,26 @@ class BackwardPass:
 
     def next_event(self) -> Event | None:
         """The next event, or None if it must wait for autograd."""
-        if self._cursor == len(self._events):
+        at = self._cursor
+        if at == len(self._events) or (not self.closing and self._must_wait(at)):
             return None
-        event = self._events[self._cursor]
-        if not self.closing and self._must_wait(event):
-            return None
-        self._cursor += 1
-        return event
+        self._cursor = at + 1
+        return self._events[at]
 
-    def _must_wait(self, event: Event) -> bool:
-        if isinstance(event, Enter | Exit):
-            use = event.use
-            if use in self._frozen:
-                return not (isinstance(event, Enter) and use in self._entered) and not self._is_passed()
-            return use in self._awaited and use not in (self._arrived if isinstance(event, Exit) else self._entered)
+    def _must_wait(self, at: int) -> bool:
+        event = self._events[at]
         if isinstance(event, Await):
             # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-            ahead = (self._events[i] for i in range(self._cursor, len(self._events)))
-            following = next((e for e in ahead if isinstance(e, Enter)), None)
-            return following is not None and self._must_wait(following)
-        return False
+            following = self._script.enter_after[at]
+            if following is None:
+                return False
+            event = following
+        elif not isinstance(event, Enter | Exit):
+            return False
+        use = event.use
+        if use in self._frozen:
+            return not (isinstance(event, Enter) and use in self._entered) and not self._is_passed()
+        return use in self._awaited and use not in (self._arrived if isinstance(event, Exit) else self._entered)
 
     def _is_passed(self) -> bool:
         """Whether backward has reached a use beyond the cursor: the frozen uses before it have run or never will."""

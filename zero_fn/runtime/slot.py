@@ -81,9 +81,10 @@ class Place:
         if module is None:
             return
         module.__dict__.pop(self.attribute, None)
-        parameter = module._parameters.get(self.attribute)
-        if self.aliases and parameter is not None:
-            self._set_aliases(module, parameter)
+        if self.aliases:
+            parameter = module._parameters.get(self.attribute)
+            if parameter is not None:
+                self._set_aliases(module, parameter)
 
     def _set_aliases(self, module: nn.Module, tensor: Tensor) -> None:
         for attribute, key in self.aliases:
@@ -344,9 +345,17 @@ class Slot:
         """A flat range that holds the whole tensor, as collectives take it."""
         return Segment(whole, self.numel, self.piece_numel, self.route)
 
-    def host_segment(self, whole: Tensor) -> Segment:
-        """As `segment`, where the part of this rank on the first axis is there already."""
-        return Segment(whole, self.numel, self.piece_numel, self.host_route)
+    def segment_in(self, buffer: Tensor) -> Segment:
+        """The place of the whole tensor in the buffer of its gather group."""
+        if self.hosted is not None:
+            return Segment(buffer, self.numel, self.piece_numel, self.host_route, start=self.offset)
+        source = self.flat if self.is_source else None
+        return Segment(buffer, self.numel, self.piece_numel, self.route, start=self.offset, source=source)
+
+    @property
+    def is_source(self) -> bool:
+        """Whether an all-gather reads the resting parameter where it lies: it is freed between uses and needs no cast."""
+        return not self.is_kept and self.layout is not None and self.compute_dtype == self.dtype and self.route is None
 
     def _packed(self, whole: Tensor) -> Tensor:
         packed = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)

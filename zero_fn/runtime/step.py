@@ -33,7 +33,7 @@ from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
-from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -41,16 +41,15 @@ from zero_fn.schedule import (
     Enter,
     Event,
     Exit,
+    Leg,
     Reduce,
     Reshard,
     Settle,
     Trace,
     Unshard,
     Use,
-    backward_schedule,
-    backward_trace,
     forward_schedule,
-    limit_reductions,
+    legs,
     prefetch,
 )
 
@@ -60,7 +59,6 @@ if TYPE_CHECKING:
 __all__ = ["Step"]
 
 PREFETCH_DEPTH = 1
-REDUCTIONS_UNDER_WAY = 1
 _REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -88,7 +86,8 @@ class Step:
         self._updates = 0  # of units, by optimizers
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
-        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Event, ...]]] = {}
+        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
+        self._script: Script | None = None  # of the last backward
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
@@ -131,8 +130,7 @@ class Step:
         if self._forward.grad:
             unit.last_entry = weakref.ref(entry)
         bracket = Enter(Use(unit.index, use.number))
-        self._forward.note(bracket, use)
-        for event in self._forward.before(bracket):
+        for event in self._forward.note(bracket, use):
             self._run(event)
         unit.unshard()
         unit.await_gathered()
@@ -151,11 +149,11 @@ class Step:
             return
         forward.failed |= failed
         bracket = Exit(Use(unit.index, use.number))
-        forward.note(bracket, use)
+        on_schedule = forward.is_on_schedule
+        before = forward.note(bracket, use)
         is_outermost = forward.depth == 0
         if not failed:
-            on_schedule = forward.is_on_schedule
-            for event in (*forward.before(bracket), *forward.after()):
+            for event in (*before, *forward.after()):
                 self._run(event)
             if not on_schedule and not is_outermost:
                 self._reshard_in_forward(unit)
@@ -243,7 +241,7 @@ class Step:
         offsets: dict[int, int] = {}
         for bracket in self._trace:
             if isinstance(bracket, Enter):
-                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.count + 1)
+                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.number + 1)
         return offsets
 
     def _end_forward(self, forward: ForwardPass) -> None:
@@ -262,7 +260,7 @@ class Step:
         recorded = self._recorded.get(key)
         if not forward.is_swapped and (recorded is None or recorded[0] != trace):
             events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
-            self._recorded[key] = (trace, events)
+            self._recorded[key] = (trace, legs(events))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
             unit.await_gathered()  # what was prefetched and not used: a gather that is dropped would be taken for the next
@@ -339,14 +337,17 @@ class Step:
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
         union = self._any(local, "what the backward runs through", check=passed, notes=self.buffers.bits())
         taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
-        trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
+        trace = [bracket for bracket in self._trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
-        events = backward_schedule(trace, reduces=lambda index: defers and self.unit(index).requires_grad)
-        events = limit_reductions(prefetch(events, depth=self.depth), limit=REDUCTIONS_UNDER_WAY)
+        reduced = frozenset(
+            index for index in {use.unit for use in taking_part} if defers and self.unit(index).requires_grad
+        )
+        if self._script is None or not self._script.serves(trace, reduced):
+            self._script = Script(trace, reduced, depth=self.depth)
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
         frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
         self._backward = backward = BackwardPass(
-            events, awaited=set(running) - frozen, frozen=frozen, keeps_graph=_keeps_graph()
+            self._script, awaited=set(running) - frozen, frozen=frozen, keeps_graph=_keeps_graph()
         )
         backward.register(self)
         return backward

@@ -73,21 +73,37 @@ class Group:
         for slot, offset in zip(slots, offsets, strict=True):
             slot.offset = offset
         self.kept = self.allocate() if is_kept else None
+        self._segments: list[Segment] | None = None  # of the kept buffer, which stays
 
     def allocate(self) -> Tensor:
         """A buffer for the whole group."""
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
-    def range_of(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of one parameter, padding included."""
-        numel = slot.layout.padded_numel if slot.layout is not None else slot.numel
-        return buffer.narrow(0, slot.offset, numel)
+    def fill_own(self, buffer: Tensor) -> None:
+        """Copies what this rank holds into its place, where it does not rest there and the all-gather does not copy it."""
+        sources, places = [], []
+        for slot in self.slots:
+            if slot.hosted is not None:
+                sources.append(slot.hosted.narrow(0, 0, slot.host_numel))
+                places.append(self.host_range(buffer, slot))
+            elif not slot.is_source and (self.kept is None or slot.compute_dtype != slot.dtype):
+                sources.append(slot.flat)
+                places.append(self.own_range(buffer, slot))
+        if sources:
+            torch._foreach_copy_(places, sources)
+
+    def segments(self, buffer: Tensor) -> list[Segment]:
+        """What the all-gather fills, in a buffer of the group."""
+        if self._segments is not None:
+            return self._segments
+        found = [slot.segment_in(buffer) for slot in self.slots if slot.layout is not None]
+        if self.kept is not None:
+            self._segments = found
+        return found
 
     def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
         """The flat range of what this rank holds of one parameter at rest."""
-        if slot.layout is None:
-            return buffer.narrow(0, slot.offset, slot.numel)
-        return buffer.narrow(0, slot.offset + slot.start, slot.local_numel)
+        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
 
     def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
         """The flat range of this rank's part on the first axis."""
@@ -115,6 +131,8 @@ class Unit:
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
         in_graph: What a graph that is traced reads of it.
+        is_transient: Whether any gathered parameter is freed between uses.
+        reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
     def __init__(
@@ -135,6 +153,8 @@ class Unit:
         self.leaves: list[nn.Parameter] | None = None
         self.swapped: dict[int, Tensor] = {}
         self.has_model_axes = any(slot.model is not None for slot in slots)
+        self.is_transient = False
+        self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
         self.groups: list[Group] = []
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
@@ -145,6 +165,7 @@ class Unit:
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
         self.is_evicted = False
+        self._gathering, self._reducing = f"parameters of {self}", f"gradients of {self}"
         step.units.append(weakref.ref(self))
         for slot in slots:
             slot.unit = weakref.ref(self)
@@ -196,7 +217,7 @@ class Unit:
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
         self.reshard()
-        self.groups, self.is_evicted = [], True
+        self.groups, self.is_evicted, self.is_transient = [], True, False
         self._hosted, self._hosts_are_current = [], False
         for slot in self.slots:
             slot.hosted = None
@@ -253,12 +274,14 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
-        twin.inner, twin.has_model_axes = [], self.has_model_axes
+        twin.inner, twin.has_model_axes, twin.is_transient = [], self.has_model_axes, False
+        twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
+        twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
         for slot in twin.slots:
@@ -287,6 +310,7 @@ class Unit:
                 if group.kept is not None and slot.compute_dtype == slot.dtype:
                     slot.flat = group.own_range(group.kept, slot)
             self.groups.append(group)
+        self.is_transient = any(group.kept is None for group in self.groups)
         self._lay_out_hosts(devices)
         for (dtype, device), slots in own.items():
             *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
@@ -318,11 +342,6 @@ class Unit:
         """Whether the running forward uses other tensors in place of every parameter."""
         return bool(self.swapped) and len(self.swapped) == len(self.slots)
 
-    @property
-    def is_transient(self) -> bool:
-        """Whether any gathered parameter is freed between uses."""
-        return any(group.kept is None for group in self.groups)
-
     def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
@@ -335,17 +354,9 @@ class Unit:
             self._buffers.append(buffer)
             if group.kept is None:
                 remember_buffer(buffer, self, index)
-            for slot in group.slots:
-                if slot.hosted is not None:
-                    group.host_range(buffer, slot).copy_(slot.hosted.narrow(0, 0, slot.host_numel))
-                    segments.append(slot.host_segment(group.range_of(buffer, slot)))
-                    continue
-                own = group.own_range(buffer, slot)
-                if own.data_ptr() != slot.flat.data_ptr():
-                    own.copy_(slot.flat)
-                if slot.layout is not None:
-                    segments.append(slot.segment(group.range_of(buffer, slot)))
-        self._pending = self.transport.all_gather(segments, f"parameters of {self}") if segments else None
+            group.fill_own(buffer)
+            segments += group.segments(buffer)
+        self._pending = self.transport.all_gather(segments, self._gathering) if segments else None
         self.phase = Phase.GATHERING
 
     def _gather_hosts(self) -> None:
@@ -540,11 +551,6 @@ class Unit:
     def requires_grad(self) -> bool:
         """Whether any parameter of the unit is trained."""
         return any(slot.parameter.requires_grad for slot in self.slots)
-
-    @property
-    def reshards_after_backward(self) -> bool:
-        """Whether gathered parameters stay from forward to backward."""
-        return any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in self.slots)
 
     def modules(self) -> list[nn.Module]:
         """The modules that hold the parameters, each once."""

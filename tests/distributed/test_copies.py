@@ -1,0 +1,87 @@
+"""How often a step copies what it trains, counted: every operation that writes elements of one large tensor into another.
+
+For a parameter of n pieces on n ranks of one host:
+
+    gather where the parameter rests     1 piece into the arena, for all peers; n - 1 out of theirs
+    gather of a shard into a whole       the same, and this rank's piece into the whole
+    reduce                               n - 1 pieces into the arena; this rank's into the sum
+
+Pieces of peers are added where they lie, autograd's gradients are read as they come, gathered parameters are used where they
+lie, and the optimizer steps in place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import zero_fn as zf
+from tests.ranks import Ranks, axis
+
+WIDTH, LAYERS = 512, 3
+PIECES = {2: WIDTH * WIDTH // 2, 4: WIDTH * WIDTH // 4}
+COPYING = (
+    "copy",
+    "cat",
+    "clone",
+    "contiguous",
+    "stack",
+)  # in _foreach_copy_, _to_copy, split_with_sizes_copy, _chunk_cat, ...
+
+
+class Copies(TorchDispatchMode):
+    """Elements written by copies inside the block, of tensors of at least `least` elements, by operation."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+        self.numels: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        name = func.__name__.partition(".")[0]
+        if any(word in name for word in COPYING):
+            written = (args[0] if name.endswith("copy_") else made, (kwargs or {}).get("out"))
+            numels = {id(tensor): tensor.numel() for tensor in tree_leaves(written) if isinstance(tensor, Tensor)}
+            self.numels[name] += sum(numel for numel in numels.values() if numel >= self.least)
+        return made
+
+
+def _copies(transform: Callable[..., nn.Module], n: int) -> Counter[str]:
+    torch.manual_seed(0)
+    model = transform(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), axis(), units=nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    for _ in range(3):  # the last one follows a recorded schedule and has states
+        with Copies(PIECES[n]) as copies:
+            model(torch.ones(2, WIDTH)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return copies.numels
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize(
+    ("transform", "pieces"),
+    [
+        # ZeRO-3 gathers each layer in forward, and again in backward all but the last.
+        (zf.zero3, lambda n: (2 * LAYERS - 1) * (n + 1) + LAYERS * n),
+        (zf.zero2, lambda n: LAYERS * n + LAYERS * n),
+        (zf.zero1, lambda n: LAYERS * n + LAYERS * n),
+        (zf.replicate, lambda n: LAYERS * n + LAYERS * n),  # gradients are gathered in place of parameters
+    ],
+    ids=["zero3", "zero2", "zero1", "replicate"],
+)
+def test_a_step_copies_large_tensors_as_often_as_stated(
+    ranks: Ranks, transform: Callable[..., nn.Module], pieces: Callable[[int], int], n: int
+) -> None:
+    for copied in ranks(n).run(_copies, transform, n):
+        assert sum(copied.values()) == pieces(n) * PIECES[n], copied
