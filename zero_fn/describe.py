@@ -101,7 +101,7 @@ def describe(module: nn.Module) -> Description:
         unit.readopt()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kinds.setdefault((_placement(slot), slot.flat.device.type, _dtypes(slot)), []).append(slot)
+            kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)
         padding = sum(unit.padding_nbytes())
         for (placement, tier, dtypes), slots in kinds.items():
             rows.append(_row(unit, slots, padding, placement, tier, dtypes))
@@ -139,6 +139,14 @@ def _placement(slot: Slot) -> str:
             for name, placement in zip(names, slot.model.placements, strict=True)
         ]
     return ", ".join(found) or "R R R"
+
+
+def _tier(slot: Slot) -> str:
+    """Where the parameter rests."""
+    tier = slot.home.tiers.params
+    if tier is None or slot.is_away:
+        return slot.flat.device.type if tier is None else str(tier)
+    return f"{tier}, the device's own"
 
 
 def _dtypes(slot: Slot) -> str:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed import Streamed
 
 __all__ = ["Held", "held"]
@@ -68,6 +69,8 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
+        if isinstance(tensor, TierTensor):
+            continue
         storage = tensor.untyped_storage()
         # On meta every storage has address 0 and none has bytes.
         storages[storage._cdata if tensor.is_meta else storage.data_ptr()] = 0 if tensor.is_meta else storage.nbytes()

@@ -29,11 +29,13 @@ from torch import Tensor
 
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
+from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.record import Form, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -41,6 +43,7 @@ from zero_fn.schedule import (
     Enter,
     Event,
     Exit,
+    Fetch,
     Reduce,
     Reshard,
     Settle,
@@ -49,10 +52,13 @@ from zero_fn.schedule import (
     Use,
     backward_schedule,
     backward_trace,
+    fetch_ahead,
     forward_schedule,
     limit_reductions,
     prefetch,
 )
+from zero_fn.storage import Shelf, shelf_of
+from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -60,6 +66,7 @@ if TYPE_CHECKING:
 __all__ = ["Step"]
 
 PREFETCH_DEPTH = 1
+FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 REDUCTIONS_UNDER_WAY = 1
 _REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
@@ -82,6 +89,8 @@ class Step:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
+        self._shelves: dict[Tier, Shelf] = {}
+        self._reserved: dict[Tier, list[int]] = {}
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
@@ -116,6 +125,37 @@ class Step:
         traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
         return max(traces, key=len, default=None)
 
+    # -- other tiers ------------------------------------------------------------------------------------------------
+
+    def shelf(self, tier: Tier) -> Shelf:
+        """Where resting parameters of the module are in a tier.
+
+        Raises:
+            StorageError: The path takes no files.
+        """
+        if tier not in self._shelves:
+            self._shelves[tier] = shelf_of(tier, "parameters")
+        return self._shelves[tier]
+
+    def shelves(self) -> list[Shelf]:
+        """All of them."""
+        return list(self._shelves.values())
+
+    def reserve(self, records: dict[Tier, list[list[Form]]]) -> None:
+        """Makes room for records that will be laid out, in this order.
+
+        Raises:
+            TierError: A tier, or the memory for stagings, is too small.
+            StorageError: The path takes no files.
+        """
+        for tier, forms in records.items():
+            self._reserved[tier] = self.shelf(tier).reserve([record_nbytes(each) for each in forms])
+
+    def place_for(self, tier: Tier, forms: list[Form]) -> int:
+        """The place of the next record: one that was reserved, or another."""
+        reserved = self._reserved.get(tier)
+        return reserved.pop(0) if reserved else self.shelf(tier).reserve([record_nbytes(forms)])[0]
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @uncompiled
@@ -131,14 +171,24 @@ class Step:
             unit.last_entry = weakref.ref(entry)
         bracket = Enter(Use(unit.index, use.number))
         self._forward.note(bracket, use)
-        for event in self._forward.before(bracket):
-            self._run(event)
-        unit.unshard()
-        unit.await_gathered()
-        for event in self._forward.after():
-            self._run(event)
+        try:
+            for event in self._forward.before(bracket):
+                self._run(event)
+            unit.unshard()
+            unit.await_gathered()
+            for event in self._forward.after():
+                self._run(event)
+        except StorageError:  # on every rank alike: what was entered is left again
+            self._give_up_entering(self._forward, use)
+            raise
         unit.open += 1
         return use
+
+    def _give_up_entering(self, forward: ForwardPass, use: UnitUse) -> None:
+        forward.failed = True
+        forward.note(Exit(Use(use.unit.index, use.number)), use)
+        if forward.depth == 0:
+            self._end_forward(forward)
 
     @uncompiled
     def leave(self, use: UnitUse, *, failed: bool) -> None:
@@ -255,11 +305,11 @@ class Step:
         key = (forward.entry, forward.grad)
         recorded = self._recorded.get(key)
         if not forward.is_swapped and (recorded is None or recorded[0] != trace):
-            events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
+            events = self._ahead(forward_schedule(trace, keeps_last=forward.grad))
             self._recorded[key] = (trace, events)
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
-            unit.await_gathered()  # what was prefetched and not used: a gather that is dropped would be taken for the next
+            unit.finish_gathering()  # what was prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self._reshard_in_forward(unit, grad=forward.grad)
         if forward.grad and any(use.has_graph for use in forward.uses.values()):
@@ -336,7 +386,7 @@ class Step:
         trace = backward_trace(tuple(bracket for bracket in self._trace if bracket.use in taking_part))
         defers = not self.accumulating and not returns_gradients()
         events = backward_schedule(trace, reduces=lambda index: defers and self.unit(index).requires_grad)
-        events = limit_reductions(prefetch(events, depth=self.depth), limit=REDUCTIONS_UNDER_WAY)
+        events = limit_reductions(self._ahead(events), limit=REDUCTIONS_UNDER_WAY)
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
         frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
         self._backward = backward = BackwardPass(
@@ -344,6 +394,11 @@ class Step:
         )
         backward.register(self)
         return backward
+
+    def _ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        """What comes next is gathered, and before that fetched, beside what is computed."""
+        events = prefetch(events, depth=self.depth)
+        return fetch_ahead(events, is_away=lambda index: self.unit(index).is_away, depth=FETCH_DEPTH)
 
     def _use(self, key: Use) -> UnitUse | None:
         """A use of an earlier forward; None once its graph is gone."""
@@ -386,6 +441,8 @@ class Step:
             return
         unit = self.unit(event.unit)
         match event:
+            case Fetch():
+                unit.fetch()
             case Unshard():
                 unit.unshard()
             case Await():

@@ -12,6 +12,11 @@ What a rank holds for each parameter, by home, for `numel` elements over `n` ran
 optimizer (GRADS, OPTIMIZER) has three sizes: its shard of both axes is at rest, its part on the first axis stays in memory
 and is gathered over the second once the optimizer has stepped, and the whole is gathered over the first for each use.
 
+[Note: away] Parameters whose resting memory is in another tier are a record of the unit there, and tensors without memory
+(`TierTensor`) stand for them. The record is fetched before each gather, copied into the gathered buffer, and let go. That
+buffer is freed between uses at every stage: keeping it would keep the parameters in memory. A disk may fail on one rank, so
+each gather of such a unit carries a byte of each rank that says so, and all ranks raise the same.
+
 Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
 own and the kept buffer has the compute dtype.
 """
@@ -20,7 +25,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -29,17 +35,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Segment
-from zero_fn.errors import PlacementError, StateError
+from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, set_local
+from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
+from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
@@ -106,6 +116,7 @@ class Unit:
         last_entry: The entry at which its last forward with gradients began, weakly.
         is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
+        records: What of its parameters rests in other tiers, one for each. [Note: away]
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         open: Forwards of the unit that are running (more than one when a module calls itself).
@@ -128,6 +139,9 @@ class Unit:
         self.swapped: dict[int, Tensor] = {}
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.groups: list[Group] = []
+        self.records: list[Record] = []
+        self._failure: StorageError | None = None
+        self._told: Told | None = None
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
         self.gradients = Gradients(slots)
@@ -150,14 +164,36 @@ class Unit:
             sources: For each slot, the parameter it takes the place of.
             owned: For each slot, what this rank holds of it from now on.
         """
-        self._lay_out([source.device for source in sources])
-        for slot, source, values in zip(self.slots, sources, owned, strict=True):
-            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=source.requires_grad)
-            if values.device.type != "meta":
-                slot.local_view(slot.flat).copy_(values)
+        self.allocate([source.device for source in sources], [source.requires_grad for source in sources])
+        with self.in_memory():
+            for slot, values in zip(self.slots, owned, strict=True):
+                if values.device.type != "meta":
+                    slot.local_view(slot.flat).copy_(values)
+
+    def allocate(self, devices: list[torch.device], requires_grad: list[bool]) -> None:
+        """Lays out the memory at rest, and registers parameters on it. Their values are still to be written."""
+        self._lay_out(devices)
+        for slot, flag in zip(self.slots, requires_grad, strict=True):
+            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=flag)
             slot.adopt(parameter, slot.flat)
             for place in slot.places:
                 place.register(parameter)
+
+    def forms_away(self) -> dict[Tier, list[Form]]:
+        """What it puts into other tiers: elements and dtypes, by tier."""
+        found: dict[Tier, list[Form]] = {}
+        for slot in self.slots:
+            if slot.is_away and slot.home.tiers.params is not None:
+                found.setdefault(slot.home.tiers.params, []).append((slot.local_numel, slot.dtype))
+        return found
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
+        with ExitStack() as stack:
+            for record in self.records:
+                stack.enter_context(record.held())
+            yield
 
     def readopt(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
@@ -189,10 +225,10 @@ class Unit:
         """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
         self.reshard()
         self.groups, self.is_evicted = [], True
-        self._hosted, self._hosts_are_current = [], False
+        self._hosted, self._hosts_are_current, self.records = [], False, []
         for slot in self.slots:
             slot.hosted = None
-            slot.flat = slot.flat.new_empty(0)
+            slot.flat = torch.empty(0, dtype=slot.dtype, device=slot.flat.device)
             slot.local = slot.flat  # of no parameter: the slot is not current
             slot.group = None
         self._memory = None
@@ -207,14 +243,14 @@ class Unit:
             slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
         self._lay_out([local.device for local in locals_])
-        for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
-            view = slot.local_view(slot.flat)
-            if local.device.type != "meta":
-                view.copy_(local)
-            set_local(parameter, view)
-            slot.adopt(parameter, slot.flat)
-            for place in slot.places:
-                place.register(parameter)
+        with self.in_memory():
+            for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
+                view = slot.local_view(slot.flat)
+                if local.device.type != "meta":
+                    view.copy_(local)
+                slot.adopt(_moved(parameter, view), slot.flat)
+                for place in slot.places:
+                    place.register(slot.parameter)
 
     def _resting_successor(self, slot: Slot) -> nn.Parameter:
         parameter = slot.places[0].registered
@@ -249,6 +285,7 @@ class Unit:
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
+        twin.records, twin._failure, twin._told = [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
@@ -263,12 +300,16 @@ class Unit:
         self._memory = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        away: dict[tuple[Tier, torch.device], list[Slot]] = {}
         for slot, device in zip(self.slots, devices, strict=True):
             slot.group = None
             is_cast = slot.compute_dtype != slot.dtype
-            if slot.layout is not None or is_cast:
+            if slot.layout is not None or is_cast or slot.is_away:
                 members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
-            if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
+            tier = slot.home.tiers.params
+            if slot.is_away and tier is not None and device.type != "meta":
+                away.setdefault((tier, device), []).append(slot)
+            elif slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
                 own.setdefault((slot.dtype, device), []).append(slot)
         self.groups = []
         for (is_kept, dtype, device), slots in members.items():
@@ -279,11 +320,25 @@ class Unit:
                     slot.flat = group.own_range(group.kept, slot)
             self.groups.append(group)
         self._lay_out_hosts(devices)
+        self._lay_out_records(away)
         for (dtype, device), slots in own.items():
             *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
             for slot, offset in zip(slots, offsets, strict=True):
                 slot.flat = buffer.narrow(0, offset, slot.local_numel)
+
+    def _lay_out_records(self, away: dict[tuple[Tier, torch.device], list[Slot]]) -> None:
+        """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
+        before, self.records = self.records, []
+        for (tier, device), slots in away.items():
+            forms = [(slot.local_numel, slot.dtype) for slot in slots]
+            record = next((r for r in before if r.is_for(tier, forms, device)), None)
+            if record is None:
+                shelf = self.step.shelf(tier)
+                record = Record(shelf, forms, device, self.step.place_for(tier, forms))
+            self.records.append(record)
+            for number, slot in enumerate(slots):
+                slot.flat = record.tensor(number)
 
     def _lay_out_hosts(self, devices: list[torch.device]) -> None:
         """Room for parts that stay in memory. [Note: hosted parts]"""
@@ -318,6 +373,7 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
+        self._load()
         if self._hosted and not self._hosts_are_current:
             self._gather_hosts()
         segments: list[Segment] = []
@@ -332,12 +388,43 @@ class Unit:
                     segments.append(slot.host_segment(group.range_of(buffer, slot)))
                     continue
                 own = group.own_range(buffer, slot)
-                if own.data_ptr() != slot.flat.data_ptr():
+                if isinstance(slot.flat, TierTensor):
+                    if self._failure is None:
+                        own.copy_(slot.flat.record.values(slot.flat.number))
+                elif own.data_ptr() != slot.flat.data_ptr():
                     own.copy_(slot.flat)
                 if slot.layout is not None:
                     segments.append(slot.segment(group.range_of(buffer, slot)))
         self._pending = self.transport.all_gather(segments, f"parameters of {self}") if segments else None
         self.phase = Phase.GATHERING
+        self._let_go()
+        if self.records:
+            self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any resting parameter is in another tier."""
+        return bool(self.records)
+
+    def fetch(self) -> None:
+        """Begins to bring resting parameters from their tier, for the next `unshard`."""
+        if self.phase is Phase.AT_REST and self.pinned is None and self.leaves is None and not self.is_replaced:
+            for record in self.records:
+                record.fetch()
+
+    def _load(self) -> None:
+        """Waits for resting parameters that are in another tier. A failure is kept until all ranks know."""
+        self._failure = None
+        for record in self.records:
+            try:
+                record.arrive()
+            except StorageError as error:
+                self._failure = self._failure or error
+
+    def _let_go(self) -> None:
+        """Drops what was fetched."""
+        for record in self.records:
+            record.drop()
 
     def _gather_hosts(self) -> None:
         """Gathers parts that stay in memory over the second axis. Waits. [Note: hosted parts]"""
@@ -357,20 +444,37 @@ class Unit:
         self._hosts_are_current = False
 
     def await_gathered(self) -> None:
-        """Waits for the all-gather that `unshard` issued."""
+        """Waits for the all-gather that `unshard` issued.
+
+        Raises:
+            StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
+        """
+        self.finish_gathering()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.reshard()
+            raise failure
+
+    def finish_gathering(self) -> None:
+        """The same; a failure is raised by the next `await_gathered`, unless the unit is resharded before."""
         if self.phase is not Phase.GATHERING:
             return
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._told is not None:
+            self._failure = self._told.failure(self._failure)
+            self._told = None
         self.phase = Phase.GATHERED
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         self.leave_backward()
+        self._let_go()
         if self.phase is Phase.AT_REST:
             return
-        self.await_gathered()
+        self.finish_gathering()
+        self._failure = None
         for group, buffer in zip(self.groups, self._buffers, strict=True):
             if group.kept is None:
                 forget_buffer(buffer)
@@ -410,7 +514,8 @@ class Unit:
         """Bytes of padding in the memory at rest, and in that of gradients."""
         kept = [group.kept for group in self.groups if group.kept is not None]
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
-        memory = (tensor.untyped_storage() for tensor in (*(slot.flat for slot in self.slots), *kept, *hosted))
+        own = (slot.flat for slot in self.slots if not isinstance(slot.flat, TierTensor))
+        memory = (tensor.untyped_storage() for tensor in (*own, *kept, *hosted))
         resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         needed = sum(slot.resting_nbytes for slot in self.slots)
         return resting - needed, self.gradient_memory().padding_nbytes
@@ -480,22 +585,37 @@ class Unit:
         return wholes
 
     def issue_whole(self) -> tuple[list[Tensor], Waits | None]:
-        """The same, not waited for."""
+        """The same, not waited for.
+
+        Raises:
+            StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
+        """
+        self._load()
+        if self.records:
+            told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
+            failure = told.failure(self._failure)
+            if failure is not None:
+                raise failure
         wholes, segments = [], []
         for slot in self.slots:
+            own = slot.flat
+            if isinstance(own, TierTensor):
+                own = own.record.values(own.number)
             if slot.layout is None:
-                wholes.append(slot.local.clone())
+                wholes.append(slot.whole_view(own).to(slot.flat.device, copy=True))
                 continue
             flat = torch.empty(slot.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
-            flat.narrow(0, slot.start, slot.local_numel).copy_(slot.flat)
+            flat.narrow(0, slot.start, slot.local_numel).copy_(own)
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
+        self._let_go()
         return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
     def scatter_whole(self, wholes: list[Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
-        for slot, whole in zip(self.slots, wholes, strict=True):
-            slot.local.copy_(slot.owned(local_of(whole)))
+        with self.in_memory():
+            for slot, whole in zip(self.slots, wholes, strict=True):
+                slot.local.copy_(slot.owned(local_of(whole)))
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
@@ -547,6 +667,14 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def _moved(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
+    """A resting parameter on other memory. A plain one cannot lose its memory: another one stands for it."""
+    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor):
+        return nn.Parameter(view, requires_grad=parameter.requires_grad)
+    set_local(parameter, view)
+    return parameter
 
 
 def _no_entry() -> None:

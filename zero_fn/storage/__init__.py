@@ -8,11 +8,25 @@ uring       requests through io_uring; threads: the same through a few threads, 
 carrier     chooses between the two, once
 file        an unnamed file of reserved size
 spill       blocks in such a file, each with its checksum and generation
+shelf       room for the tensors of a module in a file or a slab, and the memory they pass through
 """
 
 from zero_fn.storage.carrier import Carrier, chosen_carrier
 from zero_fn.storage.memory import available
+from zero_fn.storage.shelf import STAGINGS, Shelf, shelf_of
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
 from zero_fn.storage.spill import Spill, Transfer
 
-__all__ = ["PAGE_NBYTES", "Carrier", "Slab", "Spill", "Transfer", "available", "chosen_carrier", "whole_pages"]
+__all__ = [
+    "PAGE_NBYTES",
+    "STAGINGS",
+    "Carrier",
+    "Shelf",
+    "Slab",
+    "Spill",
+    "Transfer",
+    "available",
+    "chosen_carrier",
+    "shelf_of",
+    "whole_pages",
+]
