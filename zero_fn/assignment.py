@@ -130,7 +130,7 @@ def _joined_axes(one: Assignment, other: Assignment) -> tuple[Axis | None, Mappi
             homes = _joined(homes, _off_axis(over[axis]))
         if assignment.axis is None:
             homes = _joined(homes, assignment.homes)
-    return inner, homes, tuple((axis, _without_off_axis(over[axis])) for axis in outer)
+    return inner, homes, tuple((axis, _on_axis(over[axis])) for axis in outer)
 
 
 def _require_apart(axes: list[Axis]) -> None:

@@ -21,7 +21,7 @@ from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StorageError
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, whole_pages
-from zero_fn.tiers import Tier
+from zero_fn.tiers import Cpu, Tier
 
 __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "record_nbytes"]
 
@@ -248,6 +248,15 @@ class Record:
             transfers.append(self.shelf.write(self._place + parcel.start, memory[begin : begin + parcel.nbytes]))
             parcel.is_stored = True
         _wait_all(transfers)
+
+    @property
+    def is_addressable(self) -> bool:
+        """Whether the tier is memory of the host, which needs no transfers."""
+        return isinstance(self.tier, Cpu)
+
+    def memory_of(self, parcel: Parcel) -> Tensor:
+        """The memory of a parcel, if that is addressable."""
+        return self.shelf.borrow(self._place + parcel.start, parcel.nbytes)
 
     # -- one parcel -----------------------------------------------------------------------------------------------
 

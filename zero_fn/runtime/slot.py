@@ -20,7 +20,7 @@ from zero_fn.layout import ShardLayout
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
-from zero_fn.runtime.tier_tensor import TierTensor, in_memory
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.tiers import is_away
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ class Slot:
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local
         if isinstance(registered, TierTensor):
-            return True
+            return same_place(registered, self.flat)
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
 
     def owned(self, whole: Tensor) -> Tensor:

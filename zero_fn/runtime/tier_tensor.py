@@ -7,6 +7,9 @@ the way to the tier each time; the runtime and streamed optimizers, which know w
 [Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run one
 tensor after another, so that no more than one is in memory.
 
+[Note: .data] `Module.to` writes `parameter.data = values`. The tensor then has other values, in memory, until its unit
+follows it and gives it a place in the tier again.
+
 [Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it arrive.
 """
 
@@ -24,9 +27,10 @@ from zero_fn.errors import StateError
 if TYPE_CHECKING:
     from zero_fn.runtime.record import Record
 
-__all__ = ["TierTensor", "in_memory"]
+__all__ = ["TierTensor", "in_memory", "same_place"]
 
 _aten = torch.ops.aten
+_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _LIKE = frozenset(
     name
     for name in (
@@ -44,11 +48,13 @@ class TierTensor(Tensor):
         record: Where it rests.
         number: Which of the tensors of the record.
         first: Its first element there: the storage offset, so to say.
+        moved: Values in memory that were put in place of those; see [Note: .data].
     """
 
     record: Record
     number: int
     first: int
+    moved: Tensor | None = None
 
     @staticmethod
     def __new__(
@@ -62,6 +68,20 @@ class TierTensor(Tensor):
 
     def __init__(self, *_: object) -> None:
         pass
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor outside autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        _set_data(self, values)
+        self.moved = None
+        if isinstance(values, TierTensor):
+            self.record, self.number, self.first, self.moved = values.record, values.number, values.first, values.moved
+        else:
+            self.moved = values.detach()
 
     def __repr__(self) -> str:  # type: ignore[override]
         dtype = str(self.dtype).removeprefix("torch.")
@@ -102,6 +122,15 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if isinstance(tensor, TierTensor) else tensor
 
 
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same tensor of the same record."""
+    if not isinstance(one, TierTensor) or not isinstance(other, TierTensor):
+        return False
+    if one.moved is not None or other.moved is not None:
+        return False
+    return one.record is other.record and one.number == other.number
+
+
 def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[Note: one tensor at a time]"""
     count = next(len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple))
@@ -127,6 +156,8 @@ def _blank(arg: Any) -> Any:
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[Note: views] The arithmetic of views is done on a tensor of the same form without memory."""
     base: TierTensor = args[0]
+    if base.moved is not None:
+        return func(base.moved, *args[1:], **kwargs)
     flat = torch.empty(base.record.numel(base.number), dtype=base.dtype, device="meta")
     form = flat.as_strided(base.size(), base.stride(), base.first)
 
@@ -149,9 +180,15 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on values that are fetched, and puts back those that it writes."""
     leaves, spec = tree_flatten((args, kwargs))
     written = _written(func, args, kwargs)
-    opened = [(leaf, leaf.record.open(leaf.number)) for leaf in leaves if isinstance(leaf, TierTensor)]
+    opened: list[tuple[TierTensor, Any]] = []
+    values: dict[int, Tensor] = {}
     try:
-        values = {
+        for leaf in leaves:
+            if isinstance(leaf, TierTensor) and leaf.moved is not None:
+                values[id(leaf)] = leaf.moved
+            elif isinstance(leaf, TierTensor):
+                opened.append((leaf, leaf.record.open(leaf.number)))
+        values |= {
             id(tensor): entry.flat.as_strided(tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first)
             for tensor, entry in opened
         }
@@ -160,7 +197,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for tensor, entry in opened:
             if id(tensor) in written:
                 entry.put()
-        back = {id(values[id(tensor)]): tensor for tensor, _ in opened}
+        back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
         return tree_map(lambda value: back.get(id(value), value), out)
     finally:
         for _, entry in opened:

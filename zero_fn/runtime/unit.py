@@ -44,10 +44,11 @@ from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.tiers import Tier
 
@@ -224,9 +225,14 @@ class Unit:
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
         self.reshard()
-        self.groups, self.is_evicted = [], True
-        self._hosted, self._hosts_are_current, self.records = [], False, []
+        self.is_evicted = True
+        if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
+            return  # it is in another tier already
+        self.groups = []
+        self._hosted, self._hosts_are_current = [], False
         for slot in self.slots:
+            if isinstance(slot.flat, TierTensor):
+                continue
             slot.hosted = None
             slot.flat = torch.empty(0, dtype=slot.dtype, device=slot.flat.device)
             slot.local = slot.flat  # of no parameter: the slot is not current
@@ -245,10 +251,12 @@ class Unit:
         self._lay_out([local.device for local in locals_])
         with self.in_memory():
             for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
-                view = slot.local_view(slot.flat)
-                if local.device.type != "meta":
-                    view.copy_(local)
-                slot.adopt(_moved(parameter, view), slot.flat)
+                if not same_place(local, slot.flat):
+                    view = slot.local_view(slot.flat)
+                    if local.device.type != "meta":
+                        view.copy_(local)
+                    parameter = _moved(parameter, view, slot)
+                slot.adopt(parameter, slot.flat)
                 for place in slot.places:
                     place.register(slot.parameter)
 
@@ -669,10 +677,12 @@ class Unit:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
 
 
-def _moved(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
-    """A resting parameter on other memory. A plain one cannot lose its memory: another one stands for it."""
-    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor):
-        return nn.Parameter(view, requires_grad=parameter.requires_grad)
+def _moved(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
+    """A resting parameter on other memory. A plain one cannot lose its memory: another one takes its place."""
+    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor | TierTensor):
+        successor = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        note_replacement(parameter, Replacement(slot.fqn, successor, "a cast or a move of the module"))
+        return successor
     set_local(parameter, view)
     return parameter
 

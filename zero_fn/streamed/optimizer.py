@@ -21,16 +21,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
-from zero_fn.errors import CheckpointError, PlacementError, StateError
+from zero_fn.errors import CheckpointError, PlacementError, StateError, TierError
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
-from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.parcels import Parcels, record_of, ring_for
+from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
-from zero_fn.streamed.store import Store, store_of
-from zero_fn.tiers import Cpu, Tier, nbytes_of_text
+from zero_fn.streamed.store import Ring, Store, store_of
+from zero_fn.tiers import Cpu, Tier, bytes_text, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
@@ -77,6 +80,7 @@ class Streamed(Optimizer):
 
     inner: Optimizer
     tier: Tier
+    takes_from_tiers = True  # parameters that rest there
 
     def __init__(self, inner: Optimizer, tier: Tier, buffer_nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
@@ -85,6 +89,7 @@ class Streamed(Optimizer):
         self._torn: str | None = None
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
+        self._ring = Ring(0, 0, "")  # parameters that rest in another tier pass through it
         self._begin()
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
@@ -106,13 +111,15 @@ class Streamed(Optimizer):
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of host memory that it takes: buffers, or all states on `cpu`."""
-        return self._store.nbytes
+        """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
+        return self._store.nbytes + self._ring.nbytes
 
     def __repr__(self) -> str:
         where = str(self._store)
         if isinstance(self.tier, Cpu) and all(chunk.device.type == "cpu" for chunk in self._chunks):
             where += ", the device's own: nothing is copied"
+        if self._ring.count:
+            where += f"; parameters from their tier through {self._ring}"
         return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -190,7 +197,7 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk(self._store, chunks, stepped.step)
+            each_chunk([StoreLane(self._store), self._parcels()], chunks, stepped.step)
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
@@ -203,6 +210,8 @@ class Streamed(Optimizer):
             local, grad = local_of(parameter), parameter.grad
             if grad is None:
                 continue
+            if chunk.parcel is not None:
+                self._require_same_parcel(parameter, cut, chunk.parcel)
             if grad.layout is not torch.strided:
                 raise PlacementError(
                     "Sparse gradients cannot be streamed.",
@@ -221,13 +230,26 @@ class Streamed(Optimizer):
             shape = tuple(local.shape) if cut.piece.is_whole else None
             whole = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
             if (local.numel(), local.dtype) != whole or (shape is not None and shape != cut.shape):
-                raise StateError(
-                    "A parameter has changed since its optimizer was streamed.",
-                    parameter=_name(parameter),
-                    expected=f"{whole[0]} elements of {str(whole[1]).removeprefix('torch.')} on this rank",
-                    why="its states have the shape and dtype it had; nothing was updated",
-                    fix="cast or replace parameters before the optimizer is built",
-                )
+                raise self._has_changed(parameter, cut)
+
+    def _require_same_parcel(self, parameter: Tensor, cut: Cut, index: int) -> None:
+        record = record_of(parameter)
+        parcel = record.parcels[index] if record is not None and index < len(record.parcels) else None
+        number = getattr(local_of(parameter), "number", None)
+        pieces = zip(parcel.pieces, parcel.offsets, strict=True) if parcel is not None else ()
+        span = number, cut.piece.start, cut.piece.stop, cut.in_parcel
+        if not any((p.parameter, p.start, p.stop, offset) == span for p, offset in pieces):
+            raise self._has_changed(parameter, cut)
+
+    def _has_changed(self, parameter: Tensor, cut: Cut) -> StateError:
+        numel, dtype = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
+        return StateError(
+            "A parameter has changed since its optimizer was streamed.",
+            parameter=_name(parameter),
+            expected=f"{numel} elements of {str(dtype).removeprefix('torch.')} on this rank",
+            why="its states have the shape and dtype it had; nothing was updated",
+            fix="cast or replace parameters before the optimizer is built",
+        )
 
     def _require_whole(self, verb: str) -> None:
         if self._torn is not None:
@@ -238,6 +260,9 @@ class Streamed(Optimizer):
                 fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
             )
 
+    def _parcels(self) -> Parcels:
+        return Parcels(self._ring, self._known)
+
     # -- where everything is --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -245,18 +270,18 @@ class Streamed(Optimizer):
 
         It keeps them until all ranks have theirs in the tier.
         """
-        prepared: list[tuple[Store, list[Chunk], list[Tensor]]] = []
+        prepared: list[tuple[Store, list[Chunk], list[Tensor], Ring]] = []
         everywhere(
             self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
         )
-        self._store, self._chunks, self._known = prepared[0]
+        self._store, self._chunks, self._known, self._ring = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
         self.inner.state = defaultdict(dict)
         self._torn = None
 
-    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
-        """A store with a copy of all states, the chunks in it, and their parameters."""
+    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor], Ring]:
+        """A store with a copy of all states, the chunks in it, their parameters, and what those pass through."""
         store = store_of(self.tier, f"states of {type(self.inner).__name__}")
         chunks, known = self._planned(self._all_parameters(), 0)
         for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
@@ -270,8 +295,8 @@ class Streamed(Optimizer):
                 if parameter in states:
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
-        each_chunk(store, filled, fill)
-        return store, chunks, known
+        each_chunk([StoreLane(store)], filled, fill)
+        return store, chunks, known, ring_for(chunks, known)
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -285,6 +310,7 @@ class Streamed(Optimizer):
             chunk.place = place
         self._chunks += chunks
         self._known += parameters
+        self._ring = ring_for(self._chunks, self._known)
         self._numels += [local_of(parameter).numel() for parameter in parameters]
         self._dtypes += [parameter.dtype for parameter in parameters]
 
@@ -294,24 +320,70 @@ class Streamed(Optimizer):
         groups = [group_of[id(parameter)] for parameter in parameters]
         locals_ = [local_of(parameter) for parameter in parameters]
         schemas = self._schemas(parameters, groups, locals_)
+        here = [number for number, local in enumerate(locals_) if not isinstance(local, TierTensor)]
         packed = chunks_of(
-            [local.numel() for local in locals_],
-            [local.device for local in locals_],
-            lambda number, numel: states_nbytes(schemas[number], numel),
+            [locals_[number].numel() for number in here],
+            [locals_[number].device for number in here],
+            lambda at, numel: states_nbytes(schemas[here[at]], numel),
             self._buffer_nbytes,
         )
         chunks = []
         for pieces in packed:
             cuts, nbytes = [], 0
             for piece in pieces:
-                number = piece.parameter
+                number = here[piece.parameter]
                 if not piece.is_whole:
                     self._require_cuttable(parameters[number], locals_[number])
                 numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
                 cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
                 nbytes += states_nbytes(schemas[number], piece.numel)
-            chunks.append(Chunk(cuts, nbytes, locals_[pieces[0].parameter].device))
-        return chunks, parameters
+            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device))
+        return chunks + self._chunks_away(parameters, first, groups, schemas), parameters
+
+    def _chunks_away(
+        self, parameters: list[Tensor], first: int, groups: list[int], schemas: list[Schema]
+    ) -> list[Chunk]:
+        """Chunks of parameters that rest in another tier: one for each parcel."""
+        records: dict[Record, dict[int, int]] = {}
+        for number, parameter in enumerate(parameters):
+            local = local_of(parameter)
+            if isinstance(local, TierTensor):
+                records.setdefault(local.record, {})[local.number] = number
+        chunks = []
+        for record, number_of in records.items():
+            for index, parcel in enumerate(record.parcels):
+                cuts, nbytes = [], 0
+                inside = [
+                    (number_of[piece.parameter], piece, offset)
+                    for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
+                    if piece.parameter in number_of
+                ]
+                for number, piece, offset in sorted(inside, key=lambda found: groups[found[0]]):
+                    if not piece.is_whole:
+                        self._require_cuttable_away(parameters[number])
+                    numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
+                    local = local_of(parameters[number])
+                    cuts.append(Cut(numbered, groups[number], local, schemas[number], nbytes, offset))
+                    nbytes += states_nbytes(schemas[number], piece.numel)
+                if nbytes > self._buffer_nbytes:
+                    raise TierError(
+                        f"A buffer of {bytes_text(self._buffer_nbytes)} is too small for the states of a parcel.",
+                        needs=bytes_text(nbytes),
+                        why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                        fix=f"buffer={nbytes} or more; 64 MiB is a good size",
+                    )
+                if cuts:
+                    chunks.append(Chunk(cuts, nbytes, record.device, index))
+        return chunks
+
+    def _require_cuttable_away(self, parameter: Tensor) -> None:
+        if looks_at_whole_tensors(type(self.inner)):
+            raise PlacementError(
+                f"{_name(parameter)} rests in another tier in several parcels, and cannot be stepped in pieces.",
+                optimizer=type(self.inner).__name__,
+                why="it looks at whole matrices or tensors",
+                fix="leave it in memory: zf.offload(model, params=tier, where=...), or use AdamW",
+            )
 
     def _schemas(self, parameters: list[Tensor], groups: list[int], locals_: list[Tensor]) -> list[Schema]:
         """The states of each parameter: those that one like it has, else those that a first step would make."""
@@ -354,7 +426,7 @@ class Streamed(Optimizer):
                 for name, value in cut.states(buffer).items():
                     _join(joined[parameter], name, value, parameter, cut)
 
-        each_chunk(self._store, [c for c in self._chunks if c.is_stored], join, writes=False)
+        each_chunk([StoreLane(self._store)], [c for c in self._chunks if c.is_stored], join, writes=False)
         return joined
 
 
@@ -374,10 +446,10 @@ class _Stepped:
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, buffer: Tensor) -> None:
-        """Steps the parameters of one chunk."""
+    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor) -> None:
+        """Steps the parameters of one chunk, whose states are in `buffer`; those that rest in a tier are in `parcel`."""
         self.count += 1
-        states = buffer if chunk.device.type == "cpu" else buffer.to(chunk.device)
+        states, values = buffer.to(chunk.device), parcel.to(chunk.device)
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         pairs = []
@@ -387,8 +459,11 @@ class _Stepped:
                 parameter = self._known[cut.piece.parameter]
                 if parameter.grad is None:
                     continue
+                own_values = cut.of_parcel(values, parameter.dtype) if chunk.parcel is not None else None
                 stand_in = cut.stand_in(
-                    local_of(parameter), self._grad(parameter, cut), requires_grad=parameter.requires_grad
+                    own_values if own_values is not None else cut.of(local_of(parameter)),
+                    cut.of(self._grad(parameter, cut)),
+                    requires_grad=parameter.requires_grad,
                 )
                 own = cut.states(states)
                 if own:
@@ -405,6 +480,8 @@ class _Stepped:
             cut.keep(states, state.get(stand_in, {}))
         if states is not buffer:
             buffer.copy_(states)
+        if values is not parcel:
+            parcel.copy_(values)
 
     def finish(self) -> None:
         """Takes over what the optimizer wrote into its groups."""
