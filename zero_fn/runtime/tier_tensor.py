@@ -76,8 +76,9 @@ class TierTensor(Tensor):
 
     @data.setter
     def data(self, values: Tensor) -> None:
+        if values is self:  # a tied parameter that has been moved by another name
+            return
         _set_data(self, values)
-        self.moved = None
         if isinstance(values, TierTensor):
             self.record, self.number, self.first, self.moved = values.record, values.number, values.first, values.moved
         else:

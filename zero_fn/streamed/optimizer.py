@@ -29,7 +29,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
-from zero_fn.streamed.parcels import Parcels, record_of, ring_for
+from zero_fn.streamed.parcels import Parcels, follow, record_of, ring_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
 from zero_fn.streamed.store import Ring, Store, store_of
@@ -171,6 +171,8 @@ class Streamed(Optimizer):
             PlacementError: A gradient is sparse or does not rest as its parameter does.
         """
         self._require_whole("step")
+        for parameter in self._known:
+            follow(parameter)
         require_elementwise(self.inner)
         loss = None
         if closure is not None:
@@ -316,6 +318,8 @@ class Streamed(Optimizer):
 
     def _planned(self, parameters: list[Tensor], first: int) -> tuple[list[Chunk], list[Tensor]]:
         """Chunks for these parameters, which get the numbers from `first` on."""
+        for parameter in parameters:
+            follow(parameter)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(parameter)] for parameter in parameters]
         locals_ = [local_of(parameter) for parameter in parameters]
@@ -427,7 +431,7 @@ class Streamed(Optimizer):
                     _join(joined[parameter], name, value, parameter, cut)
 
         each_chunk([StoreLane(self._store)], [c for c in self._chunks if c.is_stored], join, writes=False)
-        return joined
+        return defaultdict(dict, {parameter: joined[parameter] for parameter in self._known if parameter in joined})
 
 
 class _Stepped:

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.record import Record
+from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Transfer
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
 
-__all__ = ["Parcels", "record_of", "ring_for"]
+__all__ = ["Parcels", "follow", "record_of", "ring_for"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -23,6 +24,14 @@ def record_of(parameter: Tensor) -> Record | None:
     """Where a parameter rests, if that is in another tier."""
     local = local_of(parameter)
     return local.record if isinstance(local, TierTensor) else None
+
+
+def follow(parameter: Tensor) -> None:
+    """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
+    slot = slot_of(parameter)
+    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    if unit is not None and unit.is_away:
+        unit.readopt()
 
 
 def ring_for(chunks: Iterable[Chunk], known: Sequence[Tensor]) -> Ring:
