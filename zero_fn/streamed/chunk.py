@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero_fn.chunks import Piece
 from zero_fn.streamed.schema import Schema
+from zero_fn.streamed.store import Store
 
 __all__ = ["Chunk", "Cut", "is_dense", "states_nbytes"]
 
@@ -107,7 +108,8 @@ class Chunk:
         cuts: The pieces.
         nbytes: Bytes of that range.
         device: Where the parameters are computed with.
-        parcel: Of parameters that rest in another tier, the number of their parcel in their record.
+        store: Where its states rest.
+        parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
         place: Where the store keeps it.
         is_stored: Whether the store holds it: false before the first step.
     """
@@ -115,6 +117,7 @@ class Chunk:
     cuts: Sequence[Cut]
     nbytes: int
     device: torch.device
+    store: Store
     parcel: int | None = None
     place: int = 0
     is_stored: bool = False

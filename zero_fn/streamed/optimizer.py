@@ -10,7 +10,7 @@ so to the rest of a training loop. Such an optimizer refuses to go on until stat
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -33,14 +33,20 @@ from zero_fn.streamed.parcels import Parcels, follow, record_of, ring_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
 from zero_fn.streamed.store import Ring, Store, store_of
-from zero_fn.tiers import Cpu, Tier, bytes_text, nbytes_of_text
+from zero_fn.tiers import IN_MEMORY, Cpu, Tier, bytes_text, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
 _BUFFER = "64MiB"
+_LEAST_PART_NBYTES = 64 << 10
+_NOWHERE = store_of(None, "")  # of a chunk that has no room yet
+
+_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], Ring]
 
 
-def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -> Streamed:
+def streamed(
+    optimizer: Optimizer, tier: Tier | None = None, *, fraction: float = 1.0, buffer: int | str = _BUFFER
+) -> Streamed:
     """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
 
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
@@ -55,7 +61,10 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
 
     Args:
         optimizer: A stock optimizer, or one of yours, that treats every element alone. States that it has are moved.
-        tier: `zf.nvme(path)` or `zf.cpu()`.
+        tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier that `zf.offload(model, optim=tier)` said; the
+            states of others stay on the device.
+        fraction: How much of the states, in bytes and to a buffer, is in the tier; the rest stays on the device. Buffers of
+            both kinds take turns, so that transfers run beside the steps of what stays (twin-flow).
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
 
     Returns:
@@ -64,10 +73,15 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
 
     Raises:
         PlacementError: The optimizer does not treat every element alone.
-        TierError: The tier, or the memory for its buffers, is too small. Nothing was moved.
+        TierError: The tier, or the memory for its buffers, is too small; or no tier was given. Nothing was moved.
         StorageError: The path takes no files, or the disk failed. The optimizer has its states.
+
+    Source:
+        ZeRO-Infinity, Rajbhandari et al. 2021, 5.2.2; the split of states over two tiers: ZeRO-Offload++ (twin-flow), 2023.
     """
-    return Streamed(optimizer, tier, nbytes_of_text(buffer, "buffer"))
+    if not 0 < fraction <= 1:
+        raise TierError("fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes")
+    return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"))
 
 
 class Streamed(Optimizer):
@@ -75,17 +89,18 @@ class Streamed(Optimizer):
 
     Attributes:
         inner: The optimizer whose arithmetic it is.
-        tier: Where the states rest.
+        tier: Where the states rest; None: where `zf.offload` said, for each parameter.
     """
 
     inner: Optimizer
-    tier: Tier
+    tier: Tier | None
     takes_from_tiers = True  # parameters that rest there
 
-    def __init__(self, inner: Optimizer, tier: Tier, buffer_nbytes: int) -> None:
+    def __init__(self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
-        self._buffer_nbytes = buffer_nbytes
+        self._fraction, self._buffer_nbytes = fraction, buffer_nbytes
+        self._stores: dict[Tier | None, Store] = {}
         self._torn: str | None = None
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
@@ -112,11 +127,19 @@ class Streamed(Optimizer):
     @property
     def resident_nbytes(self) -> int:
         """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
-        return self._store.nbytes + self._ring.nbytes
+        return sum(store.nbytes for store in self._stores.values()) + self._ring.nbytes
+
+    def tier_nbytes(self) -> dict[str, int]:
+        """Bytes of states by the tier that they are in."""
+        found: Counter[str] = Counter()
+        for tier, store in self._stores.items():
+            name = "device" if tier is None else str(tier)
+            found[name] += sum(chunk.nbytes for chunk in self._chunks if chunk.store is store)
+        return dict(found)
 
     def __repr__(self) -> str:
-        where = str(self._store)
-        if isinstance(self.tier, Cpu) and all(chunk.device.type == "cpu" for chunk in self._chunks):
+        where = " and ".join(map(str, self._stores.values()))
+        if any(isinstance(tier, Cpu) for tier in self._stores) and all(c.device.type == "cpu" for c in self._chunks):
             where += ", the device's own: nothing is copied"
         if self._ring.count:
             where += f"; parameters from their tier through {self._ring}"
@@ -199,7 +222,7 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk([StoreLane(self._store), self._parcels()], chunks, stepped.step)
+            each_chunk([StoreLane(), self._parcels()], chunks, stepped.step)
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
@@ -272,22 +295,20 @@ class Streamed(Optimizer):
 
         It keeps them until all ranks have theirs in the tier.
         """
-        prepared: list[tuple[Store, list[Chunk], list[Tensor], Ring]] = []
+        prepared: list[_Prepared] = []
         everywhere(
             self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
         )
-        self._store, self._chunks, self._known, self._ring = prepared[0]
+        self._stores, self._chunks, self._known, self._ring = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
         self.inner.state = defaultdict(dict)
         self._torn = None
 
-    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor], Ring]:
-        """A store with a copy of all states, the chunks in it, their parameters, and what those pass through."""
-        store = store_of(self.tier, f"states of {type(self.inner).__name__}")
-        chunks, known = self._planned(self._all_parameters(), 0)
-        for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
-            chunk.place = place
+    def _prepared(self) -> _Prepared:
+        """Stores with a copy of all states, the chunks in them, their parameters, and what those pass through."""
+        stores: dict[Tier | None, Store] = {}
+        chunks, known = self._planned(self._all_parameters(), 0, stores)
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
         filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
 
@@ -297,8 +318,8 @@ class Streamed(Optimizer):
                 if parameter in states:
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
-        each_chunk([StoreLane(store)], filled, fill)
-        return store, chunks, known, ring_for(chunks, known)
+        each_chunk([StoreLane()], filled, fill)
+        return stores, chunks, known, ring_for(chunks, known)
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -307,29 +328,30 @@ class Streamed(Optimizer):
             return
         known = {id(parameter) for parameter in self._known}
         new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
-        chunks, parameters = self._planned(new, len(self._known))
-        for chunk, place in zip(chunks, self._store.reserve([c.nbytes for c in chunks]), strict=True):
-            chunk.place = place
+        chunks, parameters = self._planned(new, len(self._known), self._stores)
         self._chunks += chunks
         self._known += parameters
         self._ring = ring_for(self._chunks, self._known)
         self._numels += [local_of(parameter).numel() for parameter in parameters]
         self._dtypes += [parameter.dtype for parameter in parameters]
 
-    def _planned(self, parameters: list[Tensor], first: int) -> tuple[list[Chunk], list[Tensor]]:
-        """Chunks for these parameters, which get the numbers from `first` on."""
+    def _planned(
+        self, parameters: list[Tensor], first: int, stores: dict[Tier | None, Store]
+    ) -> tuple[list[Chunk], list[Tensor]]:
+        """Chunks for these parameters, which get the numbers from `first` on, and room for them in stores."""
         for parameter in parameters:
             follow(parameter)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(parameter)] for parameter in parameters]
         locals_ = [local_of(parameter) for parameter in parameters]
         schemas = self._schemas(parameters, groups, locals_)
+        wanted = self._tiers_of(parameters)
         here = [number for number, local in enumerate(locals_) if not isinstance(local, TierTensor)]
         packed = chunks_of(
             [locals_[number].numel() for number in here],
-            [locals_[number].device for number in here],
+            [(locals_[number].device, wanted[number]) for number in here],
             lambda at, numel: states_nbytes(schemas[here[at]], numel),
-            self._buffer_nbytes,
+            self._chunk_nbytes([states_nbytes(schemas[n], locals_[n].numel()) for n in here], wanted),
         )
         chunks = []
         for pieces in packed:
@@ -341,8 +363,54 @@ class Streamed(Optimizer):
                 numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
                 cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
                 nbytes += states_nbytes(schemas[number], piece.numel)
-            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device))
-        return chunks + self._chunks_away(parameters, first, groups, schemas), parameters
+            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device, _NOWHERE))
+        chunks += self._chunks_away(parameters, first, groups, schemas)
+        # A parcel that mixes tiers goes where the states of its first parameter go.
+        self._find_room(chunks, [wanted[chunk.cuts[0].piece.parameter - first] for chunk in chunks], stores)
+        return chunks, parameters
+
+    def _chunk_nbytes(self, nbytes: list[int], wanted: list[tuple[Tier | None, float]]) -> int:
+        """The most that a chunk may take: a buffer, or where a part stays on the device, so little that the part is met."""
+        if all(fraction == 1 for _, fraction in wanted):
+            return self._buffer_nbytes
+        return min(self._buffer_nbytes, max(sum(nbytes) // 32, _LEAST_PART_NBYTES))
+
+    def _tiers_of(self, parameters: list[Tensor]) -> list[tuple[Tier | None, float]]:
+        """Where the states of each parameter are to rest, and which part of them.
+
+        Raises:
+            TierError: Nobody said.
+        """
+        if self.tier is not None:
+            return [(self.tier, self._fraction)] * len(parameters)
+        slots = [slot_of(parameter) for parameter in parameters]
+        asked = [slot.home.tiers if slot is not None else IN_MEMORY for slot in slots]
+        if parameters and all(tiers.optim is None for tiers in asked):
+            raise TierError(
+                "streamed() was given no tier.",
+                optimizer=type(self.inner).__name__,
+                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
+            )
+        return [(tiers.optim, tiers.fraction) for tiers in asked]
+
+    def _find_room(
+        self, chunks: list[Chunk], wanted: list[tuple[Tier | None, float]], stores: dict[Tier | None, Store]
+    ) -> None:
+        """Gives each chunk a store and a place in it: so many of them in its tier as its fraction says, taking turns."""
+        total: Counter[Tier | None] = Counter()
+        there: Counter[Tier | None] = Counter()
+        chosen: dict[tuple[Tier | None, torch.device], list[Chunk]] = {}
+        for chunk, (tier, fraction) in zip(chunks, wanted, strict=True):
+            total[tier] += chunk.nbytes
+            is_there = there[tier] + chunk.nbytes / 2 <= fraction * total[tier]
+            there[tier] += chunk.nbytes * is_there
+            chosen.setdefault((tier if is_there else None, chunk.device), []).append(chunk)
+        for (tier, device), members in chosen.items():
+            if tier not in stores:
+                stores[tier] = store_of(tier, f"states of {type(self.inner).__name__}")
+            places = stores[tier].reserve([chunk.nbytes for chunk in members], device)
+            for chunk, place in zip(members, places, strict=True):
+                chunk.store, chunk.place = stores[tier], place
 
     def _chunks_away(
         self, parameters: list[Tensor], first: int, groups: list[int], schemas: list[Schema]
@@ -377,7 +445,7 @@ class Streamed(Optimizer):
                         fix=f"buffer={nbytes} or more; 64 MiB is a good size",
                     )
                 if cuts:
-                    chunks.append(Chunk(cuts, nbytes, record.device, index))
+                    chunks.append(Chunk(cuts, nbytes, record.device, _NOWHERE, index))
         return chunks
 
     def _require_cuttable_away(self, parameter: Tensor) -> None:
@@ -430,7 +498,7 @@ class Streamed(Optimizer):
                 for name, value in cut.states(buffer).items():
                     _join(joined[parameter], name, value, parameter, cut)
 
-        each_chunk([StoreLane(self._store)], [c for c in self._chunks if c.is_stored], join, writes=False)
+        each_chunk([StoreLane()], [c for c in self._chunks if c.is_stored], join, writes=False)
         return defaultdict(dict, {parameter: joined[parameter] for parameter in self._known if parameter in joined})
 
 

@@ -10,6 +10,7 @@ Reads and writes are under way beside each other and beside the computation; wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -26,6 +27,7 @@ __all__ = ["Lane", "StoreLane", "Stored", "each_chunk"]
 class Stored(Protocol):
     """What rests in a store as one."""
 
+    store: Store
     nbytes: int
     place: int
     is_stored: bool
@@ -49,20 +51,20 @@ class Lane(Protocol[V]):
 
 
 class StoreLane:
-    """Chunks of one store."""
+    """Chunks of stores, each with buffers of its own that are taken in turn."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._turn = 0
+    def __init__(self) -> None:
+        self._turns: Counter[int] = Counter()
 
     def fetch(self, chunk: Stored) -> tuple[Tensor, Transfer | None]:
-        buffer = self._store.buffer(self._turn, chunk.place, chunk.nbytes)
-        self._turn += 1
-        return buffer, self._store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
+        store = chunk.store
+        buffer = store.buffer(self._turns[id(store)], chunk.place, chunk.nbytes)
+        self._turns[id(store)] += 1
+        return buffer, store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
 
     def keep(self, chunk: Stored, memory: Tensor) -> Transfer | None:
         chunk.is_stored = True
-        return self._store.keep(chunk.place, memory) if chunk.nbytes else None
+        return chunk.store.keep(chunk.place, memory) if chunk.nbytes else None
 
 
 def each_chunk(

@@ -23,8 +23,9 @@ class Store(Protocol):
     def nbytes(self) -> int:
         """Bytes of host memory that it takes."""
 
-    def reserve(self, sizes: list[int]) -> list[int]:
-        """Makes room for chunks of these sizes in bytes, and returns the place of each. Not while chunks are in memory.
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
+        """Makes room for chunks of these sizes in bytes, of parameters on a device, and returns the place of each. Not
+        while chunks are in memory.
 
         Raises:
             TierError: The tier, or memory for buffers, is too small.
@@ -40,13 +41,41 @@ class Store(Protocol):
         """Begins to put a chunk back; None if it is there."""
 
 
-def store_of(tier: Tier, what: str) -> Store:
-    """An empty store.
+def store_of(tier: Tier | None, what: str) -> Store:
+    """An empty store; without a tier, in the memory of the device itself.
 
     Raises:
         StorageError: The path takes no files.
     """
+    if tier is None:
+        return _Device()
     return _Memory(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
+
+
+class _Device:
+    """Chunks rest on the device of their parameters."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self.nbytes = 0
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.nbytes)} of memory of the device"
+
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
+        begin = len(self._chunks)
+        self._chunks += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+        self.nbytes += sum(sizes)
+        return list(range(begin, len(self._chunks)))
+
+    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
+        return self._chunks[place]
+
+    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
+        return None
+
+    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
+        return None
 
 
 class _Memory:
@@ -62,7 +91,7 @@ class _Memory:
         kind = "pinned memory of the host" if self._is_pinned else "memory of the host"
         return f"{bytes_text(self.nbytes)} of {kind}"
 
-    def reserve(self, sizes: list[int]) -> list[int]:
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         limit = self._tier.limit_nbytes
         left = Cpu(self._tier.pinned, None if limit is None else limit - self.nbytes)
         slab = Slab(sum(sizes), left, self._what)
@@ -138,7 +167,7 @@ class _Disk:
     def nbytes(self) -> int:
         return self._ring.nbytes
 
-    def reserve(self, sizes: list[int]) -> list[int]:
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         places, offset = [], self._spill.reserve(sum(map(whole_pages, sizes)))
         for nbytes in sizes:
             places.append(offset)

@@ -67,6 +67,7 @@ class _Parcel:
 
     pieces: tuple[Piece, ...]
     nbytes: int
+    store: Store
     place: int = 0
     is_stored: bool = False
 
@@ -150,8 +151,8 @@ class Evicted:
             flats.append(_bytes_of(dense))
         store = store_of(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
-        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
-        places = store.reserve([parcel.nbytes for parcel in self._parcels])
+        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces), store) for pieces in packed]
+        places = store.reserve([parcel.nbytes for parcel in self._parcels], torch.device("cpu"))
         for parcel, place in zip(self._parcels, places, strict=True):
             parcel.place = place
 
@@ -159,7 +160,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
-        each_chunk([StoreLane(store)], self._parcels, fill)
+        each_chunk([StoreLane()], self._parcels, fill)
         self._store = store
 
     def _release(self) -> None:
@@ -189,7 +190,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
-        each_chunk([StoreLane(self._store)], self._parcels, take, writes=False)
+        each_chunk([StoreLane()], self._parcels, take, writes=False)
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:
