@@ -49,8 +49,11 @@ def tokens(seed: int) -> Tensor:
 
 def is_away(module: nn.Module) -> bool:
     """Whether every parameter of it rests in another tier."""
-    locals_ = (p._local_tensor if isinstance(p, DTensor) else p for p in module.parameters())
-    return all(isinstance(local, TierTensor) for local in locals_)
+    return all(map(is_in_tier, module.parameters()))
+
+
+def is_in_tier(tensor: Tensor | None) -> bool:
+    return isinstance(tensor._local_tensor if isinstance(tensor, DTensor) else tensor, TierTensor)
 
 
 def sharded(model: nn.Module, stage: str) -> nn.Module:
@@ -58,36 +61,45 @@ def sharded(model: nn.Module, stage: str) -> nn.Module:
 
 
 def trained(
-    stage: str, path: str | None, optimizer: str, *, last: bool = True, max_norm: float = 0.05, compute: Any = None
+    stage: str,
+    path: str | None,
+    optimizer: str,
+    *,
+    last: bool = True,
+    max_norm: float = 0.05,
+    compute: Any = None,
+    states: str = "params",
 ) -> tuple[Any, ...]:
     """Losses, parameters and states after four steps with accumulation and clipping; offloaded if `path` is given.
 
-    `last`: whether the parameters are offloaded after they are sharded, or before.
+    `last`: whether they are offloaded after they are sharded, or before. `states`: which of params, grads and optim.
     """
     torch.manual_seed(0)
     model: Any = Language()
-    if path is not None and not last:
-        model = zf.offload(model, params=zf.nvme(path))
+    tiers: dict[str, Any] = {} if path is None else {name: zf.nvme(path) for name in states.split()}
+    if tiers and not last:
+        model = zf.offload(model, **tiers)
     model = sharded(model, stage)
     if compute is not None:
         model = zf.precision(model, compute=compute)
-    if path is not None and last:
-        model = zf.offload(model, params=zf.nvme(path))
+    if tiers and last:
+        model = zf.offload(model, **tiers)
     stepped = OPTIMIZERS[optimizer](model.parameters())
     if path is not None:
-        stepped = zf.streamed(stepped, zf.nvme(path), buffer="16KiB")
-        assert is_away(model)
+        stepped = zf.streamed(stepped, None if "optim" in tiers else zf.nvme(path), buffer="16KiB")
+        assert is_away(model) == ("params" in tiers)
     losses, rank = [], 0 if stage == "plain" else axis().get_local_rank()
     for step in range(4):
         stepped.zero_grad()
         for micro in range(2):
             loss = model(tokens(100 * step + 10 * rank + micro)).float().logsumexp(-1).mean()
             loss.backward()
+        assert all(is_in_tier(p.grad) for p in model.parameters()) == ("grads" in tiers)
         torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         stepped.step()
         losses.append(loss.detach())
-    states = [whole(v) for state in stepped.state_dict()["state"].values() for v in state.values() if v.dim()]
-    return losses, [whole(p) for p in model.parameters()], states
+    values = [whole(v) for state in stepped.state_dict()["state"].values() for v in state.values() if v.dim()]
+    return losses, [whole(p) for p in model.parameters()], values
 
 
 def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
@@ -101,8 +113,8 @@ def test_offload_changes_no_bit_at_any_stage(ranks: Ranks, tmp_path: Path, stage
     compute = torch.bfloat16 if stage == "zero2" else None
     pool = ranks(2)
     expected = pool.run(trained, stage, None, "adamw", compute=compute)
-    for last in (True, False):
-        offloaded = pool.run(trained, stage, str(tmp_path), "adamw", last=last, compute=compute)
+    for last, states in ((True, "params"), (False, "params grads optim"), (True, "grads")):
+        offloaded = pool.run(trained, stage, str(tmp_path), "adamw", last=last, compute=compute, states=states)
         assert all(map(same, offloaded, expected))
 
 
@@ -110,7 +122,8 @@ def test_offload_changes_no_bit_at_any_stage(ranks: Ranks, tmp_path: Path, stage
 @pytest.mark.parametrize("max_norm", [0.05, 1e9])
 def test_offload_changes_no_bit_of_any_optimizer(tmp_path: Path, optimizer: str, max_norm: float) -> None:
     expected = trained("plain", None, optimizer, max_norm=max_norm)
-    assert same(trained("plain", str(tmp_path), optimizer, max_norm=max_norm), expected)
+    for states in ("params", "params grads"):
+        assert same(trained("plain", str(tmp_path), optimizer, max_norm=max_norm, states=states), expected)
 
 
 def test_parameters_of_every_awkward_kind_are_offloaded(ranks: Ranks, tmp_path: Path) -> None:

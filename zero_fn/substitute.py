@@ -34,10 +34,9 @@ from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
-from zero_fn.runtime.step import Step
+from zero_fn.runtime.step import Shelved, Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
-from zero_fn.tiers import Tier
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 
 __all__ = ["assignment_of", "substitute"]
@@ -170,11 +169,11 @@ def _unit_of(
 
 def _reserve(step: Step, site: str) -> None:
     """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises."""
-    records: dict[Tier, list[list[Form]]] = {}
+    records: dict[Shelved, list[list[Form]]] = {}
     for unit in step.live_units():
-        for tier, forms in unit.forms_away().items():
-            records.setdefault(tier, []).append(forms)
-    if not any(slot.is_away for unit in step.live_units() for slot in unit.slots):
+        for what, forms in unit.forms_away().items():
+            records.setdefault(what, []).append(forms)
+    if not records:
         return
     failure: Exception | None = None
     try:

@@ -94,6 +94,11 @@ class Tiers:
             self.fraction if self.optim is not None else other.fraction,
         )
 
+    def __str__(self) -> str:
+        part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
+        named = ((name, getattr(self, name)) for name in ("params", "grads", "optim"))
+        return ", ".join(f"{name} in {tier}" for name, tier in named if tier is not None) + part
+
     def _differs(self, name: str, other: Tiers) -> bool:
         return name == "optim" and self.fraction != other.fraction
 

@@ -49,7 +49,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = _unit_of(slot) if slot is not None else None
-            if slot is not None and slot.is_away and not getattr(optimizer, "takes_from_tiers", False):
+            if slot is not None and slot.must_be_streamed and not getattr(optimizer, "takes_from_tiers", False):
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
@@ -73,11 +73,11 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
     return StateError(
-        f"{type(optimizer).__name__} was to step parameters that rest in another tier.",
+        f"{type(optimizer).__name__} was to step parameters that have a state in another tier.",
         parameter=slot,
-        tier=slot.home.tiers.params,
+        tiers=slot.home.tiers,
         why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
-        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or, with states in memory, zf.cpu()",
+        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or, with its states in memory, zf.cpu()",
     )
 
 

@@ -10,7 +10,7 @@ the size of the unit. Large tensors are cut where vector instructions do not not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -109,10 +109,13 @@ class Record:
                 self._of[piece.parameter].append(parcel)
         self._memory: Tensor | None = None  # of all of it, while it is fetched
         self._transfers: list[Transfer] = []
+        self._behind: tuple[Tensor, list[Transfer | None]] | None = None  # memory that is being written
         self._is_held = False
         self._dirty: set[int] = set()  # parcels, by their start, that were changed in held memory
 
     def __del__(self) -> None:
+        with suppress(StorageError):
+            self.finish_writing()
         self.drop()
 
     @property
@@ -123,6 +126,10 @@ class Record:
     def is_for(self, tier: Tier, forms: Sequence[Form], device: torch.device) -> bool:
         """Whether it holds tensors of these forms in this tier."""
         return (self.tier, self._forms, self.device) == (tier, list(forms), device)
+
+    def is_like(self, other: Record) -> bool:
+        """Whether tensors of the same forms lie at the same places in both."""
+        return self._forms == other._forms
 
     def numel(self, number: int) -> int:
         """Elements of a tensor."""
@@ -142,6 +149,7 @@ class Record:
         """Begins to bring everything into memory; nothing if it is there or on its way."""
         if self._memory is not None or not self.nbytes:
             return
+        self.finish_writing()
         self._memory = memory = self.shelf.borrow(self._place, self.nbytes)
         self._transfers = list(self._reads(self.parcels, memory, 0))
 
@@ -159,6 +167,42 @@ class Record:
         except StorageError:
             self.drop()
             raise
+
+    def begin_writing(self, values: Mapping[int, Tensor]) -> None:
+        """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
+
+        Raises:
+            StorageError: What was written before failed, or what is beside these tensors cannot be read.
+        """
+        self.finish_writing()
+        self.drop()
+        parcels = [p for p in self.parcels if any(piece.parameter in values for piece in p.pieces)]
+        if not parcels:
+            return
+        memory = self.shelf.borrow(self._place, self.nbytes)
+        transfers: list[Transfer | None] = []
+        self._behind = memory, transfers
+        partly = [p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]
+        _wait_all(list(self._reads(partly, memory, 0)))
+        for number, value in values.items():
+            self._view(memory, 0, number).copy_(value)
+        for parcel in parcels:
+            part = memory[parcel.start : parcel.start + parcel.nbytes]
+            transfers.append(self.shelf.write(self._place + parcel.start, part))
+            parcel.is_stored = True
+
+    def finish_writing(self) -> None:
+        """Waits for what `begin_writing` began.
+
+        Raises:
+            StorageError: It failed.
+        """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            try:
+                _wait_all(behind[1])
+            finally:
+                self.shelf.give_back(behind[0])
 
     def values(self, number: int) -> Tensor:
         """A tensor that has arrived, flat, in memory of the host."""
@@ -209,6 +253,7 @@ class Record:
             StorageError: The disk failed, or does not hold what was written to it.
         """
         parcels = self._of[number]
+        self.finish_writing()
         if not self.numel(number):
             return _Opened(self, number, None, 0, torch.empty(0, dtype=self.dtype(number), device=self.device))
         if self._is_held:

@@ -21,7 +21,7 @@ from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
-from zero_fn.tiers import is_away
+from zero_fn.tiers import Tier, is_away
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -122,6 +122,7 @@ class Slot:
         piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
         is_away: Whether the resting parameter is in another tier than the memory of the device: then the gathered one is
             freed between uses, whatever its home shards.
+        gradient_away: Where its gradient rests, if that is in another tier than the memory of the device; flat.
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
@@ -182,7 +183,9 @@ class Slot:
         sharded = tuple(levels[number] for number in self.cut.axes) if self.cut is not None else ()
         self.sharded = dict(zip((axis.name for axis in self.along), sharded, strict=False))
         device_type = self.along[0].device_type if self.along else source.device.type
+        self._device_type = device_type
         self.is_away = is_away(home.tiers.params, device_type)
+        self.gradient_away: TierTensor | None = None
         self.is_kept = not self.is_away and (not sharded or max(sharded) < Sharded.PARAMS)
         self.is_hosted = (
             self.sublayout is not None
@@ -224,6 +227,17 @@ class Slot:
             self.model_spec = spec_on(self.model, shape, stride, self.compute_dtype)
         self.spec: DTensorSpec | None = self._grid.spec(self.model, self.cut, shape, stride, dtype)
 
+    def shelved(self) -> Iterator[tuple[str, Tier]]:
+        """Which of its states rest in another tier than the memory of the device."""
+        for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
+            if tier is not None and is_away(tier, self._device_type):
+                yield kind, tier
+
+    @property
+    def must_be_streamed(self) -> bool:
+        """Whether an optimizer must go to another tier to step it."""
+        return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self._device_type)
+
     @property
     def cut_axes(self) -> list[Axis]:
         """The data axes that cut it, first to last."""
@@ -256,7 +270,7 @@ class Slot:
 
     @property
     def gradient_numel(self) -> int:
-        """Elements of gradient memory, without padding."""
+        """Elements of gradient memory of the device between backward and step, without padding."""
         return self.numel if self.keeps_whole_gradient else self.local_numel
 
     @property

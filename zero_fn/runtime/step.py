@@ -35,7 +35,8 @@ from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
-from zero_fn.runtime.record import Form, record_nbytes
+from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -61,9 +62,13 @@ from zero_fn.storage import Shelf, shelf_of
 from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Step"]
+__all__ = ["Shelved", "Step"]
+
+Shelved = tuple[str, Tier]
+"""What rests in a tier: "parameters" or "gradients"."""
 
 PREFETCH_DEPTH = 1
 FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
@@ -89,8 +94,10 @@ class Step:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
-        self._shelves: dict[Tier, Shelf] = {}
-        self._reserved: dict[Tier, list[int]] = {}
+        self._shelves: dict[Shelved, Shelf] = {}
+        self._reserved: dict[Shelved, list[int]] = {}
+        self._writing: Record | None = None  # gradients on their way to a tier
+        self._failure: StorageError | None = None  # of gradients in a tier, until all ranks know
         self._has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
@@ -127,34 +134,61 @@ class Step:
 
     # -- other tiers ------------------------------------------------------------------------------------------------
 
-    def shelf(self, tier: Tier) -> Shelf:
-        """Where resting parameters of the module are in a tier.
+    def shelf(self, what: Shelved) -> Shelf:
+        """Where parameters or gradients of the module rest in a tier.
 
         Raises:
             StorageError: The path takes no files.
         """
-        if tier not in self._shelves:
-            self._shelves[tier] = shelf_of(tier, "parameters")
-        return self._shelves[tier]
+        if what not in self._shelves:
+            kind, tier = what
+            self._shelves[what] = shelf_of(tier, kind)
+        return self._shelves[what]
 
-    def shelves(self) -> list[Shelf]:
-        """All of them."""
-        return list(self._shelves.values())
+    def shelves(self) -> list[tuple[str, Shelf]]:
+        """All of them, with what they hold."""
+        return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
 
-    def reserve(self, records: dict[Tier, list[list[Form]]]) -> None:
+    def reserve(self, records: dict[Shelved, list[list[Form]]]) -> None:
         """Makes room for records that will be laid out, in this order.
 
         Raises:
             TierError: A tier, or the memory for stagings, is too small.
             StorageError: The path takes no files.
         """
-        for tier, forms in records.items():
-            self._reserved[tier] = self.shelf(tier).reserve([record_nbytes(each) for each in forms])
+        for what, forms in records.items():
+            self._reserved[what] = self.shelf(what).reserve([record_nbytes(each) for each in forms])
 
-    def place_for(self, tier: Tier, forms: list[Form]) -> int:
+    def place_for(self, what: Shelved, forms: list[Form]) -> int:
         """The place of the next record: one that was reserved, or another."""
-        reserved = self._reserved.get(tier)
-        return reserved.pop(0) if reserved else self.shelf(tier).reserve([record_nbytes(forms)])[0]
+        reserved = self._reserved.get(what)
+        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
+
+    def _put_gradients_away(self, unit: Unit) -> None:
+        """Begins to write gradients that rest in another tier, one unit at a time. A failure is kept until all are told."""
+        for record, values in unit.gradients_to_put_away():
+            try:
+                if self._writing is not None:
+                    self._writing.finish_writing()
+                self._writing = record
+                record.begin_writing(values)
+            except StorageError as error:
+                self._failure = self._failure or error
+
+    def _tell_of_gradients(self) -> None:
+        """Waits until gradients are in their tier; if that failed on any rank, every rank raises."""
+        if not any(unit.gradient_records for unit in self.live_units()):
+            return
+        try:
+            if self._writing is not None:
+                self._writing.finish_writing()
+        except StorageError as error:
+            self._failure = self._failure or error
+        self._writing, failure = None, self._failure
+        self._failure = None
+        found = tell(self.transport, self.assignment.axes, failure, "Writing gradients").failure(failure)
+        if found is not None:
+            raise found
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -363,6 +397,8 @@ class Step:
                     self._settle(unit, unit.reduce_local(exact=True))
             self._decide()
         self._end_backward()
+        if not self.accumulating:
+            self._tell_of_gradients()
 
     def give_up(self, backward: BackwardPass) -> None:
         """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
@@ -470,7 +506,14 @@ class Step:
             if has_local and slot.layout is not None:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                settle(slot, grad)
+                self._add(slot, grad)
+        self._put_gradients_away(unit)
+
+    def _add(self, slot: Slot, grad: Tensor) -> None:
+        try:
+            settle(slot, grad)
+        except StorageError as error:  # an earlier gradient, in its tier
+            self._failure = self._failure or error
 
     def _decide(self) -> None:
         """Settles what had to wait: replicated gradients, and those that only other ranks contributed to."""
@@ -488,7 +531,8 @@ class Step:
                 has_any = next(union)
                 grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
                 if grad is not None:
-                    settle(slot, grad)
+                    self._add(slot, grad)
+            self._put_gradients_away(unit)
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
@@ -556,6 +600,7 @@ class Step:
                 self._settle(unit, unit.reduce_local(exact=True, present=present))
         self._decide()
         self._read_control()
+        self._tell_of_gradients()
 
     def drop_gradients(self) -> None:
         """Forgets local gradients that were not reduced."""

@@ -40,9 +40,10 @@ from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, resting_parameter, set_local
+from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
+from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
@@ -50,10 +51,9 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.step import Step
+    from zero_fn.runtime.step import Shelved, Step
 
 __all__ = ["Group", "Phase", "Unit"]
 
@@ -118,6 +118,7 @@ class Unit:
         is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
         records: What of its parameters rests in other tiers, one for each. [Note: away]
+        gradient_records: The same of its gradients.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         open: Forwards of the unit that are running (more than one when a module calls itself).
@@ -141,6 +142,7 @@ class Unit:
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.groups: list[Group] = []
         self.records: list[Record] = []
+        self.gradient_records: list[Record] = []
         self._failure: StorageError | None = None
         self._told: Told | None = None
         self._hosted: list[Slot] = []
@@ -180,12 +182,12 @@ class Unit:
             for place in slot.places:
                 place.register(parameter)
 
-    def forms_away(self) -> dict[Tier, list[Form]]:
-        """What it puts into other tiers: elements and dtypes, by tier."""
-        found: dict[Tier, list[Form]] = {}
+    def forms_away(self) -> dict[Shelved, list[Form]]:
+        """What it puts into other tiers: elements and dtypes, by kind and tier."""
+        found: dict[Shelved, list[Form]] = {}
         for slot in self.slots:
-            if slot.is_away and slot.home.tiers.params is not None:
-                found.setdefault(slot.home.tiers.params, []).append((slot.local_numel, slot.dtype))
+            for what in slot.shelved():
+                found.setdefault(what, []).append((slot.local_numel, slot.dtype))
         return found
 
     @contextmanager
@@ -293,7 +295,7 @@ class Unit:
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
-        twin.records, twin._failure, twin._told = [], None, None
+        twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients = Gradients(twin.slots)
@@ -308,16 +310,17 @@ class Unit:
         self._memory = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-        away: dict[tuple[Tier, torch.device], list[Slot]] = {}
+        away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
         for slot, device in zip(self.slots, devices, strict=True):
             slot.group = None
             is_cast = slot.compute_dtype != slot.dtype
             if slot.layout is not None or is_cast or slot.is_away:
                 members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
-            tier = slot.home.tiers.params
-            if slot.is_away and tier is not None and device.type != "meta":
-                away.setdefault((tier, device), []).append(slot)
-            elif slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
+            for what in slot.shelved() if device.type != "meta" else ():
+                away.setdefault((what, device), []).append(slot)
+            if slot.is_away and device.type != "meta":
+                continue
+            if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
                 own.setdefault((slot.dtype, device), []).append(slot)
         self.groups = []
         for (is_kept, dtype, device), slots in members.items():
@@ -335,18 +338,39 @@ class Unit:
             for slot, offset in zip(slots, offsets, strict=True):
                 slot.flat = buffer.narrow(0, offset, slot.local_numel)
 
-    def _lay_out_records(self, away: dict[tuple[Tier, torch.device], list[Slot]]) -> None:
+    def _lay_out_records(self, away: dict[tuple[Shelved, torch.device], list[Slot]]) -> None:
         """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
-        before, self.records = self.records, []
-        for (tier, device), slots in away.items():
+        before = {"parameters": self.records, "gradients": self.gradient_records}
+        self.records, self.gradient_records = [], []
+        for (what, device), slots in away.items():
+            kind, tier = what
             forms = [(slot.local_numel, slot.dtype) for slot in slots]
-            record = next((r for r in before if r.is_for(tier, forms, device)), None)
+            record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
             if record is None:
-                shelf = self.step.shelf(tier)
-                record = Record(shelf, forms, device, self.step.place_for(tier, forms))
-            self.records.append(record)
+                record = Record(self.step.shelf(what), forms, device, self.step.place_for(what, forms))
+            (self.records if kind == "parameters" else self.gradient_records).append(record)
             for number, slot in enumerate(slots):
-                slot.flat = record.tensor(number)
+                if kind == "parameters":
+                    slot.flat = record.tensor(number)
+                else:
+                    slot.gradient_away = record.tensor(number)
+
+    def gradients_to_put_away(self) -> list[tuple[Record, dict[int, Tensor]]]:
+        """Gradients in memory whose place is in another tier, flat as they lie there; their tensors take their place."""
+        found: dict[Record, dict[int, Tensor]] = {}
+        for slot in self.slots:
+            grad, place = slot.parameter.grad, slot.gradient_away
+            if grad is None or place is None or isinstance(grad, PendingGradient):
+                continue
+            local = local_of(grad)
+            if isinstance(local, TierTensor) or local.dtype != slot.dtype:
+                continue
+            if local.stride() != slot.local_stride:
+                local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
+            found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
+            away = slot.local_view(place)
+            slot.parameter.grad = away if slot.spec is None else resting_tensor(away, slot.spec)
+        return list(found.items())
 
     def _lay_out_hosts(self, devices: list[torch.device]) -> None:
         """Room for parts that stay in memory. [Note: hosted parts]"""

@@ -29,7 +29,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
-from zero_fn.streamed.parcels import Parcels, follow, record_of, ring_for
+from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
 from zero_fn.streamed.store import Ring, Store, store_of
@@ -41,7 +41,7 @@ _BUFFER = "64MiB"
 _LEAST_PART_NBYTES = 64 << 10
 _NOWHERE = store_of(None, "")  # of a chunk that has no room yet
 
-_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], Ring]
+_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], tuple[Ring, Ring]]
 
 
 def streamed(
@@ -104,7 +104,7 @@ class Streamed(Optimizer):
         self._torn: str | None = None
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
-        self._ring = Ring(0, 0, "")  # parameters that rest in another tier pass through it
+        self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
         self._begin()
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
@@ -127,7 +127,7 @@ class Streamed(Optimizer):
     @property
     def resident_nbytes(self) -> int:
         """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
-        return sum(store.nbytes for store in self._stores.values()) + self._ring.nbytes
+        return sum(store.nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
 
     def tier_nbytes(self) -> dict[str, int]:
         """Bytes of states by the tier that they are in."""
@@ -141,8 +141,9 @@ class Streamed(Optimizer):
         where = " and ".join(map(str, self._stores.values()))
         if any(isinstance(tier, Cpu) for tier in self._stores) and all(c.device.type == "cpu" for c in self._chunks):
             where += ", the device's own: nothing is copied"
-        if self._ring.count:
-            where += f"; parameters from their tier through {self._ring}"
+        for kind, ring in zip(("parameters", "gradients"), self._rings, strict=True):
+            if ring.count:
+                where += f"; {kind} from their tier through {ring}"
         return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +223,7 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk([StoreLane(), self._parcels()], chunks, stepped.step)
+            each_chunk([StoreLane(), *self._parcels()], chunks, stepped.step)
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
@@ -258,11 +259,10 @@ class Streamed(Optimizer):
                 raise self._has_changed(parameter, cut)
 
     def _require_same_parcel(self, parameter: Tensor, cut: Cut, index: int) -> None:
-        record = record_of(parameter)
-        parcel = record.parcels[index] if record is not None and index < len(record.parcels) else None
-        number = getattr(local_of(parameter), "number", None)
+        place = place_of(parameter)
+        parcel = place.record.parcels[index] if place is not None and index < len(place.record.parcels) else None
         pieces = zip(parcel.pieces, parcel.offsets, strict=True) if parcel is not None else ()
-        span = number, cut.piece.start, cut.piece.stop, cut.in_parcel
+        span = place.number if place is not None else None, cut.piece.start, cut.piece.stop, cut.in_parcel
         if not any((p.parameter, p.start, p.stop, offset) == span for p, offset in pieces):
             raise self._has_changed(parameter, cut)
 
@@ -285,8 +285,9 @@ class Streamed(Optimizer):
                 fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
             )
 
-    def _parcels(self) -> Parcels:
-        return Parcels(self._ring, self._known)
+    def _parcels(self) -> tuple[Values, Gradients]:
+        values, gradients = self._rings
+        return Values(values, self._known), Gradients(gradients, self._known)
 
     # -- where everything is --------------------------------------------------------------------------------------
 
@@ -299,7 +300,7 @@ class Streamed(Optimizer):
         everywhere(
             self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
         )
-        self._stores, self._chunks, self._known, self._ring = prepared[0]
+        self._stores, self._chunks, self._known, self._rings = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
         self.inner.state = defaultdict(dict)
@@ -319,7 +320,7 @@ class Streamed(Optimizer):
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
         each_chunk([StoreLane()], filled, fill)
-        return stores, chunks, known, ring_for(chunks, known)
+        return stores, chunks, known, rings_for(chunks, known)
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -331,7 +332,7 @@ class Streamed(Optimizer):
         chunks, parameters = self._planned(new, len(self._known), self._stores)
         self._chunks += chunks
         self._known += parameters
-        self._ring = ring_for(self._chunks, self._known)
+        self._rings = rings_for(self._chunks, self._known)
         self._numels += [local_of(parameter).numel() for parameter in parameters]
         self._dtypes += [parameter.dtype for parameter in parameters]
 
@@ -346,7 +347,7 @@ class Streamed(Optimizer):
         locals_ = [local_of(parameter) for parameter in parameters]
         schemas = self._schemas(parameters, groups, locals_)
         wanted = self._tiers_of(parameters)
-        here = [number for number, local in enumerate(locals_) if not isinstance(local, TierTensor)]
+        here = [number for number, parameter in enumerate(parameters) if place_of(parameter) is None]
         packed = chunks_of(
             [locals_[number].numel() for number in here],
             [(locals_[number].device, wanted[number]) for number in here],
@@ -415,12 +416,12 @@ class Streamed(Optimizer):
     def _chunks_away(
         self, parameters: list[Tensor], first: int, groups: list[int], schemas: list[Schema]
     ) -> list[Chunk]:
-        """Chunks of parameters that rest in another tier: one for each parcel."""
+        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
         records: dict[Record, dict[int, int]] = {}
         for number, parameter in enumerate(parameters):
-            local = local_of(parameter)
-            if isinstance(local, TierTensor):
-                records.setdefault(local.record, {})[local.number] = number
+            place = place_of(parameter)
+            if place is not None:
+                records.setdefault(place.record, {})[place.number] = number
         chunks = []
         for record, number_of in records.items():
             for index, parcel in enumerate(record.parcels):
@@ -518,10 +519,17 @@ class _Stepped:
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor) -> None:
-        """Steps the parameters of one chunk, whose states are in `buffer`; those that rest in a tier are in `parcel`."""
+    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor, gradients: Tensor) -> None:
+        """Steps the parameters of one chunk.
+
+        Args:
+            chunk: Which.
+            buffer: Their states.
+            parcel: Themselves, if they rest in another tier.
+            gradients: Their gradients, if these do.
+        """
         self.count += 1
-        states, values = buffer.to(chunk.device), parcel.to(chunk.device)
+        states, values, grads = (memory.to(chunk.device) for memory in (buffer, parcel, gradients))
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         pairs = []
@@ -531,10 +539,10 @@ class _Stepped:
                 parameter = self._known[cut.piece.parameter]
                 if parameter.grad is None:
                     continue
-                own_values = cut.of_parcel(values, parameter.dtype) if chunk.parcel is not None else None
+                is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
                 stand_in = cut.stand_in(
-                    own_values if own_values is not None else cut.of(local_of(parameter)),
-                    cut.of(self._grad(parameter, cut)),
+                    cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
+                    cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
                     requires_grad=parameter.requires_grad,
                 )
                 own = cut.states(states)

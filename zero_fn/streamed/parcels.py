@@ -1,4 +1,4 @@
-"""The way of parameters that rest in another tier through a step: parcel by parcel, beside their states."""
+"""The way of parameters and gradients that rest in another tier through a step: parcel by parcel, beside their states."""
 
 from __future__ import annotations
 
@@ -15,64 +15,98 @@ from zero_fn.storage import Transfer
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
 
-__all__ = ["Parcels", "follow", "record_of", "ring_for"]
+__all__ = ["Gradients", "Values", "follow", "place_of", "rings_for"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def record_of(parameter: Tensor) -> Record | None:
-    """Where a parameter rests, if that is in another tier."""
+def place_of(parameter: Tensor) -> TierTensor | None:
+    """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped."""
     local = local_of(parameter)
-    return local.record if isinstance(local, TierTensor) else None
+    if isinstance(local, TierTensor):
+        return local
+    slot = slot_of(parameter)
+    return slot.gradient_away if slot is not None else None
 
 
 def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     slot = slot_of(parameter)
     unit = slot.unit() if slot is not None and slot.unit is not None else None
-    if unit is not None and unit.is_away:
+    if unit is not None and (unit.is_away or unit.gradient_records):
         unit.readopt()
 
 
-def ring_for(chunks: Iterable[Chunk], known: Sequence[Tensor]) -> Ring:
-    """Buffers for the parcels of these chunks.
+def rings_for(chunks: Iterable[Chunk], known: Sequence[Tensor]) -> tuple[Ring, Ring]:
+    """Buffers for the parcels of the parameters and of the gradients of these chunks.
 
     Raises:
         TierError: There is not so much memory.
     """
-    sizes = []
+    sizes: tuple[list[int], list[int]] = ([], [])
     for chunk in chunks:
-        record = record_of(known[chunk.cuts[0].piece.parameter]) if chunk.parcel is not None else None
-        if record is not None and chunk.parcel is not None and not record.is_addressable:
-            sizes.append(record.parcels[chunk.parcel].nbytes)
-    return Ring(len(sizes), max(sizes, default=0), "parameters")
+        parameter = known[chunk.cuts[0].piece.parameter]
+        slot = slot_of(parameter)
+        gradient = slot.gradient_away if slot is not None else None
+        for place, found in zip((local_of(parameter), gradient), sizes, strict=True):
+            if chunk.parcel is not None and isinstance(place, TierTensor) and not place.record.is_addressable:
+                if chunk.parcel < len(place.record.parcels):
+                    found.append(place.record.parcels[chunk.parcel].nbytes)
+    values, gradients = (Ring(len(found), max(found, default=0), "parcels") for found in sizes)
+    return values, gradients
 
 
-class Parcels:
-    """The lane of parcels. Chunks of parameters in memory have none."""
+class _Parcels:
+    """A lane of parcels. Chunks that have none come with nothing."""
 
     def __init__(self, ring: Ring, known: Sequence[Tensor]) -> None:
         self._ring, self._known = ring, known
         self._turn = 0
 
-    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
-        if chunk.parcel is None:
-            return _NOTHING, None
-        record = self._record(chunk)
-        parcel = record.parcels[chunk.parcel]
+    def _fetched(self, record: Record, index: int) -> tuple[Tensor, Transfer | None]:
+        parcel = record.parcels[index]
         if record.is_addressable:
             return record.memory_of(parcel), None
         memory = self._ring.buffer(self._turn, parcel.nbytes)
         self._turn += 1
         return memory, record.read_parcel(parcel, memory)
 
-    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
-        if chunk.parcel is None:
-            return None
+
+class Values(_Parcels):
+    """The lane of parameters that rest in another tier."""
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
         record = self._record(chunk)
+        return (_NOTHING, None) if record is None or chunk.parcel is None else self._fetched(record, chunk.parcel)
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
+        record = self._record(chunk)
+        if record is None or chunk.parcel is None:
+            return None
         return record.write_parcel(record.parcels[chunk.parcel], memory)
 
-    def _record(self, chunk: Chunk) -> Record:
-        record = record_of(self._known[chunk.cuts[0].piece.parameter])
-        assert record is not None, "a parameter came back from its tier"
-        return record
+    def _record(self, chunk: Chunk) -> Record | None:
+        local = local_of(self._known[chunk.cuts[0].piece.parameter])
+        return local.record if isinstance(local, TierTensor) else None
+
+
+class Gradients(_Parcels):
+    """The lane of gradients that rest in another tier, where they lie as their parameters do; others are read one by one."""
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
+        if chunk.parcel is None:
+            return _NOTHING, None
+        found: set[Record] = set()
+        for cut in chunk.cuts:
+            parameter = self._known[cut.piece.parameter]
+            grad = local_of(parameter.grad) if parameter.grad is not None else None
+            place = place_of(parameter)
+            if not isinstance(grad, TierTensor):
+                continue
+            if place is None or grad.number != place.number or not grad.record.is_like(place.record):
+                return _NOTHING, None
+            found.add(grad.record)
+        return self._fetched(found.pop(), chunk.parcel) if len(found) == 1 else (_NOTHING, None)
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
+        return None
