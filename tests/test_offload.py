@@ -265,7 +265,7 @@ def test_another_transform_keeps_what_was_asked(tmp_path: Path) -> None:
     with alone() as mesh:
         model = zf.offload(Language(), params=tier, where="blocks.*")
         model = zf.precision(zf.shard_params(model, mesh), compute=torch.bfloat16)
-        assert {row.tier for row in zf.describe(model).rows if row.unit != "root"} == {str(tier)}
+        assert {row.tier for row in zf.describe(model).rows if row.unit != "root"} == {f"params in {tier}"}
         assert {row.tier for row in zf.describe(model).rows if row.unit == "root"} == {"cpu"}
         assert is_away(model.blocks)
         with pytest.raises(zf.LayoutError, match="different tiers of params"):
@@ -277,7 +277,7 @@ def test_another_transform_keeps_what_was_asked(tmp_path: Path) -> None:
 def test_the_host_is_the_own_memory_of_a_model_on_the_cpu() -> None:
     model = zf.offload(Language(), params=zf.cpu())
     assert not any(isinstance(p, TierTensor) for p in model.parameters())
-    assert "cpu(), the device's own" in str(zf.describe(model))
+    assert "params in cpu(), the device's own" in str(zf.describe(model))
     optimizer = torch.optim.AdamW(model.parameters())
     model(tokens(0)).sum().backward()
     optimizer.step()  # a stock one
@@ -329,6 +329,57 @@ def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path: Path) -> None
     passes(model)
     assert resident_peak_nbytes() - before < 32 * MIB
     assert zf.held(model).parameters == 0
+
+
+def test_what_is_held_is_what_was_planned_to_the_page(tmp_path: Path) -> None:
+    one, two = zf.nvme(tmp_path), zf.nvme(tmp_path, limit="1GiB")
+    model: Any = zf.offload(Odd().float(), params=one, grads=two, optim=two)
+    planned = zf.plan(model).held
+    assert (planned.parameters, planned.gradients, planned.optimizer) == (0, 0, 0)
+    optimizer = zf.streamed(torch.optim.AdamW(p for p in model.parameters() if not p.is_complex()))
+    model(tokens(0)).sum().backward()
+    held = zf.held(model, optimizer)
+    states = sum(8 * p.numel() for p in model.parameters() if p.requires_grad)
+    assert (held.parameters, held.gradients) == (0, 0)
+    assert held.buffers == planned.buffers
+    assert held.tiers[str(one)] == planned.tiers[str(one)]
+    assert planned.tiers[str(two)] - states + optimizer.tier_nbytes()[two] == held.tiers[str(two)]
+    assert held.total == held.buffers + optimizer.resident_nbytes
+    assert f"params in {one}, grads in {two}, optim in {two}" in str(zf.describe(model))
+    assert "chunks: " in str(zf.describe(model, optimizer))
+    optimizer.step()
+
+
+def test_the_optimizer_goes_where_the_verb_says(tmp_path: Path) -> None:
+    tier = zf.nvme(tmp_path)
+    model: Any = zf.offload(nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300)), optim=tier, where="0.*")
+    model = zf.offload(model, optim=zf.cpu(), where="1.*")
+    model(torch.ones(300)).sum().backward()
+    stock = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zf.StateError, match=f"optim in {re.escape(str(tier))}"):
+        stock.step()
+    optimizer = zf.streamed(stock)
+    optimizer.step()
+    assert set(optimizer.tier_nbytes()) == {tier, zf.cpu()}
+    with pytest.raises(zf.TierError, match="given no tier"):
+        zf.streamed(torch.optim.AdamW(Language().parameters()))
+    with pytest.raises(zf.LayoutError, match="not a part"):
+        zf.offload(model, params=tier, fraction=0.5)
+    half = zf.offload(nn.Linear(1024, 1024), optim=tier, fraction=0.5)
+    half(torch.ones(1024)).sum().backward()
+    optimizer = zf.streamed(torch.optim.AdamW(half.parameters()))
+    optimizer.step()
+    assert optimizer.tier_nbytes()[tier] == pytest.approx(4 * MIB, rel=0.1)
+
+
+def test_a_step_reads_each_gradient_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And writes none: 10 MiB of parameters are read and written, and as much of gradients read."""
+    model: Any = zf.offload(nn.Linear(1024, 2560, bias=False), params=zf.nvme(tmp_path), grads=zf.nvme(tmp_path))
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+    model(torch.ones(1024)).sum().backward()
+    given = answers(monkeypatch, lambda _, result: result)
+    optimizer.step()
+    assert sum(given) == 30 * MIB
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

@@ -234,6 +234,16 @@ class Slot:
                 yield kind, tier
 
     @property
+    def is_gradient_away(self) -> bool:
+        """Whether its gradient rests in another tier than the memory of the device."""
+        return is_away(self.home.tiers.grads, self._device_type)
+
+    def states_away_nbytes(self, nbytes: int) -> int:
+        """How many of so many bytes of optimizer states are to rest in another tier than the memory of the device."""
+        tiers = self.home.tiers
+        return round(nbytes * tiers.fraction) if is_away(tiers.optim, self._device_type) else 0
+
+    @property
     def must_be_streamed(self) -> bool:
         """Whether an optimizer must go to another tier to step it."""
         return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self._device_type)

@@ -190,7 +190,9 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             elif isinstance(leaf, TierTensor):
                 opened.append((leaf, leaf.record.open(leaf.number)))
         values |= {
-            id(tensor): entry.flat.as_strided(tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first)
+            id(tensor): entry.flat.as_strided(
+                tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first
+            )
             for tensor, entry in opened
         }
         given, named = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)

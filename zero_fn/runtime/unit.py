@@ -550,7 +550,7 @@ class Unit:
         memory = (tensor.untyped_storage() for tensor in (*own, *kept, *hosted))
         resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         needed = sum(slot.resting_nbytes for slot in self.slots)
-        return resting - needed, self.gradient_memory().padding_nbytes
+        return resting - needed, self.gradient_memory().padding_nbytes if not self.gradient_records else 0
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

@@ -80,7 +80,9 @@ def streamed(
         ZeRO-Infinity, Rajbhandari et al. 2021, 5.2.2; the split of states over two tiers: ZeRO-Offload++ (twin-flow), 2023.
     """
     if not 0 < fraction <= 1:
-        raise TierError("fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes")
+        raise TierError(
+            "fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes"
+        )
     return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"))
 
 
@@ -129,13 +131,9 @@ class Streamed(Optimizer):
         """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
         return sum(store.nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
 
-    def tier_nbytes(self) -> dict[str, int]:
-        """Bytes of states by the tier that they are in."""
-        found: Counter[str] = Counter()
-        for tier, store in self._stores.items():
-            name = "device" if tier is None else str(tier)
-            found[name] += sum(chunk.nbytes for chunk in self._chunks if chunk.store is store)
-        return dict(found)
+    def tier_nbytes(self) -> dict[Tier | None, int]:
+        """Bytes of the room for states in each tier, in whole pages on a disk; None is the device."""
+        return {tier: store.room_nbytes for tier, store in self._stores.items()}
 
     def __repr__(self) -> str:
         where = " and ".join(map(str, self._stores.values()))
@@ -470,6 +468,9 @@ class Streamed(Optimizer):
         for kind in kinds:
             if kind not in found:
                 group, dtype, device = kind
+                if not (dtype.is_floating_point or dtype.is_complex):
+                    found[kind] = ()  # never trained
+                    continue
                 found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device, ndims[kind])
         return [found[kind] for kind in kinds]
 

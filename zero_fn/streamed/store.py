@@ -23,6 +23,10 @@ class Store(Protocol):
     def nbytes(self) -> int:
         """Bytes of host memory that it takes."""
 
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that it takes of its tier."""
+
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         """Makes room for chunks of these sizes in bytes, of parameters on a device, and returns the place of each. Not
         while chunks are in memory.
@@ -62,6 +66,10 @@ class _Device:
     def __str__(self) -> str:
         return f"{bytes_text(self.nbytes)} of memory of the device"
 
+    @property
+    def room_nbytes(self) -> int:
+        return self.nbytes
+
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         begin = len(self._chunks)
         self._chunks += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
@@ -90,6 +98,10 @@ class _Memory:
     def __str__(self) -> str:
         kind = "pinned memory of the host" if self._is_pinned else "memory of the host"
         return f"{bytes_text(self.nbytes)} of {kind}"
+
+    @property
+    def room_nbytes(self) -> int:
+        return self.nbytes
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         limit = self._tier.limit_nbytes
@@ -166,6 +178,10 @@ class _Disk:
     @property
     def nbytes(self) -> int:
         return self._ring.nbytes
+
+    @property
+    def room_nbytes(self) -> int:
+        return self._spill.file.nbytes
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         places, offset = [], self._spill.reserve(sum(map(whole_pages, sizes)))
