@@ -1,6 +1,7 @@
 """Where the training state of a parameter rests: the value that transforms join.
 
-A home has three coordinates: placement, dtype and tier. ZeRO is three placements per parameter, of the parameter P, its gradient G and its optimizer state O:
+A home has three coordinates: placement, dtype and tier. ZeRO is three placements per parameter, of the parameter P, its
+gradient G and its optimizer state O:
 
     |            | P         | G         | O         |
     | NOTHING    | Replicate | Replicate | Replicate |  plain data parallelism

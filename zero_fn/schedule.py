@@ -6,8 +6,8 @@ nest. From a trace the functions below make the events that move bytes around th
     forward     Unshard(a) Await(a) Enter(a) .. Exit(a) Reshard(a) ...
     backward    the trace reversed; after the last Exit of a unit: Reshard(unit) Reduce(unit)
 
-`prefetch`, `fetch_ahead` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because they are values
-computed from what all ranks share, every rank issues the same collectives in the same order.
+`prefetch`, `fetch_ahead` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because
+they are values computed from what all ranks share, every rank issues the same collectives in the same order.
 
 A unit may be used several times in a pass (a shared block), so brackets name a use: a unit and a number.
 """

@@ -32,10 +32,10 @@ from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
+from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
-from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled

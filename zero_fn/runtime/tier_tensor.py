@@ -91,7 +91,7 @@ class TierTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
@@ -115,7 +115,7 @@ class TierTensor(Tensor):
         values: Tensor = self.detach().clone()
         if isinstance(self, nn.Parameter):
             values = nn.Parameter(values, requires_grad=self.requires_grad)
-        return values.__reduce_ex__(protocol)
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 def in_memory(tensor: Tensor) -> Tensor:

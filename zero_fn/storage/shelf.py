@@ -12,6 +12,7 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zero_fn.storage.carrier import chosen_carrier
@@ -147,7 +148,7 @@ class _Disk:
         slab = Slab(STAGINGS * nbytes, Cpu(True, None), f"stagings of {self._what}", forked=False)
         self._forget_stagings()
         self._slab, self._staging_nbytes = slab, nbytes
-        self._free = list(slab.memory.split(nbytes))
+        self._free = list(torch.split(slab.memory, nbytes))
         self._carrier.register(slab.memory)
 
     def _forget_stagings(self) -> None:

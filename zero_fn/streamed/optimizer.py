@@ -318,7 +318,7 @@ class Streamed(Optimizer):
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
         each_chunk([StoreLane()], filled, fill)
-        return stores, chunks, known, rings_for(chunks, known)
+        return stores, chunks, known, rings_for(known)
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -330,7 +330,7 @@ class Streamed(Optimizer):
         chunks, parameters = self._planned(new, len(self._known), self._stores)
         self._chunks += chunks
         self._known += parameters
-        self._rings = rings_for(self._chunks, self._known)
+        self._rings = rings_for(self._known)
         self._numels += [local_of(parameter).numel() for parameter in parameters]
         self._dtypes += [parameter.dtype for parameter in parameters]
 

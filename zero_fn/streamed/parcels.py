@@ -37,23 +37,25 @@ def follow(parameter: Tensor) -> None:
         unit.readopt()
 
 
-def rings_for(chunks: Iterable[Chunk], known: Sequence[Tensor]) -> tuple[Ring, Ring]:
-    """Buffers for the parcels of the parameters and of the gradients of these chunks.
+def rings_for(parameters: Iterable[Tensor]) -> tuple[Ring, Ring]:
+    """Buffers for the parcels of parameters and of their gradients.
 
     Raises:
         TierError: There is not so much memory.
     """
-    sizes: tuple[list[int], list[int]] = ([], [])
-    for chunk in chunks:
-        parameter = known[chunk.cuts[0].piece.parameter]
+    values: set[Record] = set()
+    gradients: set[Record] = set()
+    for parameter in parameters:
         slot = slot_of(parameter)
-        gradient = slot.gradient_away if slot is not None else None
-        for place, found in zip((local_of(parameter), gradient), sizes, strict=True):
-            if chunk.parcel is not None and isinstance(place, TierTensor) and not place.record.is_addressable:
-                if chunk.parcel < len(place.record.parcels):
-                    found.append(place.record.parcels[chunk.parcel].nbytes)
-    values, gradients = (Ring(len(found), max(found, default=0), "parcels") for found in sizes)
-    return values, gradients
+        for place, found in ((local_of(parameter), values), (slot.gradient_away if slot else None, gradients)):
+            if isinstance(place, TierTensor) and not place.record.is_addressable:
+                found.add(place.record)
+    return _ring(values, "parameters"), _ring(gradients, "gradients")
+
+
+def _ring(records: set[Record], what: str) -> Ring:
+    sizes = [parcel.nbytes for record in records for parcel in record.parcels]
+    return Ring(len(sizes), max(sizes, default=0), what)
 
 
 class _Parcels:

@@ -36,26 +36,26 @@ def offload(
         model = zf.offload(zf.shard_params(model, mesh["dp"]), params=disk, grads=disk, optim=disk)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4))
 
-    With `params`, between uses no parameter is in memory, at any stage: each rank reads what it owns of a unit from its tier, ahead of the
-    unit's forward and of its backward, gathers it as the stage says, and frees it. What is computed is the same to the bit.
-    It composes with the other transforms in any order, and works without a mesh: one process then trains or runs a model
-    that its memory does not hold.
+    With `params`, between uses no parameter is in memory, at any stage: each rank reads what it owns of a unit from its
+    tier, ahead of the unit's forward and of its backward, gathers it as the stage says, and frees it. What is computed is
+    the same to the bit. It composes with the other transforms in any order, and works without a mesh: one process then
+    trains or runs a model that its memory does not hold.
 
     `model.parameters()`, `state_dict()`, `full_tensor()`, edits in place and whatever else reads or writes a resting
     parameter goes to the tier each time. A stock optimizer would fetch them all; `zf.streamed(optimizer, tier)` takes them
     through its buffers together with its states. To `zf.cpu()` of a model that computes on the CPU nothing moves, because
     that is where it is.
 
-    With `grads`, the gradients of a unit are written to the tier when they are reduced, while backward goes on, and read by the
-    streamed step. `.grad` is a tensor whose values are there: `clip_grad_norm_` and whatever else reads or scales it works,
-    one tensor at a time. With `optim`, states rest where it says: `zf.streamed(optimizer)` without a tier puts them there,
-    and a stock optimizer is refused.
+    With `grads`, the gradients of a unit are written to the tier when they are reduced, while backward goes on, and read by
+    the streamed step. `.grad` is a tensor whose values are there: `clip_grad_norm_` and whatever else reads or scales it
+    works, one tensor at a time. With `optim`, states rest where it says: `zf.streamed(optimizer)` without a tier puts them
+    there, and a stock optimizer is refused.
 
     Shapes: those that the other transforms give.
 
-    Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every rank.
-    Over several ranks, one byte per rank with each gather, by which all ranks learn that a disk has failed. From the tier are
-    read, per rank and step, the bytes that it owns, once for the forward and once for the backward of each unit.
+    Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every
+    rank. Over several ranks, one byte per rank with each gather, by which all ranks learn that a disk has failed. From the
+    tier are read, per rank and step, the bytes that it owns, once for the forward and once for the backward of each unit.
 
     Args:
         module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it.
@@ -72,7 +72,8 @@ def offload(
         (unless donated).
 
     Raises:
-        LayoutError: No tier is given, `where` selects nothing, `fraction` is none, or an earlier transform chose another tier.
+        LayoutError: No tier is given, `where` selects nothing, `fraction` is none, or an earlier transform chose another
+            tier.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         TierError: The tier, or memory for its buffers, is too small: on every rank, and before anything moved.
         StorageError: The path takes no files: on every rank, and before anything moved.
