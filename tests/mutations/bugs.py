@@ -45,6 +45,8 @@ _DESYNC = "tests/test_desync.py"
 _ACCEPTANCE = "tests/acceptance/"
 _TRAINING = "tests/distributed/test_training.py"
 _COMPOSITION = "tests/composition"
+_OFFLOAD = "tests/test_offload.py"
+_RECORD = "tests/test_record.py"
 
 BUGS: tuple[Bug, ...] = (
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -837,5 +839,62 @@ BUGS: tuple[Bug, ...] = (
         "sorted(over, key=lambda axis: -max(dims_in(root, axis.mesh), default=0))",
         "list(over)",
         "tests/test_assignment.py",
+    ),
+    # -- other tiers ------------------------------------------------------------------------------------------------
+    Bug(
+        "fetched-ahead-and-out-of-date",
+        "runtime/record.py",
+        "letting go of what was fetched before a write",
+        "        self.drop()  # what was fetched ahead is out of date\n",
+        "",
+        _RECORD,
+    ),
+    Bug(
+        "failed-disk-is-not-told",
+        "runtime/unit.py",
+        "telling other ranks of a disk that failed",
+        "self._told = tell(self.transport, self.step.assignment.axes, self._failure, ",
+        "self._told = tell(self.transport, self.step.assignment.axes, None, ",
+        _OFFLOAD,
+    ),
+    Bug(
+        "a-cast-reverts-where-tied",
+        "runtime/tier_tensor.py",
+        "casts of tied parameters that rest in another tier",
+        "        if values is self:  # a tied parameter that has been moved by another name\n            return\n",
+        "        if values is self:\n            self.moved = None\n            return\n",
+        _OFFLOAD,
+    ),
+    Bug(
+        "gradient-beside-is-lost",
+        "runtime/record.py",
+        "tensors of a parcel that are not written with the others",
+        "_wait_all(list(self._reads(partly, memory, 0)))",
+        "_wait_all([])",
+        _RECORD,
+    ),
+    Bug(
+        "staging-is-given-back-twice",
+        "runtime/record.py",
+        "giving memory back once",
+        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)\n        self._memory = None",
+        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)",
+        _RECORD,
+    ),
+    Bug(
+        "what-is-away-is-kept",
+        "runtime/slot.py",
+        "freeing gathered parameters whose place is in another tier",
+        "self.is_kept = not self.is_away and (",
+        "self.is_kept = bool(",
+        _OFFLOAD,
+    ),
+    Bug(
+        "foreach-all-at-once",
+        "runtime/tier_tensor.py",
+        "one tensor at a time in memory",
+        "        if name.startswith(_BY_LIST):",
+        "        if name.startswith(_BY_LIST[1:]):",
+        _RECORD,
     ),
 )

@@ -11,7 +11,7 @@ With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of o
 In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n.
 
 What rests in another tier takes no memory of the device. It takes its bytes there, in whole pages for each unit, and for each
-kind (parameters, gradients) and tier two stagings of host memory, as large as the largest unit.
+kind (parameters, gradients) and tier a staging of host memory, as large as the largest unit.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 """

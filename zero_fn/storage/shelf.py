@@ -1,10 +1,10 @@
 """Room on a tier for the tensors of one module, and the host memory they pass through.
 
-    disk        ranges of one unnamed file; two staging buffers, as large as the largest range that is read at once
+    disk        ranges of one unnamed file; a staging buffer, as large as the largest range that is read at once
     host        ranges of one slab, of which fetched ranges are views
 
-Two stagings, because one is being filled while the other is copied from. Whoever needs a third, out of schedule, gets memory
-that is freed again.
+One staging is enough: a schedule fetches the next unit once the one before has left for its gathered buffer. Whoever needs
+another, out of schedule, gets memory that is freed again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zero_fn.tiers import Cpu, Nvme, Tier
 
 __all__ = ["STAGINGS", "Shelf", "shelf_of"]
 
-STAGINGS = 2
+STAGINGS = 1
 
 
 class Shelf(Protocol):
@@ -42,7 +42,7 @@ class Shelf(Protocol):
         """Makes room for ranges of these sizes in bytes, and returns their places.
 
         Raises:
-            TierError: The tier, or the memory for stagings, is too small. Nothing was taken.
+            TierError: The tier, or the memory for a staging, is too small. Nothing was taken.
         """
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
