@@ -17,14 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from gpt import GPT, Block, Config, generate
 from torch import nn
 
 import zero_fn as zf
-
-if __package__:
-    from examples.gpt import GPT, Block, Config, generate
-else:
-    from gpt import GPT, Block, Config, generate
 
 
 @dataclass(frozen=True)
@@ -60,8 +56,9 @@ def run(options: Options) -> None:
     if options.stock:
         model.to_empty(device="cpu")
         for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
     else:
         model = zf.offload(model, params=zf.nvme(options.path), units=Block)
         print(zf.plan(model).held)

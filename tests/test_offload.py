@@ -528,3 +528,41 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
         expected(tokens(number)).logsumexp(-1).mean().backward()
         stock.step()
     assert equal(model, expected)
+
+
+def test_a_gradient_that_cannot_be_written_is_an_error_on_all_and_the_step_may_be_taken_again(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    def failing(path: str) -> tuple[list[str], bool]:
+        results = []
+        said: list[str] = []
+        advance = Request.advance
+        for tier in (zf.nvme(path), None):
+            torch.manual_seed(0)
+            model: Any = zf.zero3(Language(), axis())
+            optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if tier is not None:
+                model = zf.offload(model, params=tier, grads=tier)
+                optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), zf.cpu())
+            for step in (0, 1, 1, 2) if tier is not None else (0, 1, 2):
+                optimizer.zero_grad()
+                if step == 1 and not said and tier is not None and axis().get_local_rank() == 1:
+                    Request.advance = lambda self, result: advance(  # type: ignore[method-assign]
+                        self, -errno.ENOSPC if self.is_write else result
+                    )
+                try:
+                    model(tokens(step)).logsumexp(-1).mean().backward()
+                    optimizer.step()
+                except zf.StorageError as error:
+                    said.append(error.summary)
+                finally:
+                    Request.advance = advance  # type: ignore[method-assign]
+            results.append([whole(p) for p in model.parameters()])
+        return said, all(map(torch.equal, *results))
+
+    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path))
+    assert here == ["Writing gradients failed on rank 1 of axis 'dp' (2)."]
+    assert len(there) == 1
+    assert there[0].startswith("Writing to gradients in")
+    assert good
+    assert good_there

@@ -34,6 +34,8 @@ def test_a_model_larger_than_memory_generates(tmp_path: Path) -> None:
     assert "Once upon a time" in done.stdout
     nbytes, room = map(int, re.findall(r"(\d+) MB of", done.stdout)[:2])
     assert room < nbytes
-    stock = subprocess.run([*command, "--stock"], capture_output=True, text=True, cwd=EXAMPLE.parent.parent, check=False)
+    stock = subprocess.run(
+        [*command, "--stock"], capture_output=True, text=True, cwd=EXAMPLE.parent.parent, check=False
+    )
     assert stock.returncode != 0
     assert "allocate memory" in stock.stderr

@@ -361,8 +361,8 @@ BUGS: tuple[Bug, ...] = (
         "stale-kept-weights",
         "runtime/unit.py",
         "kept buffers are gathered again after a step",
-        "if self.phase is Phase.AT_REST:\n            return\n        self.await_gathered()",
-        "if self.phase is Phase.AT_REST or not self.is_transient:\n            return\n        self.await_gathered()",
+        "if self.phase is Phase.AT_REST:\n            return\n        self.finish_gathering()",
+        "if self.phase is Phase.AT_REST or not self.is_transient:\n            return\n        self.finish_gathering()",
     ),
     Bug(
         "own-shard-not-copied",
@@ -383,8 +383,8 @@ BUGS: tuple[Bug, ...] = (
         "prefetch-over-a-reshard",
         "schedule.py",
         "a unit is gathered before it was freed, and then freed",
-        "if isinstance(before, Reshard) and before.unit == event.unit:",
-        "if isinstance(before, Reshard) and before.unit == event.unit + 1:",
+        "before.unit == event.unit:\n                break\n            at -= 1\n            if",
+        "before.unit == event.unit + 1:\n                break\n            at -= 1\n            if",
         _SCHEDULE,
     ),
     Bug(
@@ -568,8 +568,8 @@ BUGS: tuple[Bug, ...] = (
         "donation-frees-nothing",
         "substitute.py",
         "donate=True frees the parameters of the argument",
-        "                if donate:\n                    _release",
-        "                if donate and not anchor:\n                    _release",
+        "            if donate:\n                _release",
+        "            if donate and not anchor:\n                _release",
         _VERBS,
     ),
     Bug(
@@ -592,8 +592,8 @@ BUGS: tuple[Bug, ...] = (
         "writeback-skips-a-slot",
         "runtime/unit.py",
         "edits of the first parameter of a unit in unsharded()",
-        "        for slot, whole in zip(self.slots, wholes, strict=True):\n            slot.local.copy_",
-        "        for slot, whole in zip(self.slots[1:], wholes[1:], strict=True):\n            slot.local.copy_",
+        "            for slot, whole in zip(self.slots, wholes, strict=True):\n                slot.local.copy_",
+        "            for slot, whole in zip(self.slots[1:], wholes[1:], strict=True):\n                slot.local.copy_",
         _VERBS,
     ),
     Bug(
@@ -855,14 +855,6 @@ BUGS: tuple[Bug, ...] = (
         "telling other ranks of a disk that failed",
         "self._told = tell(self.transport, self.step.assignment.axes, self._failure, ",
         "self._told = tell(self.transport, self.step.assignment.axes, None, ",
-        _OFFLOAD,
-    ),
-    Bug(
-        "a-cast-reverts-where-tied",
-        "runtime/tier_tensor.py",
-        "casts of tied parameters that rest in another tier",
-        "        if values is self:  # a tied parameter that has been moved by another name\n            return\n",
-        "        if values is self:\n            self.moved = None\n            return\n",
         _OFFLOAD,
     ),
     Bug(
