@@ -309,7 +309,7 @@ def resident_peak_nbytes() -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
 def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path: Path) -> None:
-    """96 MiB of parameters in 24 units of 4 MiB: two gathered, two stagings, 4 gradients of a unit at most at a time."""
+    """96 MiB of parameters in 24 units of 4 MiB: three gathered, a staging, and what initialising a unit takes."""
     with torch.device("meta"):
         model: Any = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(24)))
     tier = zf.nvme(tmp_path)
@@ -327,7 +327,7 @@ def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path: Path) -> None
     before = resident_peak_nbytes()
     model = zf.materialize(zf.offload(model, params=tier), "cpu")
     passes(model)
-    assert resident_peak_nbytes() - before < 32 * MIB
+    assert resident_peak_nbytes() - before < 48 * MIB
     assert zf.held(model).parameters == 0
 
 

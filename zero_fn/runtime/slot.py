@@ -234,6 +234,11 @@ class Slot:
                 yield kind, tier
 
     @property
+    def is_reduced_at_once(self) -> bool:
+        """Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
+        return self.layout is not None or self.size == 1
+
+    @property
     def is_gradient_away(self) -> bool:
         """Whether its gradient rests in another tier than the memory of the device."""
         return is_away(self.home.tiers.grads, self._device_type)

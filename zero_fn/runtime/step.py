@@ -503,11 +503,14 @@ class Step:
         reduction.wait()
         self._undecided.append((unit, reduction))
         for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-            if has_local and slot.layout is not None:
+            if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
                 self._add(slot, grad)
         self._put_gradients_away(unit)
+        slots = zip(unit.slots, reduction.has_local, strict=True)
+        if all((has_local and slot.is_reduced_at_once) or reduction.is_frozen(slot) for slot, has_local in slots):
+            reduction.release()
 
     def _add(self, slot: Slot, grad: Tensor) -> None:
         try:
@@ -529,7 +532,7 @@ class Step:
         for unit, reduction in undecided:
             for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
                 has_any = next(union)
-                grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
+                grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
                     self._add(slot, grad)
             self._put_gradients_away(unit)

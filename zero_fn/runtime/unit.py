@@ -51,11 +51,15 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.storage import Slab
+from zero_fn.tiers import Cpu
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Shelved, Step
 
 __all__ = ["Group", "Phase", "Unit"]
+
+_MAPPED_NBYTES = 1 << 20
 
 
 class Phase(Enum):
@@ -84,7 +88,15 @@ class Group:
         self.kept = self.allocate() if is_kept else None
 
     def allocate(self) -> Tensor:
-        """A buffer for the whole group."""
+        """A buffer for the whole group.
+
+        Of parameters in another tier it is mapped and unmapped by itself: a heap would cut activations from the hole that the
+        last buffer left, take new memory for the next one, and so grow with the model.
+        """
+        nbytes = self.numel * self.dtype.itemsize
+        if self.device.type == "cpu" and nbytes >= _MAPPED_NBYTES and any(slot.is_away for slot in self.slots):
+            slab = Slab(nbytes, Cpu(False, None), "gathered parameters", forked=False)
+            return slab.memory[:nbytes].view(self.dtype)
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def range_of(self, buffer: Tensor, slot: Slot) -> Tensor:
