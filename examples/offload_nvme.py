@@ -7,8 +7,8 @@
 
 Before the first step each process limits its own memory (`RLIMIT_DATA`) to what it has and room for gradients, buffers and
 activations. The states of AdamW, twice the parameters, are more than that: they rest on the disk, and pass through four
-buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the model is initialised from `meta`
-straight into a file.
+buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the model is initialised from
+`meta` straight into a file.
 """
 
 from __future__ import annotations

@@ -254,15 +254,15 @@ BUGS: tuple[Bug, ...] = (
         "gradient-settled-twice",
         "runtime/step.py",
         "sharded gradients are added once more",
-        "if has_any and (slot.layout is None or not has_local) else None",
+        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
         "if has_any else None",
     ),
     Bug(
         "has-grad-bits-ignored",
         "runtime/step.py",
         "a gradient that no rank has stays None",
-        "if has_any and (slot.layout is None or not has_local) else None",
-        "if slot.layout is None or not has_local else None",
+        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
+        "if not (has_local and slot.is_reduced_at_once) else None",
     ),
     Bug(
         "zeros-not-contributed",
