@@ -1,12 +1,14 @@
-"""Trains a model whose optimizer states do not fit the memory that the program allows itself.
+"""Trains a model that does not fit the memory that the program allows itself: its optimizer states, or nothing of it at all.
 
     python examples/offload_nvme.py --path /local_nvme               # on one process
     python examples/offload_nvme.py --path /local_nvme --ranks 2     # ZeRO-3 on two, twice the model
+    python examples/offload_nvme.py --path /local_nvme --everything  # parameters and gradients on the disk, too
     python examples/offload_nvme.py --stock                          # the same without zf.streamed: memory runs out
 
 Before the first step each process limits its own memory (`RLIMIT_DATA`) to what it has and room for gradients, buffers and
 activations. The states of AdamW, twice the parameters, are more than that: they rest on the disk, and pass through four
-buffers in each step.
+buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the model is initialised from
+`meta` straight into a file.
 """
 
 from __future__ import annotations
@@ -21,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 
@@ -37,6 +38,7 @@ class Options:
     dim: int
     steps: int
     stock: bool
+    everything: bool
 
 
 class Block(nn.Module):
@@ -64,20 +66,28 @@ def train(options: Options) -> list[str]:
     mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("dp",))
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(Block(options.dim) for _ in range(options.layers)))
-    model = zf.shard_params(model, mesh["dp"], units=Block, donate=True)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    own_nbytes = sum(p.numel() * p.element_size() for p in local)
-
+    with torch.device("meta"):
+        model: nn.Module = nn.Sequential(*(Block(options.dim) for _ in range(options.layers)))
+    model = zf.shard_params(model, mesh["dp"], units=Block)
+    own_nbytes = zf.plan(model).held.parameters
     room = own_nbytes + 4 * BUFFER_NBYTES + WORKSPACE_NBYTES  # gradients, buffers, workspace; no states
+    if options.everything:
+        disk = zf.nvme(options.path)
+        model = zf.offload(model, params=disk, grads=disk, optim=disk)
+        room = 3 * 4 * BUFFER_NBYTES + WORKSPACE_NBYTES * 3 // 2
+    else:
+        model = zf.materialize(model, "cpu")
     resource.setrlimit(resource.RLIMIT_DATA, (data_nbytes() + room, resource.RLIM_INFINITY))
     lines = [
         f"rank {rank}: {own_nbytes / 1e6:.0f} MB of parameters, {2 * own_nbytes / 1e6:.0f} MB of states; "
-        f"{room / 1e6:.0f} MB of memory for gradients and all else"
+        f"{room / 1e6:.0f} MB of memory for all that is made from now on"
     ]
+    if options.everything:
+        model = zf.materialize(model, "cpu")
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if not options.stock:
-        optimizer = zf.streamed(optimizer, zf.nvme(options.path), buffer=BUFFER_NBYTES)
+        tier = None if options.everything else zf.nvme(options.path)
+        optimizer = zf.streamed(optimizer, tier, buffer=BUFFER_NBYTES)
         lines.append(repr(optimizer).split("\n")[0])
     x, y = batch(options.dim, rank)
     for step in range(options.steps):
@@ -100,9 +110,10 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--stock", action="store_true", help="keep the states in memory: it runs out")
+    parser.add_argument("--everything", action="store_true", help="parameters and gradients on the disk, too")
     given = parser.parse_args()
     options = Options(
-        given.path, given.ranks, given.layers * given.ranks, given.dim, given.steps, given.stock
+        given.path, given.ranks, given.layers * given.ranks, given.dim, given.steps, given.stock, given.everything
     )  # fmt: skip
     print("\n".join(zf.launch(train, options.ranks, options)[0]))
 

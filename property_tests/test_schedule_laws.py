@@ -13,6 +13,7 @@ from zero_fn.schedule import (
     Enter,
     Event,
     Exit,
+    Fetch,
     Reduce,
     Reshard,
     Settle,
@@ -20,6 +21,7 @@ from zero_fn.schedule import (
     Unshard,
     backward_schedule,
     backward_trace,
+    fetch_ahead,
     forward_schedule,
     limit_reductions,
     prefetch,
@@ -179,3 +181,28 @@ def test_a_unit_is_reduced_once_after_its_last_use_if_it_is_reduced(trace: Trace
     for unit in used & reduced:
         last = max(i for i, event in enumerate(events) if isinstance(event, Exit) and event.use.unit == unit)
         assert events.index(Reduce(unit)) > last
+
+
+@given(schedules(), DEPTHS, DEPTHS, st.sets(st.integers(0, 4)))
+def test_what_is_away_is_fetched_once_before_each_gather_and_one_unit_at_a_time(
+    schedule: tuple[Trace, tuple[Event, ...]], ahead: int, depth: int, away: set[int]
+) -> None:
+    before = prefetch(schedule[1], depth=ahead)
+    events = fetch_ahead(before, is_away=away.__contains__, depth=depth)
+    assert tuple(event for event in events if not isinstance(event, Fetch)) == before
+    fetched: list[int] = []
+    for event in events:
+        match event:
+            case Fetch(unit):
+                assert unit in away
+                assert not fetched, "there is one staging"
+                fetched.append(unit)
+            case Unshard(unit):
+                assert unit not in away or fetched == [unit]
+                if unit in away:
+                    fetched.remove(unit)
+            case Reshard(unit):
+                assert unit not in fetched, "it would be dropped"
+            case _:
+                pass
+    assert not fetched

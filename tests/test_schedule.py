@@ -38,6 +38,7 @@ from zero_fn.schedule import (
     Use,
     backward_schedule,
     backward_trace,
+    fetch_ahead,
     forward_schedule,
     legs,
     limit_reductions,
@@ -266,6 +267,15 @@ def test_prefetch_gathers_a_block_beside_the_one_before_it() -> None:
 def test_prefetch_does_not_pass_a_reshard_of_the_same_unit() -> None:
     events = forward_schedule(trace_of("1()1()"), keeps_last=False)
     assert prefetch(events, depth=5) == events
+
+
+def test_a_block_is_fetched_from_its_tier_beside_the_gather_of_the_one_before_it() -> None:
+    trace = trace_of("0(1()2())")
+    events = prefetch(forward_schedule(trace, keeps_last=False), depth=1)
+    fetched = text(fetch_ahead(events, is_away=lambda unit: unit > 0, depth=1)).split("\n")
+    assert [line.strip() for line in fetched[:9]] == [
+        *("fetch 1", "unshard 0", "await 0", "unshard 1", "fetch 2", "enter 0", "await 1", "unshard 2", "enter 1"),
+    ]  # fmt: skip
 
 
 def test_prefetch_without_an_enter_before_moves_nothing() -> None:

@@ -28,6 +28,7 @@ from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, small_disk
 from zero_fn.storage.memory import Available
 from zero_fn.storage.request import Request
+from zero_fn.streamed.store import _Disk
 
 KIB = 1024
 
@@ -495,7 +496,8 @@ def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
     run(parameters, optimizer, [0])
     before = parameters[0].detach().clone()
-    store: Any = optimizer._store
+    (store,) = optimizer._stores.values()
+    assert isinstance(store, _Disk)
     with open(f"/proc/self/fd/{store._spill.file.fd}", "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 777)[0] ^ 4]), 777)
         os.fsync(file.fileno())
@@ -541,3 +543,24 @@ def test_parameters_and_gradients_that_changed_are_refused_before_any_update(tmp
     with pytest.raises(zf.StateError, match=r"(?s)has changed since.*float64\[5\]"):
         optimizer.step()
     assert torch.equal(parameters[0], before[0])
+
+
+# -- a part of the states --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fraction", [0.25, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum", "lion"])
+def test_a_part_of_the_states_may_stay_on_the_device(tmp_path: Path, name: str, fraction: float) -> None:
+    shapes = [(300, 400), (3,), (), (500, 100)]
+    expected, stock = make(name, shapes)
+    parameters, inner = make(name, shapes)
+    tier = zf.nvme(tmp_path)
+    optimizer = zf.streamed(inner, tier, fraction=fraction)
+    run(expected, stock, range(4))
+    run(parameters, optimizer, range(4))
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+    found = optimizer.tier_nbytes()
+    assert abs(found[tier] / sum(found.values()) - fraction) < 1 / 16
+    with pytest.raises(zf.TierError, match="not a part"):
+        zf.streamed(inner, tier, fraction=0.0)

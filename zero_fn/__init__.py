@@ -34,6 +34,7 @@ from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict
 from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
+from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.transforms.unsharded import refresh, unsharded
@@ -73,6 +74,7 @@ __all__ = [
     "launch",
     "materialize",
     "nvme",
+    "offload",
     "plan",
     "precision",
     "refresh",

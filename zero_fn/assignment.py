@@ -10,6 +10,7 @@ import torch
 from zero_fn.errors import LayoutError, MeshError, UnitError
 from zero_fn.home import Home, Sharded
 from zero_fn.mesh import Axis, axes_text, dims_in, root_of
+from zero_fn.tiers import IN_MEMORY
 
 __all__ = ["Assignment"]
 
@@ -20,13 +21,13 @@ class Assignment:
 
     Attributes:
         axis: The data-parallel axis; None until a sharding transform names one. Of two, the innermost of their mesh.
-        homes: Home of each parameter a transform selected, by name; the others rest replicated on the axis. Dtypes are
-            said here, whichever axis a transform was about.
+        homes: Home of each parameter a transform selected, by name; the others rest replicated on the axis. Dtypes and
+            tiers are said here, whichever axis a transform was about.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
         output: Dtype of floating point outputs of the module; None leaves them.
         methods: Names of methods beside `forward` that gather, as `module.method`.
         buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
-        others: A second data axis and the homes over it; without dtypes.
+        others: A second data axis and the homes over it; without dtypes and tiers.
     """
 
     axis: Axis | None = None
@@ -60,7 +61,7 @@ class Assignment:
         Raises:
             MeshError: The axes are more than two, of different meshes, or share ranks.
             UnitError: Both choose units, differently.
-            LayoutError: Dtypes differ.
+            LayoutError: Dtypes or tiers differ.
         """
         if self.anchors is not None and other.anchors is not None and self.anchors != other.anchors:
             raise UnitError(
@@ -126,10 +127,10 @@ def _joined_axes(one: Assignment, other: Assignment) -> tuple[Axis | None, Mappi
     homes = over[inner]
     for assignment in (one, other):
         for axis in outer:
-            homes = _joined(homes, _dtypes(over[axis]))
+            homes = _joined(homes, _off_axis(over[axis]))
         if assignment.axis is None:
             homes = _joined(homes, assignment.homes)
-    return inner, homes, tuple((axis, _without_dtypes(over[axis])) for axis in outer)
+    return inner, homes, tuple((axis, _on_axis(over[axis])) for axis in outer)
 
 
 def _require_apart(axes: list[Axis]) -> None:
@@ -169,13 +170,17 @@ def _joined(homes: Mapping[str, Home], more: Mapping[str, Home]) -> Mapping[str,
     return joined
 
 
-def _dtypes(homes: Mapping[str, Home]) -> Mapping[str, Home]:
-    said = {fqn: Home(compute=home.compute, reduce=home.reduce) for fqn, home in homes.items()}
+def _off_axis(homes: Mapping[str, Home]) -> Mapping[str, Home]:
+    """What homes say that has no axis: dtypes and tiers."""
+    said = {fqn: Home(compute=home.compute, reduce=home.reduce, tiers=home.tiers) for fqn, home in homes.items()}
     return {fqn: home for fqn, home in said.items() if home != Home()}
 
 
-def _without_dtypes(homes: Mapping[str, Home]) -> Mapping[str, Home]:
-    return {fqn: replace(home, compute=None, reduce=None) for fqn, home in homes.items()}
+def _on_axis(homes: Mapping[str, Home]) -> Mapping[str, Home]:
+    return {
+        fqn: replace(home, compute=None, reduce=None, tiers=IN_MEMORY)
+        for fqn, home in homes.items()
+    }  # fmt: skip
 
 
 def _names(anchors: tuple[str, ...]) -> str:

@@ -7,11 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
+from torch.optim import Optimizer
 
 from zero_fn.home import Sharded
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
+from zero_fn.streamed import Streamed
+from zero_fn.tiers import IN_MEMORY
 
 __all__ = ["Description", "Row", "describe"]
 
@@ -27,7 +30,7 @@ class Row:
         shard_elements: Elements that this rank holds at rest.
         padding_nbytes: Bytes that alignment and uneven cuts add on this rank, of the whole unit (on its first row).
         placement: Of parameters, gradients and optimizer state in this order: `R` whole, `S(dim)` sharded.
-        tier: Where they rest.
+        tier: Where they rest, and their gradients and optimizer states: the device, or the tiers that `offload` said.
         dtypes: At rest, in compute, and of gradient sums.
         frozen: Parameters that are not trained.
     """
@@ -50,10 +53,12 @@ class Description:
     Attributes:
         axis: The data-parallel axis; of two, the innermost first.
         rows: One per unit and kind of parameter.
+        optimizer: Where the states of a streamed optimizer are, if one was given.
     """
 
     axis: str
     rows: tuple[Row, ...]
+    optimizer: str | None = None
 
     def __str__(self) -> str:
         header = ("unit", "params", "elements", "here", "padding B", "P G O", "tier", "rest/compute/sum", "frozen")
@@ -80,14 +85,15 @@ class Description:
             ).rstrip()
             for line in table
         ]
-        return "\n".join([f"axis {self.axis}", *lines])
+        return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else [])])
 
 
-def describe(module: nn.Module) -> Description:
+def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Description:
     """Says of each unit how many elements it has, where its three states rest, and in which dtypes.
 
     Args:
         module: A transformed module.
+        optimizer: Of a streamed one, where its states are is said below the table.
 
     Returns:
         A `Description`: rows, printable as a table. Communicates nothing.
@@ -101,12 +107,16 @@ def describe(module: nn.Module) -> Description:
         unit.readopt()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kinds.setdefault((_placement(slot), slot.flat.device.type, _dtypes(slot)), []).append(slot)
+            kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)
         padding = sum(unit.padding_nbytes())
         for (placement, tier, dtypes), slots in kinds.items():
             rows.append(_row(unit, slots, padding, placement, tier, dtypes))
             padding = 0
-    return Description(", ".join(map(str, axes)) or "none", tuple(rows))
+    return Description(", ".join(map(str, axes)) or "none", tuple(rows), _states(optimizer))
+
+
+def _states(optimizer: Optimizer | None) -> str | None:
+    return repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
 
 
 def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> Row:
@@ -139,6 +149,14 @@ def _placement(slot: Slot) -> str:
             for name, placement in zip(names, slot.model.placements, strict=True)
         ]
     return ", ".join(found) or "R R R"
+
+
+def _tier(slot: Slot) -> str:
+    """The tiers that were asked for, or the memory that everything is in."""
+    tiers = slot.home.tiers
+    if tiers == IN_MEMORY:
+        return slot.flat.device.type
+    return str(tiers) if slot.must_be_streamed else f"{tiers}, the device's own"
 
 
 def _dtypes(slot: Slot) -> str:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed import Streamed
+from zero_fn.tiers import is_away
 
 __all__ = ["Held", "held"]
 
@@ -24,16 +27,21 @@ class Held:
         gradients: Of `.grad`, and local sums that were not reduced yet.
         optimizer: Of the optimizer's state tensors; step counts are left out. Of a streamed one, the host memory that it
             takes: its buffers, or all states on `cpu`.
+        buffers: Of host memory that parameters and gradients in other tiers pass through.
+        tiers: Of files and host memory that these three take in other tiers than the memory of the device, in whole pages,
+            by tier.
     """
 
     parameters: int
     gradients: int
     optimizer: int
+    buffers: int = 0
+    tiers: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
-        """All three."""
-        return self.parameters + self.gradients + self.optimizer
+        """All that is in memory."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers
 
 
 def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
@@ -53,8 +61,24 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for unit in units_of(module):
         parameters += unit.buffers()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
-    streaming = optimizer.resident_nbytes if isinstance(optimizer, Streamed) else 0
-    return Held(_nbytes(parameters), _nbytes(gradients), _nbytes(_states(optimizer)) + streaming)
+    shelves = [shelf for step in {unit.step for unit in units_of(module)} for _, shelf in step.shelves()]
+    tiers = Counter[str]()
+    for shelf in shelves:
+        tiers[str(shelf.tier)] += shelf.nbytes
+    streaming = 0
+    if isinstance(optimizer, Streamed):
+        streaming = optimizer.resident_nbytes
+        device_type = parameters[0].device.type if parameters else "cpu"
+        for tier, nbytes in optimizer.tier_nbytes().items():
+            if tier is not None and is_away(tier, device_type):
+                tiers[str(tier)] += nbytes
+    return Held(
+        _nbytes(parameters),
+        _nbytes(gradients),
+        _nbytes(_states(optimizer)) + streaming,
+        sum(shelf.host_nbytes for shelf in shelves),
+        dict(tiers),
+    )
 
 
 def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
@@ -67,10 +91,8 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory behind tensors. Storages may overlap: one may be a range of another."""
-    ranges = sorted(
-        (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
-        for storage in (tensor.untyped_storage() for tensor in tensors if not tensor.is_meta)
-    )
+    storages = [t.untyped_storage() for t in tensors if not (t.is_meta or isinstance(t, TierTensor))]
+    ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
     total = reached = 0
     for start, end in ranges:
         total += max(end - max(start, reached), 0)

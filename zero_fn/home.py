@@ -1,6 +1,7 @@
 """Where the training state of a parameter rests: the value that transforms join.
 
-ZeRO is three placements per parameter, of the parameter P, its gradient G and its optimizer state O:
+A home has three coordinates: placement, dtype and tier. ZeRO is three placements per parameter, of the parameter P, its
+gradient G and its optimizer state O:
 
     |            | P         | G         | O         |
     | NOTHING    | Replicate | Replicate | Replicate |  plain data parallelism
@@ -9,7 +10,7 @@ ZeRO is three placements per parameter, of the parameter P, its gradient G and i
     | PARAMS     | Shard     | Shard     | Shard     |  ZeRO-3
 
 Sharding P without G, or G without O, would save nothing that the row above does not, so the rows form a chain and the
-join of two is the larger one. Together with the dtypes they form a join-semilattice: joining is idempotent,
+join of two is the larger one. Together with the dtypes and the tiers they form a join-semilattice: joining is idempotent,
 commutative and associative, which is why transforms compose in any order.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 (P_os, P_os+g, P_os+g+p).
@@ -23,6 +24,7 @@ from enum import IntEnum
 import torch
 
 from zero_fn.errors import LayoutError
+from zero_fn.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Home", "ReshardAfter", "Sharded"]
 
@@ -45,7 +47,7 @@ class ReshardAfter(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """Where P, G and O of one parameter rest, and the dtypes they have in flight.
+    """Where P, G and O of one parameter rest, in which tiers, and the dtypes they have in flight.
 
     Attributes:
         sharded: How much of the state is sharded over the axis.
@@ -53,24 +55,27 @@ class Home:
         reduce: Dtype in which gradients are summed over ranks and microbatches; None is float32 for
             16-bit gradients and their own dtype otherwise.
         reshard_after: When the gathered parameter is freed.
+        tiers: The kinds of memory in which P, G and O rest.
     """
 
     sharded: Sharded = Sharded.NOTHING
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     reshard_after: ReshardAfter = ReshardAfter.FORWARD
+    tiers: Tiers = IN_MEMORY
 
     def join(self, other: Home) -> Home:
         """The least home that satisfies both.
 
         Raises:
-            LayoutError: The two ask for different dtypes.
+            LayoutError: The two ask for different dtypes or tiers.
         """
         return Home(
             max(self.sharded, other.sharded),
             _agreed("compute", self.compute, other.compute),
             _agreed("reduce", self.reduce, other.reduce),
             max(self.reshard_after, other.reshard_after),
+            self.tiers.join(other.tiers),
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:

@@ -19,6 +19,7 @@ from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.tier_tensor import in_memory
 
 __all__ = ["check_and_shard_entries"]
 
@@ -128,7 +129,7 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
         if slot is None or not isinstance(entry, Tensor):
             continue
         is_whole = not isinstance(entry, DTensor)
-        slot.initial = content_digest(entry) if is_whole else None
+        slot.initial = content_digest(in_memory(entry)) if is_whole else None
         unit = slot.unit() if slot.unit is not None else None
         if unit is not None:
             unit.generation += 1

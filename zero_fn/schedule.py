@@ -6,8 +6,8 @@ nest. From a trace the functions below make the events that move bytes around th
     forward     Unshard(a) Await(a) Enter(a) .. Exit(a) Reshard(a) ...
     backward    the trace reversed; after the last Exit of a unit: Reshard(unit) Reduce(unit)
 
-`prefetch` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because they are values
-computed from what all ranks share, every rank issues the same collectives in the same order.
+`prefetch`, `fetch_ahead` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because
+they are values computed from what all ranks share, every rank issues the same collectives in the same order.
 
 A unit may be used several times in a pass (a shared block), so brackets name a use: a unit and a number.
 """
@@ -23,6 +23,7 @@ __all__ = [
     "Enter",
     "Event",
     "Exit",
+    "Fetch",
     "Leg",
     "Reduce",
     "Reshard",
@@ -32,6 +33,7 @@ __all__ = [
     "Use",
     "backward_schedule",
     "backward_trace",
+    "fetch_ahead",
     "forward_schedule",
     "legs",
     "limit_reductions",
@@ -48,6 +50,13 @@ class Use(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.unit}" if not self.number else f"{self.unit}#{self.number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Begin to bring the resting parameters of a unit from their tier."""
+
+    unit: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +108,7 @@ class Settle:
     unit: int
 
 
-Event = Unshard | Await | Enter | Exit | Reshard | Reduce | Settle
+Event = Fetch | Unshard | Await | Enter | Exit | Reshard | Reduce | Settle
 Trace = tuple[Enter | Exit, ...]
 
 
@@ -212,6 +221,31 @@ def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
                 place = at
         moved.insert(place, event)
     return tuple(moved)
+
+
+def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], depth: int) -> tuple[Event, ...]:
+    """Begins to fetch what rests in another tier before the `depth` Enters that precede its Unshard, or at once.
+
+    A Fetch does not come before a Reshard of the same unit, and not before the Unshard of the unit that was fetched before
+    it: at most one unit is on its way from the tier while another is being gathered.
+    """
+    fetched: list[Event] = []
+    latest = 0  # the place after the Unshard of the last unit that was fetched
+    for event in events:
+        if not isinstance(event, Unshard) or not is_away(event.unit):
+            fetched.append(event)
+            continue
+        at, passed = len(fetched), 0
+        while at > latest and passed < depth:
+            before = fetched[at - 1]
+            if isinstance(before, Reshard) and before.unit == event.unit:
+                break
+            at -= 1
+            passed += isinstance(before, Enter)
+        fetched.insert(at, Fetch(event.unit))
+        fetched.append(event)
+        latest = len(fetched)
+    return tuple(fetched)
 
 
 def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:

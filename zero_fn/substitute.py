@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.collectives import Alone, transport
-from zero_fn.errors import LayoutError, MeshError, StateError
+from zero_fn.errors import LayoutError, MeshError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
 from zero_fn.guarded import Guarded
 from zero_fn.hierarchy import Hierarchy, Links
@@ -27,12 +27,15 @@ from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
+from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.optimizer_watch import watch_optimizers
+from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
-from zero_fn.runtime.step import Step
+from zero_fn.runtime.step import Shelved, Step
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 
@@ -125,17 +128,19 @@ def _substitute(
     modules = dict(twin.named_modules())
     units: dict[str, Unit] = {}
     for anchor in anchors:
+        if members[anchor] or not anchor:
+            chosen = [shared[i] for i in members[anchor]]
+            units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid)
+    _reserve(step, site)
+    for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
-        if chosen or not anchor:
-            unit = units[anchor] = _build_unit(
-                anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid, wholes
-            )
-            _attach(modules[anchor], unit, assignment.output if not anchor else None)
-            for parameter, slot in zip(chosen, unit.slots, strict=True):
-                _carry_over(parameter.parameter, slot.parameter)
-                note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
-                if donate:
-                    _release(parameter.parameter)
+        _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
+        _attach(modules[anchor], unit, assignment.output if not anchor else None)
+        for parameter, slot in zip(chosen, unit.slots, strict=True):
+            _carry_over(parameter.parameter, slot.parameter)
+            note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
+            if donate:
+                _release(parameter.parameter)
     _note_lenders(units, modules)
     for method in assignment.methods:
         name, _, attribute = method.rpartition(".")
@@ -149,15 +154,10 @@ def _substitute(
     return twin
 
 
-def _build_unit(
-    anchor: str,
-    chosen: list[Shared],
-    sources: list[Tensor],
-    modules: dict[str, nn.Module],
-    step: Step,
-    grid: Grid,
-    wholes: _Wholes,
+def _unit_of(
+    anchor: str, chosen: list[Shared], sources: list[Tensor], modules: dict[str, nn.Module], step: Step, grid: Grid
 ) -> Unit:
+    """A unit that has no memory yet."""
     slots, assignment = [], step.assignment
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
@@ -165,7 +165,30 @@ def _build_unit(
         slot = Slot(parameter.fqn, places, home, source, grid, levels)
         slot.initial = _initial(source)
         slots.append(slot)
-    unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+    return Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+
+
+def _reserve(step: Step, site: str) -> None:
+    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises."""
+    records: dict[Shelved, list[list[Form]]] = {}
+    for unit in step.live_units():
+        for what, forms in unit.forms_away().items():
+            records.setdefault(what, []).append(forms)
+    if not records:
+        return
+    failure: Exception | None = None
+    try:
+        step.reserve(records)
+    except (TierError, StorageError) as error:
+        failure = error
+    found = tell(step.transport, step.assignment.axes, failure, site.partition(" ")[0]).failure(failure)
+    if found is not None:
+        raise found
+
+
+def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
+    """Gives a unit memory, and this rank's part of the parameters that it takes the place of."""
+    slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
     unit.settle_in(
         sources,
@@ -174,7 +197,6 @@ def _build_unit(
             for slot, source, part in zip(slots, sources, owned, strict=True)
         ],
     )
-    return unit
 
 
 def _note_lenders(units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
@@ -331,7 +353,8 @@ def _initial(source: Tensor) -> int | None:
 
 def _release(parameter: nn.Parameter) -> None:
     local = local_of(parameter)
-    set_local(parameter, local.new_empty(0))
+    if not isinstance(local, TierTensor):  # which has no memory
+        set_local(parameter, local.new_empty(0))
 
 
 class _Donated:

@@ -12,9 +12,9 @@ import os
 import re
 from dataclasses import dataclass
 
-from zero_fn.errors import TierError
+from zero_fn.errors import LayoutError, TierError
 
-__all__ = ["Cpu", "Nvme", "Tier", "bytes_text", "cpu", "nbytes_of_text", "nvme"]
+__all__ = ["IN_MEMORY", "Cpu", "Nvme", "Tier", "Tiers", "bytes_text", "cpu", "is_away", "nbytes_of_text", "nvme"]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -54,6 +54,64 @@ class Nvme:
 
 
 Tier = Cpu | Nvme
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """The tiers of the three states of a parameter; None is the memory of the device.
+
+    Attributes:
+        params: Where the resting parameter is between uses.
+        grads: Where its gradient is from backward to the step.
+        optim: Where the states of its optimizer are between steps.
+        fraction: Of the bytes of those states, how much is in that tier; the rest stays on the device.
+    """
+
+    params: Tier | None = None
+    grads: Tier | None = None
+    optim: Tier | None = None
+    fraction: float = 1.0
+
+    def join(self, other: Tiers) -> Tiers:
+        """The tiers that satisfy both.
+
+        Raises:
+            LayoutError: The two ask for different tiers of the same state.
+        """
+        for name in ("params", "grads", "optim"):
+            one, two = getattr(self, name), getattr(other, name)
+            if one is not None and two is not None and (one != two or self._differs(name, other)):
+                raise LayoutError(
+                    f"Two transforms ask for different tiers of {name}.",
+                    first=one,
+                    second=two,
+                    fix=f"pass one offload(model, {name}=...) per parameter; select parameters with where=",
+                )
+        return Tiers(
+            self.params or other.params,
+            self.grads or other.grads,
+            self.optim or other.optim,
+            self.fraction if self.optim is not None else other.fraction,
+        )
+
+    def __str__(self) -> str:
+        part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
+        named = ((name, getattr(self, name)) for name in ("params", "grads", "optim"))
+        return ", ".join(f"{name} in {tier}" for name, tier in named if tier is not None) + part
+
+    def _differs(self, name: str, other: Tiers) -> bool:
+        return name == "optim" and self.fraction != other.fraction
+
+
+IN_MEMORY = Tiers()
+
+
+def is_away(tier: Tier | None, device_type: str) -> bool:
+    """Whether what rests in a tier is elsewhere than in the memory of a device of this type.
+
+    Where a model computes on the CPU, `cpu()` is that memory.
+    """
+    return tier is not None and not (isinstance(tier, Cpu) and device_type in ("cpu", "meta"))
 
 
 def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:

@@ -1,4 +1,4 @@
-"""Tiers below several axes: states that stream, and models that leave memory, on meshes of two axes."""
+"""Tiers below several axes: states that stream, models that leave memory, parameters and gradients that rest on a disk."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ def _build(composition: str) -> tuple[Any, int]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def _alike(composition: str, path: str) -> list[str]:
+def _alike(composition: str, path: str, states: tuple[str, ...]) -> list[str]:
     """Where training with states on a disk, and an absence in between, differs from training without."""
     given = []
     for is_away in (False, True):
         model, row = _build(composition)
+        if is_away and states:
+            model = zf.offload(model, **{name: zf.nvme(path) for name in states})
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
         if is_away:
             optimizer = zf.streamed(optimizer, zf.nvme(path), buffer="64KiB")
@@ -52,6 +54,9 @@ def _alike(composition: str, path: str) -> list[str]:
     return [name for name, values in one.items() if not torch.equal(values, other[name])]
 
 
+@pytest.mark.parametrize("states", [(), ("params", "grads")], ids=["states", "all"])
 @pytest.mark.parametrize("composition", COMPOSITIONS)
-def test_tiers_change_no_bit_on_two_axes(ranks: Ranks, composition: str, tmp_path: Path) -> None:
-    assert ranks(4).run(_alike, composition, str(tmp_path)) == [[]] * 4
+def test_tiers_change_no_bit_on_two_axes(
+    ranks: Ranks, composition: str, states: tuple[str, ...], tmp_path: Path
+) -> None:
+    assert ranks(4).run(_alike, composition, str(tmp_path), states) == [[]] * 4

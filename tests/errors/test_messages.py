@@ -15,6 +15,7 @@ import errno
 import os
 import pickle
 import re
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -388,6 +389,11 @@ def one_graph_with_parameters_in_a_list() -> object:
         model = Model()
         model.head.also = [model.head.weight]  # type: ignore[assignment]
         return _as_one_graph(zf.shard_params(model, mesh))
+
+
+def one_graph_with_offloaded_parameters() -> object:
+    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
+        return _as_one_graph(zf.offload(zf.shard_params(Model(), mesh), params=zf.nvme(folder)))
 
 
 def one_graph_with_offloaded_activations() -> object:
@@ -799,6 +805,48 @@ def restored_twice() -> object:
     return evicted.restore()
 
 
+# -- offload ---------------------------------------------------------------------------------------------------------
+
+
+def offload_without_a_tier() -> None:
+    zf.offload(Model())
+
+
+def offload_of_no_fraction() -> None:
+    zf.offload(Model(), optim=zf.nvme("/tmp"), fraction=0.0)
+
+
+def offload_to_two_tiers() -> None:
+    zf.offload(zf.offload(Model(), optim=zf.cpu()), optim=zf.nvme("/tmp"))
+
+
+def step_that_is_not_streamed() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    torch.optim.SGD(model.parameters()).step()
+
+
+def view_of_a_tensor_in_a_tier() -> None:
+    next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).data.view(torch.int32)
+
+
+def streamed_without_a_tier() -> None:
+    zf.streamed(torch.optim.AdamW(Model().parameters()))
+
+
+def streamed_of_no_fraction() -> None:
+    zf.streamed(torch.optim.AdamW(Model().parameters()), zf.cpu(), fraction=2.0)
+
+
+def streamed_in_too_small_a_buffer() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu(), buffer=64)
+
+
+def streamed_in_pieces_of_a_matrix() -> None:
+    model = zf.offload(nn.Linear(1 << 20, 2, bias=False), params=zf.nvme("/tmp"))
+    zf.streamed(torch.optim.Muon(model.parameters()), zf.cpu())
+
+
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
@@ -811,6 +859,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms,
     ),
     LayoutError: (
+        offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
@@ -819,6 +868,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         buffers_twice_with_other_policies,
     ),
     PlacementError: (
+        streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced,
         parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
@@ -830,6 +880,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
+        step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
@@ -839,6 +890,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         one_graph_with_broadcast_buffers,
         one_graph_with_parameters_in_a_list,
         one_graph_with_offloaded_activations,
+        one_graph_with_offloaded_parameters,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
@@ -846,6 +898,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice,
     ),
     TierError: (
+        streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
     ),
     StorageError: (

@@ -45,6 +45,8 @@ _DESYNC = "tests/test_desync.py"
 _ACCEPTANCE = "tests/acceptance/"
 _TRAINING = "tests/distributed/test_training.py"
 _COMPOSITION = "tests/composition"
+_OFFLOAD = "tests/test_offload.py"
+_RECORD = "tests/test_record.py"
 
 BUGS: tuple[Bug, ...] = (
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -252,15 +254,15 @@ BUGS: tuple[Bug, ...] = (
         "gradient-settled-twice",
         "runtime/step.py",
         "sharded gradients are added once more",
-        "if has_any and (slot.layout is None or not has_local) else None",
+        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
         "if has_any else None",
     ),
     Bug(
         "has-grad-bits-ignored",
         "runtime/step.py",
         "a gradient that no rank has stays None",
-        "if has_any and (slot.layout is None or not has_local) else None",
-        "if slot.layout is None or not has_local else None",
+        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
+        "if not (has_local and slot.is_reduced_at_once) else None",
     ),
     Bug(
         "zeros-not-contributed",
@@ -359,8 +361,8 @@ BUGS: tuple[Bug, ...] = (
         "stale-kept-weights",
         "runtime/unit.py",
         "kept buffers are gathered again after a step",
-        "if self.phase is Phase.AT_REST:\n            return\n        self.await_gathered()",
-        "if self.phase is Phase.AT_REST or not self.is_transient:\n            return\n        self.await_gathered()",
+        "if self.phase is Phase.AT_REST:\n            return\n        self.finish_gathering()",
+        "if self.phase is Phase.AT_REST or not self.is_transient:\n            return\n        self.finish_gathering()",
     ),
     Bug(
         "own-shard-not-copied",
@@ -381,8 +383,8 @@ BUGS: tuple[Bug, ...] = (
         "prefetch-over-a-reshard",
         "schedule.py",
         "a unit is gathered before it was freed, and then freed",
-        "if isinstance(before, Reshard) and before.unit == event.unit:",
-        "if isinstance(before, Reshard) and before.unit == event.unit + 1:",
+        "before.unit == event.unit:\n                break\n            at -= 1\n            if",
+        "before.unit == event.unit + 1:\n                break\n            at -= 1\n            if",
         _SCHEDULE,
     ),
     Bug(
@@ -566,8 +568,8 @@ BUGS: tuple[Bug, ...] = (
         "donation-frees-nothing",
         "substitute.py",
         "donate=True frees the parameters of the argument",
-        "                if donate:\n                    _release",
-        "                if donate and not anchor:\n                    _release",
+        "            if donate:\n                _release",
+        "            if donate and not anchor:\n                _release",
         _VERBS,
     ),
     Bug(
@@ -590,8 +592,8 @@ BUGS: tuple[Bug, ...] = (
         "writeback-skips-a-slot",
         "runtime/unit.py",
         "edits of the first parameter of a unit in unsharded()",
-        "        for slot, whole in zip(self.slots, wholes, strict=True):\n            slot.local.copy_",
-        "        for slot, whole in zip(self.slots[1:], wholes[1:], strict=True):\n            slot.local.copy_",
+        "            for slot, whole in zip(self.slots, wholes, strict=True):\n                slot.local.copy_",
+        "            for slot, whole in zip(self.slots[1:], wholes[1:], strict=True):\n                slot.local.copy_",
         _VERBS,
     ),
     Bug(
@@ -837,5 +839,54 @@ BUGS: tuple[Bug, ...] = (
         "sorted(over, key=lambda axis: -max(dims_in(root, axis.mesh), default=0))",
         "list(over)",
         "tests/test_assignment.py",
+    ),
+    # -- other tiers ------------------------------------------------------------------------------------------------
+    Bug(
+        "fetched-ahead-and-out-of-date",
+        "runtime/record.py",
+        "letting go of what was fetched before a write",
+        "        self.drop()  # what was fetched ahead is out of date\n",
+        "",
+        _RECORD,
+    ),
+    Bug(
+        "failed-disk-is-not-told",
+        "runtime/unit.py",
+        "telling other ranks of a disk that failed",
+        "self._told = tell(self.transport, self.step.assignment.axes, self._failure, ",
+        "self._told = tell(self.transport, self.step.assignment.axes, None, ",
+        _OFFLOAD,
+    ),
+    Bug(
+        "gradient-beside-is-lost",
+        "runtime/record.py",
+        "tensors of a parcel that are not written with the others",
+        "_wait_all(list(self._reads(partly, memory, 0)))",
+        "_wait_all([])",
+        _RECORD,
+    ),
+    Bug(
+        "staging-is-given-back-twice",
+        "runtime/record.py",
+        "giving memory back once",
+        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)\n        self._memory = None",
+        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)",
+        _RECORD,
+    ),
+    Bug(
+        "what-is-away-is-kept",
+        "runtime/slot.py",
+        "freeing gathered parameters whose place is in another tier",
+        "self.is_kept = not self.is_away and (",
+        "self.is_kept = bool(",
+        _OFFLOAD,
+    ),
+    Bug(
+        "foreach-all-at-once",
+        "runtime/tier_tensor.py",
+        "one tensor at a time in memory",
+        "        if name.startswith(_BY_LIST):",
+        "        if name.startswith(_BY_LIST[1:]):",
+        _RECORD,
     ),
 )

@@ -10,31 +10,56 @@ With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of o
 
 In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n.
 
+What rests in another tier takes no memory of the device. It takes its bytes there, in whole pages for each unit, and for each
+kind (parameters, gradients) and tier a staging of host memory, as large as the largest unit.
+
 Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Sequence
 
 from zero_fn.held import Held
-from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.record import record_nbytes
+from zero_fn.runtime.step import Shelved
+from zero_fn.runtime.unit import Unit
+from zero_fn.storage import STAGINGS
+from zero_fn.tiers import Cpu
 
 __all__ = ["at_rest"]
 
 
-def at_rest(slots: Iterable[Slot], *, optimizer_nbytes_per_element: int) -> Held:
+def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
     """Bytes of the elements that this rank holds between backward and `zero_grad`, without padding.
 
     Args:
-        slots: The parameters.
+        units: Those of a module.
         optimizer_nbytes_per_element: Bytes of optimizer state per element of a trained parameter: 8 for Adam in float32,
             4 for SGD with momentum.
+
+    Returns:
+        States that `offload(optim=...)` sends to another tier are counted there; the buffers of the streamed optimizer, which
+        depend on it, are not counted.
     """
     parameters = gradients = optimizer = 0
-    for slot in slots:
-        parameters += slot.resting_nbytes
-        if slot.parameter.requires_grad:
-            gradients += slot.gradient_numel * slot.dtype.itemsize
-            optimizer += slot.local_numel * optimizer_nbytes_per_element
-    return Held(parameters, gradients, optimizer)
+    tiers, largest = Counter[str](), dict[Shelved, int]()
+    for unit in units:
+        for (kind, tier), forms in unit.forms_away().items():
+            nbytes = record_nbytes(forms)
+            tiers[str(tier)] += nbytes
+            largest[kind, tier] = max(nbytes, largest.get((kind, tier), 0))
+        for slot in unit.slots:
+            parameters += slot.resting_nbytes
+            if slot.parameter.requires_grad:
+                gradients += slot.gradient_numel * slot.dtype.itemsize if not slot.is_gradient_away else 0
+                states = slot.local_numel * optimizer_nbytes_per_element
+                away = slot.states_away_nbytes(states)
+                optimizer += states - away
+                if away:
+                    tiers[str(slot.home.tiers.optim)] += away
+    buffers = sum(
+        nbytes * (STAGINGS if not isinstance(tier, Cpu) else 0) for (_, tier), nbytes in largest.items()
+    )  # fmt: skip
+    return Held(parameters, gradients, optimizer, buffers, dict(tiers))

@@ -24,7 +24,8 @@ class Plan:
     """What this rank will hold and send.
 
     Attributes:
-        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`.
+        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`: in memory, and in
+            other tiers.
         padding: Bytes that uneven cuts and alignment add to them.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: The same by the name of the data axis they are sent along.
@@ -41,6 +42,9 @@ class Plan:
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
         lines = [f"{name:<10} {nbytes / 1e6:10.3f} MB  + {pad / 1e6:.3f} MB padding" for name, nbytes, pad in rows]
+        if self.held.buffers:
+            lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of host memory")
+        lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
         lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
         if len(self.sent_by_axis) > 1:
             lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
@@ -64,10 +68,9 @@ def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards:
     """
     steps = steps_of(module, verb="plan")
     units = units_of(module)
-    slots = [slot for unit in units for slot in unit.slots]
     sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
-        at_rest(slots, optimizer_nbytes_per_element=optimizer_nbytes_per_element),
+        at_rest(units, optimizer_nbytes_per_element=optimizer_nbytes_per_element),
         _padding(units),
         sent.total(),
         dict(sent),

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from zero_fn.errors import StateError, StorageError, TierError
+from zero_fn.errors import StateError
 from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
@@ -135,9 +135,6 @@ class Entry:
             elif use.node is not None:
                 use.has_graph = True
             failed = False
-        except (StorageError, TierError):
-            unit.step.transport.give_up()  # of this rank's disk or memory: the others would wait for it
-            raise
         except RuntimeError as error:
             if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
                 raise  # under tensor parallelism torch's own words fit: activations are DTensors too

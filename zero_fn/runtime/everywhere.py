@@ -1,19 +1,22 @@
-"""Does something that may fail on one rank alone, and lets every rank know."""
+"""What may fail on one rank alone is told to every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links
+from zero_fn.hierarchy import Links, Waits
 from zero_fn.mesh import Axis
 from zero_fn.runtime.registry import slot_of
 
-__all__ = ["everywhere", "is_shared"]
+F = TypeVar("F", bound=Exception)
+
+__all__ = ["Told", "everywhere", "is_shared", "tell"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -36,23 +39,49 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
     except Exception as error:
         failure = error
     for transport, axes in _transports(parameters):
-        bits = torch.zeros(prod(axis.size for axis in axes), dtype=torch.uint8, device=axes[0].device_type)
-        own = 0
-        for axis in reversed(axes):
-            own = own * axis.size + axis.rank
-        bits[own] = failure is not None
-        transport.any(bits, f"how it went: {what}").wait()
-        failed = bits.nonzero().flatten().tolist()
-        if failed and failure is None:
-            along = " x ".join(map(str, reversed(axes)))
-            failure = StorageError(
-                f"{what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
-                here=f"rank {own}, where it went well",
-                why="ranks would go on from different states",
-                fix="see the error of that rank; start all ranks again from the last checkpoint",
-            )
+        found = tell(transport, axes, failure, what).failure(failure)
+        failure = found if failure is None else failure
     if failure is not None:
         raise failure
+
+
+class Told:
+    """How it went on each rank, under way."""
+
+    def __init__(self, bits: Tensor | None, pending: Waits | None, axes: Sequence[Axis], own: int, what: str) -> None:
+        self._bits, self._pending, self._axes, self._own, self._what = bits, pending, axes, own, what
+
+    def failure(self, own: F | None) -> F | StorageError | None:
+        """Waits. The failure of this rank, or one that tells of that of another; None if all went well."""
+        if self._pending is None or self._bits is None:
+            return own
+        self._pending.wait()
+        failed = self._bits.nonzero().flatten().tolist()
+        if own is not None or not failed:
+            return own
+        along = " x ".join(map(str, reversed(self._axes)))
+        return StorageError(
+            f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
+            here=f"rank {self._own}, where it went well",
+            why="ranks would go on from different states",
+            fix="see the error of that rank; start all ranks again from the last checkpoint",
+        )
+
+
+def tell(transport: Links, axes: Sequence[Axis], failure: Exception | None, what: str) -> Told:
+    """Tells the ranks of these axes whether something failed here. A collective.
+
+    Communicates a byte per rank to each peer.
+    """
+    size = prod(axis.size for axis in axes)
+    if size < 2:
+        return Told(None, None, axes, 0, what)
+    own = 0
+    for axis in reversed(axes):
+        own = own * axis.size + axis.rank
+    bits = torch.zeros(size, dtype=torch.uint8, device=axes[0].device_type)
+    bits[own] = failure is not None
+    return Told(bits, transport.any(bits, f"how it went: {what}"), axes, own, what)
 
 
 def is_shared(parameters: Iterable[Tensor]) -> bool:

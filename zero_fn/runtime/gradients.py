@@ -245,6 +245,14 @@ class Reduction:
         if self._regathered is not None:
             self._regathered.wait()
 
+    def release(self) -> None:
+        """Lets go of the memory: every gradient was taken, and those that rest elsewhere hold none of it."""
+        self._buffers = []
+
+    def is_frozen(self, slot: Slot) -> bool:
+        """Whether a slot takes no part."""
+        return slot not in self._memory.ranges
+
     def resting(self, slot: Slot) -> Tensor | None:
         """The gradient of one slot as it rests; None if it is frozen."""
         place = self._memory.ranges.get(slot)

@@ -7,6 +7,7 @@ cost a dictionary look-up per parameter, and refuse steps that would be silently
     a step of an optimizer whose parameters a transform replaced
     a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
     a step with states of another dtype than a parameter that `.to()` has cast since
+    a step of an optimizer that is not streamed over parameters in another tier
     a backward, after the step, of a forward before it (through `Unit.generation`)
 """
 
@@ -48,6 +49,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = _unit_of(slot) if slot is not None else None
+            if slot is not None and slot.must_be_streamed and not getattr(optimizer, "takes_from_tiers", False):
+                raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
             if unit is not None and unit.step.accumulating and (unit.leaves is not None or unit.has_pending()):
@@ -66,6 +69,16 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     why="a transform returns a new module; step() updates the old one and the loss would not move",
                     fix="build the optimizer after the last transform: AdamW(model.parameters())",
                 )
+
+
+def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
+    return StateError(
+        f"{type(optimizer).__name__} was to step parameters that have a state in another tier.",
+        parameter=slot,
+        tiers=slot.home.tiers,
+        why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
+        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or, with its states in memory, zf.cpu()",
+    )
 
 
 def _require_states_alike(optimizer: Optimizer, slot: Slot, parameter: Tensor) -> None:

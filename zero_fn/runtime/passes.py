@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from torch.autograd import Variable
@@ -21,7 +21,6 @@ from zero_fn.schedule import (
     backward_schedule,
     backward_trace,
     limit_reductions,
-    prefetch,
 )
 
 if TYPE_CHECKING:
@@ -121,17 +120,23 @@ class Script:
         enter_after: For each event, the next Enter from there on.
     """
 
-    def __init__(self, trace: Sequence[Enter | Exit], reduced: frozenset[int], *, depth: int) -> None:
+    def __init__(
+        self,
+        trace: Sequence[Enter | Exit],
+        reduced: frozenset[int],
+        *,
+        ahead: Callable[[tuple[Event, ...]], tuple[Event, ...]],
+    ) -> None:
         """Makes the schedule.
 
         Args:
             trace: Brackets of the forwards that this backward runs through.
             reduced: Units whose gradients are reduced in it.
-            depth: How many uses ahead a unit is gathered.
+            ahead: Moves gathers ahead of their uses.
         """
         self._made_from = (trace, reduced)
         events = backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
-        self.events = limit_reductions(prefetch(events, depth=depth), limit=REDUCTIONS_UNDER_WAY)
+        self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
         self.uses = frozenset(event.use for event in self.events if isinstance(event, Exit))
         self.uses_of = Counter(use.unit for use in self.uses)
         self.enter_after: list[Enter | None] = []

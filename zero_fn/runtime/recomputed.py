@@ -23,7 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_fn.agreement import agree, content_digest
 from zero_fn.collectives import Segment
+from zero_fn.errors import StorageError, TierError
 from zero_fn.guarded import Guarded
+from zero_fn.runtime.entry import Entry, units_of
 from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone, traced_inside
 from zero_fn.runtime.whole_graph import begin_region, end_region, is_in_whole_graph
@@ -97,8 +99,19 @@ class Recomputed:
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
         device = torch.empty(0, device=first.device)
         outputs = checkpoint(run, device, use_reentrant=False)
-        inputs.rest()
+        try:
+            inputs.rest()
+        except (StorageError, TierError):
+            self._tell_others()
+            raise
         return outputs
+
+    def _tell_others(self) -> None:
+        """The disk or the memory of this rank failed: the others would wait for it."""
+        module = self._module()
+        units = units_of(module) if module is not None else []
+        for unit in (*units, *([self.own.unit] if isinstance(self.own, Entry) else [])):
+            unit.step.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:
         """Inputs that differ would be put together from parts of different tensors."""

@@ -20,6 +20,8 @@ from zero_fn.layout import ShardLayout
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, set_local, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
+from zero_fn.tiers import Tier, is_away
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -119,6 +121,9 @@ class Slot:
         sharded: How much of its state the axes that cut it shard, by their names.
         rank, size: On the first of them, and how many ranks that axis has.
         piece_numel: Elements of the largest piece when its gradient is reduced: a shard, or an even part if replicated.
+        is_away: Whether the resting parameter is in another tier than the memory of the device: then the gathered one is
+            freed between uses, whatever its home shards.
+        gradient_away: Where its gradient rests, if that is in another tier than the memory of the device; flat.
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
@@ -178,8 +183,17 @@ class Slot:
         self.piece_numel = self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
         sharded = tuple(levels[number] for number in self.cut.axes) if self.cut is not None else ()
         self.sharded = dict(zip((axis.name for axis in self.along), sharded, strict=False))
-        self.is_kept = not sharded or max(sharded) < Sharded.PARAMS
-        self.is_hosted = self.sublayout is not None and sharded[0] == Sharded.PARAMS and sharded[1] < Sharded.PARAMS
+        device_type = self.along[0].device_type if self.along else source.device.type
+        self._device_type = device_type
+        self.is_away = is_away(home.tiers.params, device_type)
+        self.gradient_away: TierTensor | None = None
+        self.is_kept = not self.is_away and (not sharded or max(sharded) < Sharded.PARAMS)
+        self.is_hosted = (
+            self.sublayout is not None
+            and not self.is_away
+            and sharded[0] == Sharded.PARAMS
+            and sharded[1] < Sharded.PARAMS
+        )
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
@@ -214,6 +228,32 @@ class Slot:
             self.model_spec = spec_on(self.model, shape, stride, self.compute_dtype)
         self.spec: DTensorSpec | None = self._grid.spec(self.model, self.cut, shape, stride, dtype)
 
+    def shelved(self) -> Iterator[tuple[str, Tier]]:
+        """Which of its states rest in another tier than the memory of the device."""
+        for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
+            if tier is not None and is_away(tier, self._device_type):
+                yield kind, tier
+
+    @property
+    def is_reduced_at_once(self) -> bool:
+        """Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
+        return self.layout is not None or self.size == 1
+
+    @property
+    def is_gradient_away(self) -> bool:
+        """Whether its gradient rests in another tier than the memory of the device."""
+        return is_away(self.home.tiers.grads, self._device_type)
+
+    def states_away_nbytes(self, nbytes: int) -> int:
+        """How many of so many bytes of optimizer states are to rest in another tier than the memory of the device."""
+        tiers = self.home.tiers
+        return round(nbytes * tiers.fraction) if is_away(tiers.optim, self._device_type) else 0
+
+    @property
+    def must_be_streamed(self) -> bool:
+        """Whether an optimizer must go to another tier to step it."""
+        return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self._device_type)
+
     @property
     def cut_axes(self) -> list[Axis]:
         """The data axes that cut it, first to last."""
@@ -234,7 +274,10 @@ class Slot:
 
     @property
     def resting_nbytes(self) -> int:
-        """Bytes of the elements held between uses: at rest, and whole where the gathered parameter is kept."""
+        """Bytes of the elements held in memory of the device between uses: at rest, and whole where the gathered parameter
+        is kept."""
+        if self.is_away:
+            return 0
         own = self.local_numel * self.dtype.itemsize
         kept = self.numel if self.is_kept else self.host_numel if self.is_hosted else 0
         if self.compute_dtype != self.dtype:
@@ -243,7 +286,7 @@ class Slot:
 
     @property
     def gradient_numel(self) -> int:
-        """Elements of gradient memory, without padding."""
+        """Elements of gradient memory of the device between backward and step, without padding."""
         return self.numel if self.keeps_whole_gradient else self.local_numel
 
     @property
@@ -283,6 +326,8 @@ class Slot:
             return False
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local
+        if isinstance(registered, TierTensor):
+            return same_place(registered, self.flat)
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
 
     def owned(self, whole: Tensor) -> Tensor:
@@ -300,14 +345,14 @@ class Slot:
 
     def owned_of_source(self, source: Tensor) -> Tensor | None:
         """This rank's part of the parameter that this slot takes the place of; None if other ranks hold it."""
-        known = slot_of(source)
+        known, local = slot_of(source), in_memory(local_of(source))
         if known is None or known.cut is None:
-            return self.owned(local_of(source))
+            return self.owned(local)
         if self.cut is None or known.cut.order != self.cut.order:
             return None
         if known.cut_axes == self.cut_axes:
-            return local_of(source)
-        return self.owned_of_host(local_of(source)) if known.cut_axes == self.cut_axes[:1] else None
+            return local
+        return self.owned_of_host(local) if known.cut_axes == self.cut_axes[:1] else None
 
     def owned_of_full(self, full: Tensor) -> Tensor:
         """This rank's part of the parameter on all axes, as a view."""
@@ -355,7 +400,8 @@ class Slot:
     @property
     def is_source(self) -> bool:
         """Whether an all-gather reads the resting parameter where it lies: it is freed between uses and needs no cast."""
-        return not self.is_kept and self.layout is not None and self.compute_dtype == self.dtype and self.route is None
+        rests_apart = not self.is_kept and not self.is_away and self.layout is not None
+        return rests_apart and self.compute_dtype == self.dtype and self.route is None
 
     def _packed(self, whole: Tensor) -> Tensor:
         packed = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)

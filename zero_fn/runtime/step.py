@@ -29,11 +29,14 @@ from torch import Tensor
 
 from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
+from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
+from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
+from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -41,6 +44,7 @@ from zero_fn.schedule import (
     Enter,
     Event,
     Exit,
+    Fetch,
     Leg,
     Reduce,
     Reshard,
@@ -48,17 +52,25 @@ from zero_fn.schedule import (
     Trace,
     Unshard,
     Use,
+    fetch_ahead,
     forward_schedule,
     legs,
     prefetch,
 )
+from zero_fn.storage import Shelf, shelf_of
+from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Step"]
+__all__ = ["Shelved", "Step"]
+
+Shelved = tuple[str, Tier]
+"""What rests in a tier: "parameters" or "gradients"."""
 
 PREFETCH_DEPTH = 1
+FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 _REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
@@ -81,6 +93,10 @@ class Step:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
+        self._shelves: dict[Shelved, Shelf] = {}
+        self._reserved: dict[Shelved, list[int]] = {}
+        self._writing: Record | None = None  # gradients on their way to a tier
+        self._failure: StorageError | None = None  # of gradients in a tier, until all ranks know
         self.has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
@@ -116,6 +132,64 @@ class Step:
         traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
         return max(traces, key=len, default=None)
 
+    # -- other tiers ------------------------------------------------------------------------------------------------
+
+    def shelf(self, what: Shelved) -> Shelf:
+        """Where parameters or gradients of the module rest in a tier.
+
+        Raises:
+            StorageError: The path takes no files.
+        """
+        if what not in self._shelves:
+            kind, tier = what
+            self._shelves[what] = shelf_of(tier, kind)
+        return self._shelves[what]
+
+    def shelves(self) -> list[tuple[str, Shelf]]:
+        """All of them, with what they hold."""
+        return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
+
+    def reserve(self, records: dict[Shelved, list[list[Form]]]) -> None:
+        """Makes room for records that will be laid out, in this order.
+
+        Raises:
+            TierError: A tier, or the memory for stagings, is too small.
+            StorageError: The path takes no files.
+        """
+        for what, forms in records.items():
+            self._reserved[what] = self.shelf(what).reserve([record_nbytes(each) for each in forms])
+
+    def place_for(self, what: Shelved, forms: list[Form]) -> int:
+        """The place of the next record: one that was reserved, or another."""
+        reserved = self._reserved.get(what)
+        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
+
+    def _put_gradients_away(self, unit: Unit) -> None:
+        """Begins to write gradients that rest in another tier, one unit at a time. A failure is kept until all are told."""
+        for record, values in unit.gradients_to_put_away():
+            try:
+                if self._writing is not None:
+                    self._writing.finish_writing()
+                self._writing = record
+                record.begin_writing(values)
+            except StorageError as error:
+                self._failure = self._failure or error
+
+    def _tell_of_gradients(self) -> None:
+        """Waits until gradients are in their tier; if that failed on any rank, every rank raises."""
+        if not any(unit.gradient_records for unit in self.live_units()):
+            return
+        try:
+            if self._writing is not None:
+                self._writing.finish_writing()
+        except StorageError as error:
+            self._failure = self._failure or error
+        self._writing, failure = None, self._failure
+        self._failure = None
+        found = tell(self.transport, self.assignment.axes, failure, "Writing gradients").failure(failure)
+        if found is not None:
+            raise found
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @uncompiled
@@ -130,14 +204,25 @@ class Step:
         if self._forward.grad:
             unit.last_entry = weakref.ref(entry)
         bracket = Enter(Use(unit.index, use.number))
-        for event in self._forward.note(bracket, use):
-            self._run(event)
-        unit.unshard()
-        unit.await_gathered()
-        for event in self._forward.after():
-            self._run(event)
+        events = self._forward.note(bracket, use)
+        try:
+            for event in events:
+                self._run(event)
+            unit.unshard()
+            unit.await_gathered()
+            for event in self._forward.after():
+                self._run(event)
+        except StorageError:  # on every rank alike: what was entered is left again
+            self._give_up_entering(self._forward, use)
+            raise
         unit.open += 1
         return use
+
+    def _give_up_entering(self, forward: ForwardPass, use: UnitUse) -> None:
+        forward.failed = True
+        forward.note(Exit(Use(use.unit.index, use.number)), use)
+        if forward.depth == 0:
+            self._end_forward(forward)
 
     @uncompiled
     def leave(self, use: UnitUse, *, failed: bool) -> None:
@@ -259,11 +344,11 @@ class Step:
         key = (forward.entry, forward.grad)
         recorded = self._recorded.get(key)
         if not forward.is_swapped and (recorded is None or recorded[0] != trace):
-            events = prefetch(forward_schedule(trace, keeps_last=forward.grad), depth=self.depth)
+            events = self._ahead(forward_schedule(trace, keeps_last=forward.grad))
             self._recorded[key] = (trace, legs(events))
         kept = forward.kept_units() if forward.grad else set()
         for unit in self.live_units():
-            unit.await_gathered()  # what was prefetched and not used: a gather that is dropped would be taken for the next
+            unit.finish_gathering()  # what was prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self._reshard_in_forward(unit, grad=forward.grad)
         if forward.grad and any(use.has_graph for use in forward.uses.values()):
@@ -317,6 +402,8 @@ class Step:
                     self._settle(unit, unit.reduce_local(exact=True))
             self._decide()
         self._end_backward()
+        if not self.accumulating:
+            self._tell_of_gradients()
 
     def give_up(self, backward: BackwardPass) -> None:
         """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
@@ -343,7 +430,7 @@ class Step:
             index for index in {use.unit for use in taking_part} if defers and self.unit(index).requires_grad
         )
         if self._script is None or not self._script.serves(trace, reduced):
-            self._script = Script(trace, reduced, depth=self.depth)
+            self._script = Script(trace, reduced, ahead=self._ahead)
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
         frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
         self._backward = backward = BackwardPass(
@@ -351,6 +438,11 @@ class Step:
         )
         backward.register(self)
         return backward
+
+    def _ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        """What comes next is gathered, and before that fetched, beside what is computed."""
+        events = prefetch(events, depth=self.depth)
+        return fetch_ahead(events, is_away=lambda index: self.unit(index).is_away, depth=FETCH_DEPTH)
 
     def _use(self, key: Use) -> UnitUse | None:
         """A use of an earlier forward; None once its graph is gone."""
@@ -393,6 +485,8 @@ class Step:
             return
         unit = self.unit(event.unit)
         match event:
+            case Fetch():
+                unit.fetch()
             case Unshard():
                 unit.unshard()
             case Await():
@@ -417,10 +511,20 @@ class Step:
         reduction.wait()
         self._undecided.append((unit, reduction))
         for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-            if has_local and slot.layout is not None:
+            if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                settle(slot, grad)
+                self._add(slot, grad)
+        self._put_gradients_away(unit)
+        slots = zip(unit.slots, reduction.has_local, strict=True)
+        if all((has_local and slot.is_reduced_at_once) or reduction.is_frozen(slot) for slot, has_local in slots):
+            reduction.release()
+
+    def _add(self, slot: Slot, grad: Tensor) -> None:
+        try:
+            settle(slot, grad)
+        except StorageError as error:  # an earlier gradient, in its tier
+            self._failure = self._failure or error
 
     def _decide(self) -> None:
         """Settles what had to wait: replicated gradients, and those that only other ranks contributed to."""
@@ -436,9 +540,10 @@ class Step:
         for unit, reduction in undecided:
             for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
                 has_any = next(union)
-                grad = reduction.resting(slot) if has_any and (slot.layout is None or not has_local) else None
+                grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
-                    settle(slot, grad)
+                    self._add(slot, grad)
+            self._put_gradients_away(unit)
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
@@ -512,6 +617,7 @@ class Step:
                 self._settle(unit, unit.reduce_local(exact=True, present=present))
         self._decide()
         self._read_control()
+        self._tell_of_gradients()
 
     def drop_gradients(self) -> None:
         """Forgets local gradients that were not reduced."""

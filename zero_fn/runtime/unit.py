@@ -12,6 +12,11 @@ What a rank holds for each parameter, by home, for `numel` elements over `n` ran
 optimizer (GRADS, OPTIMIZER) has three sizes: its shard of both axes is at rest, its part on the first axis stays in memory
 and is gathered over the second once the optimizer has stepped, and the whole is gathered over the first for each use.
 
+[Note: away] Parameters whose resting memory is in another tier are a record of the unit there, and tensors without memory
+(`TierTensor`) stand for them. The record is fetched before each gather, copied into the gathered buffer, and let go. That
+buffer is freed between uses at every stage: keeping it would keep the parameters in memory. A disk may fail on one rank, so
+each gather of such a unit carries a byte of each rank that says so, and all ranks raise the same.
+
 Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
 own and the kept buffer has the compute dtype.
 """
@@ -20,7 +25,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -29,24 +35,33 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Segment
-from zero_fn.errors import PlacementError, StateError
+from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, resting_parameter, set_local
+from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
+from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
+from zero_fn.runtime.pending_gradient import PendingGradient
+from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
+from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.storage import Slab
+from zero_fn.tiers import Cpu
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.step import Step
+    from zero_fn.runtime.step import Shelved, Step
     from zero_fn.runtime.whole_graph import Plan
 
 __all__ = ["Group", "Phase", "Unit"]
+
+_MAPPED_NBYTES = 1 << 20
 
 
 class Phase(Enum):
@@ -76,16 +91,33 @@ class Group:
         self._segments: list[Segment] | None = None  # of the kept buffer, which stays
 
     def allocate(self) -> Tensor:
-        """A buffer for the whole group."""
+        """A buffer for the whole group.
+
+        Of parameters in another tier it is mapped and unmapped by itself: a heap would cut activations from the hole that the
+        last buffer left, take new memory for the next one, and so grow with the model.
+        """
+        nbytes = self.numel * self.dtype.itemsize
+        if self.device.type == "cpu" and nbytes >= _MAPPED_NBYTES and any(slot.is_away for slot in self.slots):
+            slab = Slab(nbytes, Cpu(False, None), "gathered parameters", forked=False)
+            return slab.memory[:nbytes].view(self.dtype)
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
-    def fill_own(self, buffer: Tensor) -> None:
-        """Copies what this rank holds into its place, where it does not rest there and the all-gather does not copy it."""
+    def fill_own(self, buffer: Tensor, *, has_failed: bool = False) -> None:
+        """Copies what this rank holds into its place, where it does not rest there and the all-gather does not copy it.
+
+        Args:
+            buffer: Of the group.
+            has_failed: What rests in another tier could not be read.
+        """
         sources, places = [], []
         for slot in self.slots:
             if slot.hosted is not None:
                 sources.append(slot.hosted.narrow(0, 0, slot.host_numel))
                 places.append(self.host_range(buffer, slot))
+            elif isinstance(slot.flat, TierTensor):
+                if not has_failed:
+                    sources.append(slot.flat.record.values(slot.flat.number))
+                    places.append(self.own_range(buffer, slot))
             elif not slot.is_source and (self.kept is None or slot.compute_dtype != slot.dtype):
                 sources.append(slot.flat)
                 places.append(self.own_range(buffer, slot))
@@ -124,6 +156,8 @@ class Unit:
         last_entry: The entry at which its last forward with gradients began, weakly.
         is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
+        records: What of its parameters rests in other tiers, one for each. [Note: away]
+        gradient_records: The same of its gradients.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
@@ -156,6 +190,10 @@ class Unit:
         self.is_transient = False
         self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
         self.groups: list[Group] = []
+        self.records: list[Record] = []
+        self.gradient_records: list[Record] = []
+        self._failure: StorageError | None = None
+        self._told: Told | None = None
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
         self.gradients = Gradients(slots)
@@ -179,14 +217,36 @@ class Unit:
             sources: For each slot, the parameter it takes the place of.
             owned: For each slot, what this rank holds of it from now on.
         """
-        self._lay_out([source.device for source in sources])
-        for slot, source, values in zip(self.slots, sources, owned, strict=True):
-            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=source.requires_grad)
-            if values.device.type != "meta":
-                slot.local_view(slot.flat).copy_(values)
+        self.allocate([source.device for source in sources], [source.requires_grad for source in sources])
+        with self.in_memory():
+            for slot, values in zip(self.slots, owned, strict=True):
+                if values.device.type != "meta":
+                    slot.local_view(slot.flat).copy_(values)
+
+    def allocate(self, devices: list[torch.device], requires_grad: list[bool]) -> None:
+        """Lays out the memory at rest, and registers parameters on it. Their values are still to be written."""
+        self._lay_out(devices)
+        for slot, flag in zip(self.slots, requires_grad, strict=True):
+            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=flag)
             slot.adopt(parameter, slot.flat)
             for place in slot.places:
                 place.register(parameter)
+
+    def forms_away(self) -> dict[Shelved, list[Form]]:
+        """What it puts into other tiers: elements and dtypes, by kind and tier."""
+        found: dict[Shelved, list[Form]] = {}
+        for slot in self.slots:
+            for what in slot.shelved():
+                found.setdefault(what, []).append((slot.local_numel, slot.dtype))
+        return found
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
+        with ExitStack() as stack:
+            for record in self.records:
+                stack.enter_context(record.held())
+            yield
 
     def readopt(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
@@ -217,11 +277,16 @@ class Unit:
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
         self.reshard()
-        self.groups, self.is_evicted, self.is_transient = [], True, False
+        self.is_evicted = True
+        if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
+            return  # it is in another tier already
+        self.groups, self.is_transient = [], False
         self._hosted, self._hosts_are_current = [], False
         for slot in self.slots:
+            if isinstance(slot.flat, TierTensor):
+                continue
             slot.hosted = None
-            slot.flat = slot.flat.new_empty(0)
+            slot.flat = torch.empty(0, dtype=slot.dtype, device=slot.flat.device)
             slot.local = slot.flat  # of no parameter: the slot is not current
             slot.group = None
         self._memory = None
@@ -236,14 +301,16 @@ class Unit:
             slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
         self._lay_out([local.device for local in locals_])
-        for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
-            view = slot.local_view(slot.flat)
-            if local.device.type != "meta":
-                view.copy_(local)
-            set_local(parameter, view)
-            slot.adopt(parameter, slot.flat)
-            for place in slot.places:
-                place.register(parameter)
+        with self.in_memory():
+            for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
+                if not same_place(local, slot.flat):
+                    view = slot.local_view(slot.flat)
+                    if local.device.type != "meta":
+                        view.copy_(local)
+                    parameter = _moved(parameter, view, slot)
+                slot.adopt(parameter, slot.flat)
+                for place in slot.places:
+                    place.register(slot.parameter)
 
     def _resting_successor(self, slot: Slot) -> nn.Parameter:
         parameter = slot.places[0].registered
@@ -280,6 +347,7 @@ class Unit:
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
         twin._hosted, twin._hosts_are_current = [], False
+        twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -295,11 +363,16 @@ class Unit:
         self._memory = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
         for slot, device in zip(self.slots, devices, strict=True):
             slot.group = None
             is_cast = slot.compute_dtype != slot.dtype
-            if slot.layout is not None or is_cast:
+            if slot.layout is not None or is_cast or slot.is_away:
                 members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
+            for what in slot.shelved() if device.type != "meta" else ():
+                away.setdefault((what, device), []).append(slot)
+            if slot.is_away and device.type != "meta":
+                continue
             if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
                 own.setdefault((slot.dtype, device), []).append(slot)
         self.groups = []
@@ -312,11 +385,46 @@ class Unit:
             self.groups.append(group)
         self.is_transient = any(group.kept is None for group in self.groups)
         self._lay_out_hosts(devices)
+        self._lay_out_records(away)
         for (dtype, device), slots in own.items():
             *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
             for slot, offset in zip(slots, offsets, strict=True):
                 slot.flat = buffer.narrow(0, offset, slot.local_numel)
+
+    def _lay_out_records(self, away: dict[tuple[Shelved, torch.device], list[Slot]]) -> None:
+        """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
+        before = {"parameters": self.records, "gradients": self.gradient_records}
+        self.records, self.gradient_records = [], []
+        for (what, device), slots in away.items():
+            kind, tier = what
+            forms = [(slot.local_numel, slot.dtype) for slot in slots]
+            record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
+            if record is None:
+                record = Record(self.step.shelf(what), forms, device, self.step.place_for(what, forms))
+            (self.records if kind == "parameters" else self.gradient_records).append(record)
+            for number, slot in enumerate(slots):
+                if kind == "parameters":
+                    slot.flat = record.tensor(number)
+                else:
+                    slot.gradient_away = record.tensor(number)
+
+    def gradients_to_put_away(self) -> list[tuple[Record, dict[int, Tensor]]]:
+        """Gradients in memory whose place is in another tier, flat as they lie there; their tensors take their place."""
+        found: dict[Record, dict[int, Tensor]] = {}
+        for slot in self.slots:
+            grad, place = slot.parameter.grad, slot.gradient_away
+            if grad is None or place is None or isinstance(grad, PendingGradient):
+                continue
+            local = local_of(grad)
+            if isinstance(local, TierTensor) or local.dtype != slot.dtype:
+                continue
+            if local.stride() != slot.local_stride:
+                local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
+            found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
+            away = slot.local_view(place)
+            slot.parameter.grad = away if slot.spec is None else resting_tensor(away, slot.spec)
+        return list(found.items())
 
     def _lay_out_hosts(self, devices: list[torch.device]) -> None:
         """Room for parts that stay in memory. [Note: hosted parts]"""
@@ -346,6 +454,7 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
+        self._load()
         if self._hosted and not self._hosts_are_current:
             self._gather_hosts()
         segments: list[Segment] = []
@@ -354,10 +463,38 @@ class Unit:
             self._buffers.append(buffer)
             if group.kept is None:
                 remember_buffer(buffer, self, index)
-            group.fill_own(buffer)
+            group.fill_own(buffer, has_failed=self._failure is not None)
             segments += group.segments(buffer)
         self._pending = self.transport.all_gather(segments, self._gathering) if segments else None
         self.phase = Phase.GATHERING
+        self._let_go()
+        if self.records:
+            self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
+
+    @property
+    def is_away(self) -> bool:
+        """Whether any resting parameter is in another tier."""
+        return bool(self.records)
+
+    def fetch(self) -> None:
+        """Begins to bring resting parameters from their tier, for the next `unshard`."""
+        if self.phase is Phase.AT_REST and self.pinned is None and self.leaves is None and not self.is_replaced:
+            for record in self.records:
+                record.fetch()
+
+    def _load(self) -> None:
+        """Waits for resting parameters that are in another tier. A failure is kept until all ranks know."""
+        self._failure = None
+        for record in self.records:
+            try:
+                record.arrive()
+            except StorageError as error:
+                self._failure = self._failure or error
+
+    def _let_go(self) -> None:
+        """Drops what was fetched."""
+        for record in self.records:
+            record.drop()
 
     def _gather_hosts(self) -> None:
         """Gathers parts that stay in memory over the second axis. Waits. [Note: hosted parts]"""
@@ -377,20 +514,37 @@ class Unit:
         self._hosts_are_current = False
 
     def await_gathered(self) -> None:
-        """Waits for the all-gather that `unshard` issued."""
+        """Waits for the all-gather that `unshard` issued.
+
+        Raises:
+            StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
+        """
+        self.finish_gathering()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self.reshard()
+            raise failure
+
+    def finish_gathering(self) -> None:
+        """The same; a failure is raised by the next `await_gathered`, unless the unit is resharded before."""
         if self.phase is not Phase.GATHERING:
             return
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self._told is not None:
+            self._failure = self._told.failure(self._failure)
+            self._told = None
         self.phase = Phase.GATHERED
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         self.leave_backward()
+        self._let_go()
         if self.phase is Phase.AT_REST:
             return
-        self.await_gathered()
+        self.finish_gathering()
+        self._failure = None
         for group, buffer in zip(self.groups, self._buffers, strict=True):
             if group.kept is None:
                 forget_buffer(buffer)
@@ -430,10 +584,11 @@ class Unit:
         """Bytes of padding in the memory at rest, and in that of gradients."""
         kept = [group.kept for group in self.groups if group.kept is not None]
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
-        memory = (tensor.untyped_storage() for tensor in (*(slot.flat for slot in self.slots), *kept, *hosted))
+        own = (slot.flat for slot in self.slots if not isinstance(slot.flat, TierTensor))
+        memory = (tensor.untyped_storage() for tensor in (*own, *kept, *hosted))
         resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         needed = sum(slot.resting_nbytes for slot in self.slots)
-        return resting - needed, self.gradient_memory().padding_nbytes
+        return resting - needed, self.gradient_memory().padding_nbytes if not self.gradient_records else 0
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -500,22 +655,37 @@ class Unit:
         return wholes
 
     def issue_whole(self) -> tuple[list[Tensor], Waits | None]:
-        """The same, not waited for."""
+        """The same, not waited for.
+
+        Raises:
+            StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
+        """
+        self._load()
+        if self.records:
+            told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
+            failure = told.failure(self._failure)
+            if failure is not None:
+                raise failure
         wholes, segments = [], []
         for slot in self.slots:
+            own = slot.flat
+            if isinstance(own, TierTensor):
+                own = own.record.values(own.number)
             if slot.layout is None:
-                wholes.append(slot.local.clone())
+                wholes.append(slot.whole_view(own).to(slot.flat.device, copy=True))
                 continue
             flat = torch.empty(slot.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
-            flat.narrow(0, slot.start, slot.local_numel).copy_(slot.flat)
+            flat.narrow(0, slot.start, slot.local_numel).copy_(own)
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
+        self._let_go()
         return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
     def scatter_whole(self, wholes: list[Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
-        for slot, whole in zip(self.slots, wholes, strict=True):
-            slot.local.copy_(slot.owned(local_of(whole)))
+        with self.in_memory():
+            for slot, whole in zip(self.slots, wholes, strict=True):
+                slot.local.copy_(slot.owned(local_of(whole)))
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
@@ -562,6 +732,16 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def _moved(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
+    """A resting parameter on other memory. A plain one cannot lose its memory: another one takes its place."""
+    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor | TierTensor):
+        successor = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        note_replacement(parameter, Replacement(slot.fqn, successor, "a cast or a move of the module"))
+        return successor
+    set_local(parameter, view)
+    return parameter
 
 
 def _no_entry() -> None:

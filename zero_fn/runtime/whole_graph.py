@@ -192,6 +192,12 @@ def _plan(unit: Unit) -> Plan:
                 attribute=place.aliases[0][0],
                 fix="torch.compile(model) without fullgraph=True",
             )
+    if unit.records or unit.gradient_records:
+        raise StateError(
+            "Parameters and gradients in another tier cannot be a part of one graph.",
+            unit=unit.name or "root",
+            fix="torch.compile(model) without fullgraph=True; optimizer states may be in a tier",
+        )
     if unit.step.buffers.is_active:
         raise StateError(
             "Buffers are broadcast before every forward, which one graph cannot do.",

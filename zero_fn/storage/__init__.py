@@ -9,12 +9,27 @@ carrier     chooses between the two, once
 lot         byte strings put into a file for a while
 file        an unnamed file of reserved size
 spill       blocks in such a file, each with its checksum and generation
+shelf       room for the tensors of a module in a file or a slab, and the memory they pass through
 """
 
 from zero_fn.storage.carrier import Carrier, chosen_carrier
 from zero_fn.storage.lot import Lot
 from zero_fn.storage.memory import available
+from zero_fn.storage.shelf import STAGINGS, Shelf, shelf_of
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
 from zero_fn.storage.spill import Spill, Transfer
 
-__all__ = ["PAGE_NBYTES", "Carrier", "Lot", "Slab", "Spill", "Transfer", "available", "chosen_carrier", "whole_pages"]
+__all__ = [
+    "PAGE_NBYTES",
+    "STAGINGS",
+    "Carrier",
+    "Lot",
+    "Shelf",
+    "Slab",
+    "Spill",
+    "Transfer",
+    "available",
+    "chosen_carrier",
+    "shelf_of",
+    "whole_pages",
+]

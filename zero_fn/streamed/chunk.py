@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero_fn.chunks import Piece
 from zero_fn.streamed.schema import Schema
+from zero_fn.streamed.store import Store
 
 __all__ = ["Chunk", "Cut", "is_dense", "states_nbytes"]
 
@@ -31,14 +32,17 @@ class Cut:
         group: The number of the parameter's group.
         shape, stride: Of what the optimizer sees: those of the parameter, or flat where it is cut.
         fields: Where each state lies: its name, dtype and first byte in the chunk.
+        in_parcel: Its first byte in the parcel of the chunk; None where the parameter is in memory.
         present: Names of the states that the chunk holds now.
         resident: What stays in memory: step counts, flags, and states that came later than the plan.
     """
 
-    __slots__ = ("fields", "group", "piece", "present", "resident", "shape", "stride")
+    __slots__ = ("fields", "group", "in_parcel", "piece", "present", "resident", "shape", "stride")
 
-    def __init__(self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int) -> None:
-        self.piece, self.group = piece, group
+    def __init__(
+        self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int, in_parcel: int | None = None
+    ) -> None:
+        self.piece, self.group, self.in_parcel = piece, group, in_parcel
         self.shape = tuple(local.shape) if piece.is_whole else (piece.numel,)
         self.stride = tuple(local.stride()) if piece.is_whole and is_dense(local) else contiguous_stride(self.shape)
         self.fields: dict[str, tuple[torch.dtype, int]] = {}
@@ -48,12 +52,12 @@ class Cut:
         self.present: set[str] = set()
         self.resident: dict[str, Any] = {}
 
-    def stand_in(self, local: Tensor, grad: Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """What the optimizer updates in place of the parameter, on its memory, with its gradient."""
-        parameter = nn.Parameter(self.of(local), requires_grad=requires_grad)
+    def stand_in(self, values: Tensor, grad: Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
+        parameter = nn.Parameter(values, requires_grad=requires_grad)
         if grad.dtype != parameter.dtype:
             parameter.grad_dtype = grad.dtype
-        parameter.grad = self.of(grad)
+        parameter.grad = grad
         return parameter
 
     def of(self, local: Tensor) -> Tensor:
@@ -62,6 +66,12 @@ class Cut:
             return local
         flat = local.as_strided((local.numel(),), (1,))
         return flat[self.piece.start : self.piece.stop]
+
+    def of_parcel(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
+        """The elements of the piece in the bytes of its parcel."""
+        assert self.in_parcel is not None
+        field = memory[self.in_parcel : self.in_parcel + self.piece.numel * dtype.itemsize].view(dtype)
+        return field.as_strided(self.shape, self.stride, field.storage_offset())
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """The room of a state in the bytes of the chunk."""
@@ -97,7 +107,9 @@ class Chunk:
     Attributes:
         cuts: The pieces.
         nbytes: Bytes of that range.
-        device: Where the parameters are.
+        device: Where the parameters are computed with.
+        store: Where its states rest.
+        parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
         place: Where the store keeps it.
         is_stored: Whether the store holds it: false before the first step.
     """
@@ -105,6 +117,8 @@ class Chunk:
     cuts: Sequence[Cut]
     nbytes: int
     device: torch.device
+    store: Store
+    parcel: int | None = None
     place: int = 0
     is_stored: bool = False
 

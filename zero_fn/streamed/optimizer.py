@@ -10,7 +10,7 @@ so to the rest of a training loop. Such an optimizer refuses to go on until stat
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
@@ -21,23 +21,32 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
-from zero_fn.errors import CheckpointError, PlacementError, StateError
+from zero_fn.errors import CheckpointError, PlacementError, StateError, TierError
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
-from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
+from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
-from zero_fn.streamed.store import Store, store_of
-from zero_fn.tiers import Cpu, Tier, nbytes_of_text
+from zero_fn.streamed.store import Ring, Store, store_of
+from zero_fn.tiers import IN_MEMORY, Cpu, Tier, bytes_text, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
 _BUFFER = "64MiB"
+_LEAST_PART_NBYTES = 64 << 10
+_NOWHERE = store_of(None, "")  # of a chunk that has no room yet
+
+_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], tuple[Ring, Ring]]
 
 
-def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -> Streamed:
+def streamed(
+    optimizer: Optimizer, tier: Tier | None = None, *, fraction: float = 1.0, buffer: int | str = _BUFFER
+) -> Streamed:
     """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
 
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
@@ -52,7 +61,10 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
 
     Args:
         optimizer: A stock optimizer, or one of yours, that treats every element alone. States that it has are moved.
-        tier: `zf.nvme(path)` or `zf.cpu()`.
+        tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier that `zf.offload(model, optim=tier)` said; the
+            states of others stay on the device.
+        fraction: How much of the states, in bytes and to a buffer, is in the tier; the rest stays on the device. Buffers of
+            both kinds take turns, so that transfers run beside the steps of what stays (twin-flow).
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
 
     Returns:
@@ -61,10 +73,17 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
 
     Raises:
         PlacementError: The optimizer does not treat every element alone.
-        TierError: The tier, or the memory for its buffers, is too small. Nothing was moved.
+        TierError: The tier, or the memory for its buffers, is too small; or no tier was given. Nothing was moved.
         StorageError: The path takes no files, or the disk failed. The optimizer has its states.
+
+    Source:
+        ZeRO-Infinity, Rajbhandari et al. 2021, 5.2.2; the split of states over two tiers: ZeRO-Offload++ (twin-flow), 2023.
     """
-    return Streamed(optimizer, tier, nbytes_of_text(buffer, "buffer"))
+    if not 0 < fraction <= 1:
+        raise TierError(
+            "fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes"
+        )
+    return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"))
 
 
 class Streamed(Optimizer):
@@ -72,19 +91,22 @@ class Streamed(Optimizer):
 
     Attributes:
         inner: The optimizer whose arithmetic it is.
-        tier: Where the states rest.
+        tier: Where the states rest; None: where `zf.offload` said, for each parameter.
     """
 
     inner: Optimizer
-    tier: Tier
+    tier: Tier | None
+    takes_from_tiers = True  # parameters that rest there
 
-    def __init__(self, inner: Optimizer, tier: Tier, buffer_nbytes: int) -> None:
+    def __init__(self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
-        self._buffer_nbytes = buffer_nbytes
+        self._fraction, self._buffer_nbytes = fraction, buffer_nbytes
+        self._stores: dict[Tier | None, Store] = {}
         self._torn: str | None = None
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
+        self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
         self._begin()
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
@@ -106,13 +128,20 @@ class Streamed(Optimizer):
 
     @property
     def resident_nbytes(self) -> int:
-        """Bytes of host memory that it takes: buffers, or all states on `cpu`."""
-        return self._store.nbytes
+        """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
+        return sum(store.nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
+
+    def tier_nbytes(self) -> dict[Tier | None, int]:
+        """Bytes of the room for states in each tier, in whole pages on a disk; None is the device."""
+        return {tier: store.room_nbytes for tier, store in self._stores.items()}
 
     def __repr__(self) -> str:
-        where = str(self._store)
-        if isinstance(self.tier, Cpu) and all(chunk.device.type == "cpu" for chunk in self._chunks):
+        where = " and ".join(map(str, self._stores.values()))
+        if any(isinstance(tier, Cpu) for tier in self._stores) and all(c.device.type == "cpu" for c in self._chunks):
             where += ", the device's own: nothing is copied"
+        for kind, ring in zip(("parameters", "gradients"), self._rings, strict=True):
+            if ring.count:
+                where += f"; {kind} from their tier through {ring}"
         return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -164,6 +193,8 @@ class Streamed(Optimizer):
             PlacementError: A gradient is sparse or does not rest as its parameter does.
         """
         self._require_whole("step")
+        for parameter in self._known:
+            follow(parameter)
         require_elementwise(self.inner)
         loss = None
         if closure is not None:
@@ -190,7 +221,7 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk(self._store, chunks, stepped.step)
+            each_chunk([StoreLane(), *self._parcels()], chunks, stepped.step)
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
@@ -203,6 +234,8 @@ class Streamed(Optimizer):
             local, grad = local_of(parameter), parameter.grad
             if grad is None:
                 continue
+            if chunk.parcel is not None:
+                self._require_same_parcel(parameter, cut, chunk.parcel)
             if grad.layout is not torch.strided:
                 raise PlacementError(
                     "Sparse gradients cannot be streamed.",
@@ -221,13 +254,25 @@ class Streamed(Optimizer):
             shape = tuple(local.shape) if cut.piece.is_whole else None
             whole = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
             if (local.numel(), local.dtype) != whole or (shape is not None and shape != cut.shape):
-                raise StateError(
-                    "A parameter has changed since its optimizer was streamed.",
-                    parameter=_name(parameter),
-                    expected=f"{whole[0]} elements of {str(whole[1]).removeprefix('torch.')} on this rank",
-                    why="its states have the shape and dtype it had; nothing was updated",
-                    fix="cast or replace parameters before the optimizer is built",
-                )
+                raise self._has_changed(parameter, cut)
+
+    def _require_same_parcel(self, parameter: Tensor, cut: Cut, index: int) -> None:
+        place = place_of(parameter)
+        parcel = place.record.parcels[index] if place is not None and index < len(place.record.parcels) else None
+        pieces = zip(parcel.pieces, parcel.offsets, strict=True) if parcel is not None else ()
+        span = place.number if place is not None else None, cut.piece.start, cut.piece.stop, cut.in_parcel
+        if not any((p.parameter, p.start, p.stop, offset) == span for p, offset in pieces):
+            raise self._has_changed(parameter, cut)
+
+    def _has_changed(self, parameter: Tensor, cut: Cut) -> StateError:
+        numel, dtype = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
+        return StateError(
+            "A parameter has changed since its optimizer was streamed.",
+            parameter=_name(parameter),
+            expected=f"{numel} elements of {str(dtype).removeprefix('torch.')} on this rank",
+            why="its states have the shape and dtype it had; nothing was updated",
+            fix="cast or replace parameters before the optimizer is built",
+        )
 
     def _require_whole(self, verb: str) -> None:
         if self._torn is not None:
@@ -238,6 +283,10 @@ class Streamed(Optimizer):
                 fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
             )
 
+    def _parcels(self) -> tuple[Values, Gradients]:
+        values, gradients = self._rings
+        return Values(values, self._known), Gradients(gradients, self._known)
+
     # -- where everything is --------------------------------------------------------------------------------------
 
     def _begin(self) -> None:
@@ -245,22 +294,20 @@ class Streamed(Optimizer):
 
         It keeps them until all ranks have theirs in the tier.
         """
-        prepared: list[tuple[Store, list[Chunk], list[Tensor]]] = []
+        prepared: list[_Prepared] = []
         everywhere(
             self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
         )
-        self._store, self._chunks, self._known = prepared[0]
+        self._stores, self._chunks, self._known, self._rings = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
         self.inner.state = defaultdict(dict)
         self._torn = None
 
-    def _prepared(self) -> tuple[Store, list[Chunk], list[Tensor]]:
-        """A store with a copy of all states, the chunks in it, and their parameters."""
-        store = store_of(self.tier, f"states of {type(self.inner).__name__}")
-        chunks, known = self._planned(self._all_parameters(), 0)
-        for chunk, place in zip(chunks, store.reserve([chunk.nbytes for chunk in chunks]), strict=True):
-            chunk.place = place
+    def _prepared(self) -> _Prepared:
+        """Stores with a copy of all states, the chunks in them, their parameters, and what those pass through."""
+        stores: dict[Tier | None, Store] = {}
+        chunks, known = self._planned(self._all_parameters(), 0, stores)
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
         filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
 
@@ -270,8 +317,8 @@ class Streamed(Optimizer):
                 if parameter in states:
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
-        each_chunk(store, filled, fill)
-        return store, chunks, known
+        each_chunk([StoreLane()], filled, fill)
+        return stores, chunks, known, rings_for(known)
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -280,38 +327,134 @@ class Streamed(Optimizer):
             return
         known = {id(parameter) for parameter in self._known}
         new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
-        chunks, parameters = self._planned(new, len(self._known))
-        for chunk, place in zip(chunks, self._store.reserve([c.nbytes for c in chunks]), strict=True):
-            chunk.place = place
+        chunks, parameters = self._planned(new, len(self._known), self._stores)
         self._chunks += chunks
         self._known += parameters
+        self._rings = rings_for(self._known)
         self._numels += [local_of(parameter).numel() for parameter in parameters]
         self._dtypes += [parameter.dtype for parameter in parameters]
 
-    def _planned(self, parameters: list[Tensor], first: int) -> tuple[list[Chunk], list[Tensor]]:
-        """Chunks for these parameters, which get the numbers from `first` on."""
+    def _planned(
+        self, parameters: list[Tensor], first: int, stores: dict[Tier | None, Store]
+    ) -> tuple[list[Chunk], list[Tensor]]:
+        """Chunks for these parameters, which get the numbers from `first` on, and room for them in stores."""
+        for parameter in parameters:
+            follow(parameter)
         group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
         groups = [group_of[id(parameter)] for parameter in parameters]
         locals_ = [local_of(parameter) for parameter in parameters]
         schemas = self._schemas(parameters, groups, locals_)
+        wanted = self._tiers_of(parameters)
+        here = [number for number, parameter in enumerate(parameters) if place_of(parameter) is None]
         packed = chunks_of(
-            [local.numel() for local in locals_],
-            [local.device for local in locals_],
-            lambda number, numel: states_nbytes(schemas[number], numel),
-            self._buffer_nbytes,
+            [locals_[number].numel() for number in here],
+            [(locals_[number].device, wanted[number]) for number in here],
+            lambda at, numel: states_nbytes(schemas[here[at]], numel),
+            self._chunk_nbytes([states_nbytes(schemas[n], locals_[n].numel()) for n in here], wanted),
         )
         chunks = []
         for pieces in packed:
             cuts, nbytes = [], 0
             for piece in pieces:
-                number = piece.parameter
+                number = here[piece.parameter]
                 if not piece.is_whole:
                     self._require_cuttable(parameters[number], locals_[number])
                 numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
                 cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
                 nbytes += states_nbytes(schemas[number], piece.numel)
-            chunks.append(Chunk(cuts, nbytes, locals_[pieces[0].parameter].device))
+            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device, _NOWHERE))
+        chunks += self._chunks_away(parameters, first, groups, schemas)
+        # A parcel that mixes tiers goes where the states of its first parameter go.
+        self._find_room(chunks, [wanted[chunk.cuts[0].piece.parameter - first] for chunk in chunks], stores)
         return chunks, parameters
+
+    def _chunk_nbytes(self, nbytes: list[int], wanted: list[tuple[Tier | None, float]]) -> int:
+        """The most that a chunk may take: a buffer, or where a part stays on the device, so little that the part is met."""
+        if all(fraction == 1 for _, fraction in wanted):
+            return self._buffer_nbytes
+        return min(self._buffer_nbytes, max(sum(nbytes) // 32, _LEAST_PART_NBYTES))
+
+    def _tiers_of(self, parameters: list[Tensor]) -> list[tuple[Tier | None, float]]:
+        """Where the states of each parameter are to rest, and which part of them.
+
+        Raises:
+            TierError: Nobody said.
+        """
+        if self.tier is not None:
+            return [(self.tier, self._fraction)] * len(parameters)
+        slots = [slot_of(parameter) for parameter in parameters]
+        asked = [slot.home.tiers if slot is not None else IN_MEMORY for slot in slots]
+        if parameters and all(tiers.optim is None for tiers in asked):
+            raise TierError(
+                "streamed() was given no tier.",
+                optimizer=type(self.inner).__name__,
+                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
+            )
+        return [(tiers.optim, tiers.fraction) for tiers in asked]
+
+    def _find_room(
+        self, chunks: list[Chunk], wanted: list[tuple[Tier | None, float]], stores: dict[Tier | None, Store]
+    ) -> None:
+        """Gives each chunk a store and a place in it: so many of them in its tier as its fraction says, taking turns."""
+        total: Counter[Tier | None] = Counter()
+        there: Counter[Tier | None] = Counter()
+        chosen: dict[tuple[Tier | None, torch.device], list[Chunk]] = {}
+        for chunk, (tier, fraction) in zip(chunks, wanted, strict=True):
+            total[tier] += chunk.nbytes
+            is_there = there[tier] + chunk.nbytes / 2 <= fraction * total[tier]
+            there[tier] += chunk.nbytes * is_there
+            chosen.setdefault((tier if is_there else None, chunk.device), []).append(chunk)
+        for (tier, device), members in chosen.items():
+            if tier not in stores:
+                stores[tier] = store_of(tier, f"states of {type(self.inner).__name__}")
+            places = stores[tier].reserve([chunk.nbytes for chunk in members], device)
+            for chunk, place in zip(members, places, strict=True):
+                chunk.store, chunk.place = stores[tier], place
+
+    def _chunks_away(
+        self, parameters: list[Tensor], first: int, groups: list[int], schemas: list[Schema]
+    ) -> list[Chunk]:
+        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
+        records: dict[Record, dict[int, int]] = {}
+        for number, parameter in enumerate(parameters):
+            place = place_of(parameter)
+            if place is not None:
+                records.setdefault(place.record, {})[place.number] = number
+        chunks = []
+        for record, number_of in records.items():
+            for index, parcel in enumerate(record.parcels):
+                cuts, nbytes = [], 0
+                inside = [
+                    (number_of[piece.parameter], piece, offset)
+                    for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
+                    if piece.parameter in number_of
+                ]
+                for number, piece, offset in sorted(inside, key=lambda found: groups[found[0]]):
+                    if not piece.is_whole:
+                        self._require_cuttable_away(parameters[number])
+                    numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
+                    local = local_of(parameters[number])
+                    cuts.append(Cut(numbered, groups[number], local, schemas[number], nbytes, offset))
+                    nbytes += states_nbytes(schemas[number], piece.numel)
+                if nbytes > self._buffer_nbytes:
+                    raise TierError(
+                        f"A buffer of {bytes_text(self._buffer_nbytes)} is too small for the states of a parcel.",
+                        needs=bytes_text(nbytes),
+                        why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                        fix=f"buffer={nbytes} or more; 64 MiB is a good size",
+                    )
+                if cuts:
+                    chunks.append(Chunk(cuts, nbytes, record.device, _NOWHERE, index))
+        return chunks
+
+    def _require_cuttable_away(self, parameter: Tensor) -> None:
+        if looks_at_whole_tensors(type(self.inner)):
+            raise PlacementError(
+                f"{_name(parameter)} rests in another tier in several parcels, and cannot be stepped in pieces.",
+                optimizer=type(self.inner).__name__,
+                why="it looks at whole matrices or tensors",
+                fix="leave it in memory: zf.offload(model, params=tier, where=...), or use AdamW",
+            )
 
     def _schemas(self, parameters: list[Tensor], groups: list[int], locals_: list[Tensor]) -> list[Schema]:
         """The states of each parameter: those that one like it has, else those that a first step would make."""
@@ -325,6 +468,9 @@ class Streamed(Optimizer):
         for kind in kinds:
             if kind not in found:
                 group, dtype, device = kind
+                if not (dtype.is_floating_point or dtype.is_complex):
+                    found[kind] = ()  # never trained
+                    continue
                 found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device, ndims[kind])
         return [found[kind] for kind in kinds]
 
@@ -354,8 +500,8 @@ class Streamed(Optimizer):
                 for name, value in cut.states(buffer).items():
                     _join(joined[parameter], name, value, parameter, cut)
 
-        each_chunk(self._store, [c for c in self._chunks if c.is_stored], join, writes=False)
-        return joined
+        each_chunk([StoreLane()], [c for c in self._chunks if c.is_stored], join, writes=False)
+        return defaultdict(dict, {parameter: joined[parameter] for parameter in self._known if parameter in joined})
 
 
 class _Stepped:
@@ -374,10 +520,17 @@ class _Stepped:
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, buffer: Tensor) -> None:
-        """Steps the parameters of one chunk."""
+    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor, gradients: Tensor) -> None:
+        """Steps the parameters of one chunk.
+
+        Args:
+            chunk: Which.
+            buffer: Their states.
+            parcel: Themselves, if they rest in another tier.
+            gradients: Their gradients, if these do.
+        """
         self.count += 1
-        states = buffer if chunk.device.type == "cpu" else buffer.to(chunk.device)
+        states, values, grads = (memory.to(chunk.device) for memory in (buffer, parcel, gradients))
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         pairs = []
@@ -387,8 +540,11 @@ class _Stepped:
                 parameter = self._known[cut.piece.parameter]
                 if parameter.grad is None:
                     continue
+                is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
                 stand_in = cut.stand_in(
-                    local_of(parameter), self._grad(parameter, cut), requires_grad=parameter.requires_grad
+                    cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
+                    cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
+                    requires_grad=parameter.requires_grad,
                 )
                 own = cut.states(states)
                 if own:
@@ -405,6 +561,8 @@ class _Stepped:
             cut.keep(states, state.get(stand_in, {}))
         if states is not buffer:
             buffer.copy_(states)
+        if values is not parcel:
+            parcel.copy_(values)
 
     def finish(self) -> None:
         """Takes over what the optimizer wrote into its groups."""

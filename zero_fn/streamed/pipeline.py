@@ -10,6 +10,7 @@ Reads and writes are under way beside each other and beside the computation; wha
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -18,63 +19,101 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage import Transfer
-from zero_fn.streamed.store import Store
+from zero_fn.streamed.store import BUFFERS, Store
 
-__all__ = ["Stored", "each_chunk"]
+__all__ = ["Lane", "StoreLane", "Stored", "each_chunk"]
 
 
 class Stored(Protocol):
     """What rests in a store as one."""
 
+    store: Store
     nbytes: int
     place: int
     is_stored: bool
 
 
-C = TypeVar("C", bound=Stored)
+C = TypeVar("C")
+V = TypeVar("V", contravariant=True)
 
 
-def each_chunk(store: Store, chunks: Sequence[C], compute: Callable[[C, Tensor], None], *, writes: bool = True) -> None:
-    """Brings each chunk into memory, in order, calls `compute(chunk, buffer)`, and puts it back.
+class Lane(Protocol[V]):
+    """The way of one part of each chunk, in one pass."""
+
+    def fetch(self, chunk: V) -> tuple[Tensor, Transfer | None]:
+        """Memory for the part, and what is bringing it there, if anything is. Called once for each chunk, in order.
+
+        The memory of the chunk that came four before may be taken: it has been written back.
+        """
+
+    def keep(self, chunk: V, memory: Tensor) -> Transfer | None:
+        """Begins to put the part back; None if it is there."""
+
+
+class StoreLane:
+    """Chunks of stores, each with buffers of its own that are taken in turn."""
+
+    def __init__(self) -> None:
+        self._turns: Counter[int] = Counter()
+
+    def fetch(self, chunk: Stored) -> tuple[Tensor, Transfer | None]:
+        store = chunk.store
+        buffer = store.buffer(self._turns[id(store)], chunk.place, chunk.nbytes)
+        self._turns[id(store)] += 1
+        return buffer, store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
+
+    def keep(self, chunk: Stored, memory: Tensor) -> Transfer | None:
+        chunk.is_stored = True
+        return chunk.store.keep(chunk.place, memory) if chunk.nbytes else None
+
+
+def each_chunk(
+    lanes: Sequence[Lane[C]], chunks: Sequence[C], compute: Callable[..., None], *, writes: bool = True
+) -> None:
+    """Brings each chunk into memory, in order, calls `compute(chunk, *memory)`, and puts it back.
 
     Args:
-        store: Where they rest.
-        chunks: What to visit. Those that the store does not hold yet come with a buffer of any content.
-        compute: What to do with each; it may change the buffer.
-        writes: Whether buffers were changed and are to be put back.
+        lanes: The ways of the parts of a chunk; `compute` gets the memory of each.
+        chunks: What to visit. Parts that are not stored yet come with memory of any content.
+        compute: What to do with each; it may change the memory.
+        writes: Whether it does, and parts are to be put back.
 
     Raises:
         StorageError: A read or a write failed. Nothing is under way any more.
     """
-    ahead = max(store.buffers // 2, 1)
-    fetches: dict[int, tuple[Tensor, Transfer | None]] = {}
-    puts: dict[int, Transfer] = {}
+    fetches: dict[int, list[tuple[Tensor, Transfer | None]]] = {}
+    puts: dict[int, list[Transfer | None]] = {}
     try:
         for turn, chunk in enumerate(chunks):
-            for later in range(turn + len(fetches), min(turn + ahead + 1, len(chunks))):
-                _wait(puts.pop(later - store.buffers, None))
-                fetches[later] = _fetched(store, later, chunks[later])
-            buffer, transfer = fetches[turn]
-            _wait(transfer)
-            del fetches[turn]
-            compute(chunk, buffer)
-            put = store.keep(chunk.place, buffer) if writes and chunk.nbytes else None
-            chunk.is_stored |= writes
-            if put is not None:
-                puts[turn] = put
+            for later in range(turn + len(fetches), min(turn + BUFFERS // 2 + 1, len(chunks))):
+                _wait_all(puts.pop(later - BUFFERS, ()))
+                fetches[later] = []
+                for lane in lanes:
+                    fetches[later].append(lane.fetch(chunks[later]))
+            _wait_all([transfer for _, transfer in fetches[turn]])
+            memory = [buffer for buffer, _ in fetches.pop(turn)]
+            compute(chunk, *memory)
+            if writes:
+                puts[turn] = []
+                for lane, buffer in zip(lanes, memory, strict=True):
+                    puts[turn].append(lane.keep(chunk, buffer))
         while puts:
-            _wait(puts.pop(min(puts)))
+            _wait_all(puts.pop(min(puts)))
     finally:
-        for left in (*(transfer for _, transfer in fetches.values()), *puts.values()):
+        left = [transfer for fetched in fetches.values() for _, transfer in fetched]
+        for transfer in (*left, *(put for each in puts.values() for put in each)):
             with suppress(StorageError):  # the first failure is the one that is told
-                _wait(left)
+                _wait_all([transfer])
 
 
-def _fetched(store: Store, turn: int, chunk: Stored) -> tuple[Tensor, Transfer | None]:
-    buffer = store.buffer(turn, chunk.place, chunk.nbytes)
-    return buffer, store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
-
-
-def _wait(transfer: Transfer | None) -> None:
-    if transfer is not None:
-        transfer.wait()
+def _wait_all(transfers: Sequence[Transfer | None]) -> None:
+    """Waits for all of them, and raises what went wrong first."""
+    failure: StorageError | None = None
+    for transfer in transfers:
+        try:
+            if transfer is not None:
+                transfer.wait()
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -10,25 +10,26 @@ from torch import Tensor
 from zero_fn.storage import Slab, Spill, Transfer, chosen_carrier, whole_pages
 from zero_fn.tiers import Cpu, Nvme, Tier, bytes_text
 
-__all__ = ["Store", "store_of"]
+__all__ = ["BUFFERS", "Ring", "Store", "store_of"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
+BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
 
 
 class Store(Protocol):
     """Where chunks rest. Printed, it says how they get there."""
 
     @property
-    def buffers(self) -> int:
-        """How many chunks may be in memory at a time, in turn."""
-
-    @property
     def nbytes(self) -> int:
         """Bytes of host memory that it takes."""
 
-    def reserve(self, sizes: list[int]) -> list[int]:
-        """Makes room for chunks of these sizes in bytes, and returns the place of each. Not while chunks are in memory.
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes that it takes of its tier."""
+
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
+        """Makes room for chunks of these sizes in bytes, of parameters on a device, and returns the place of each. Not
+        while chunks are in memory.
 
         Raises:
             TierError: The tier, or memory for buffers, is too small.
@@ -44,19 +45,49 @@ class Store(Protocol):
         """Begins to put a chunk back; None if it is there."""
 
 
-def store_of(tier: Tier, what: str) -> Store:
-    """An empty store.
+def store_of(tier: Tier | None, what: str) -> Store:
+    """An empty store; without a tier, in the memory of the device itself.
 
     Raises:
         StorageError: The path takes no files.
     """
+    if tier is None:
+        return _Device()
     return _Memory(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
+
+
+class _Device:
+    """Chunks rest on the device of their parameters."""
+
+    def __init__(self) -> None:
+        self._chunks: list[Tensor] = []
+        self.nbytes = 0
+
+    def __str__(self) -> str:
+        return f"{bytes_text(self.nbytes)} of memory of the device"
+
+    @property
+    def room_nbytes(self) -> int:
+        return self.nbytes
+
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
+        begin = len(self._chunks)
+        self._chunks += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+        self.nbytes += sum(sizes)
+        return list(range(begin, len(self._chunks)))
+
+    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
+        return self._chunks[place]
+
+    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
+        return None
+
+    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
+        return None
 
 
 class _Memory:
     """Chunks are stepped where they rest."""
-
-    buffers = 2
 
     def __init__(self, tier: Cpu, what: str) -> None:
         self._tier, self._what = tier, what
@@ -68,7 +99,11 @@ class _Memory:
         kind = "pinned memory of the host" if self._is_pinned else "memory of the host"
         return f"{bytes_text(self.nbytes)} of {kind}"
 
-    def reserve(self, sizes: list[int]) -> list[int]:
+    @property
+    def room_nbytes(self) -> int:
+        return self.nbytes
+
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         limit = self._tier.limit_nbytes
         left = Cpu(self._tier.pinned, None if limit is None else limit - self.nbytes)
         slab = Slab(sum(sizes), left, self._what)
@@ -90,38 +125,65 @@ class _Memory:
         return None
 
 
-class _Disk:
-    """Chunks pass through a few buffers of one slab, which the kernel reads and writes directly.
+class Ring:
+    """Buffers of one slab, taken in turn, which the kernel reads and writes directly."""
 
-    There are as many buffers as chunks, but at most four, each as large as the largest chunk.
-    """
+    def __init__(self, count: int, largest_nbytes: int, what: str) -> None:
+        """Takes as many buffers as chunks, but at most four, each as large as the largest.
+
+        Raises:
+            TierError: There is not so much memory.
+        """
+        self.count, self.size = min(count, BUFFERS), whole_pages(largest_nbytes)
+        self._views: tuple[Tensor, ...] = ()
+        self._carrier = chosen_carrier()
+        self._slab: Slab | None = None
+        if self.count and self.size:
+            self._slab = Slab(self.size * self.count, Cpu(True, None), f"buffers of {what}", forked=False)
+            self._views = torch.split(self._slab.memory, self.size)
+            self._carrier.register(self._slab.memory)
+
+    def __del__(self) -> None:
+        if getattr(self, "_slab", None) is not None:
+            self._carrier.forget(self._slab.memory)  # type: ignore[union-attr]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self._slab.nbytes if self._slab is not None else 0
+
+    def __str__(self) -> str:
+        return f"{self.count} buffer{'s' * (self.count > 1)} of {bytes_text(self.size)}"
+
+    def buffer(self, turn: int, nbytes: int) -> Tensor:
+        """Memory for that many bytes, in whole pages."""
+        return self._views[turn % self.count][: whole_pages(nbytes)] if nbytes else _NOTHING
+
+
+class _Disk:
+    """Chunks pass through a ring of buffers."""
 
     def __init__(self, tier: Nvme, what: str) -> None:
-        self._slab: Slab | None = None
-        self._views: tuple[Tensor, ...] = ()
         self._what = what
         self._chunks = self._largest_nbytes = 0
+        self._ring = Ring(0, 0, what)
         self._carrier = chosen_carrier()
         self._spill = Spill(tier, what, self._carrier)
 
     def __str__(self) -> str:
         file = self._spill.file
         how = "direct" if file.is_direct else "through the page cache"
-        buffers = f"{self.buffers} buffer{'s' * (self.buffers > 1)} of {bytes_text(self._largest_nbytes)}"
-        return f"{bytes_text(file.nbytes)} in {file.tier}, {how} by {self._carrier}, {buffers}"
-
-    def __del__(self) -> None:
-        self._forget_buffers()
-
-    @property
-    def buffers(self) -> int:
-        return min(self._chunks, _BUFFERS)
+        return f"{bytes_text(file.nbytes)} in {file.tier}, {how} by {self._carrier}, {self._ring}"
 
     @property
     def nbytes(self) -> int:
-        return self._slab.nbytes if self._slab is not None else 0
+        return self._ring.nbytes
 
-    def reserve(self, sizes: list[int]) -> list[int]:
+    @property
+    def room_nbytes(self) -> int:
+        return self._spill.file.nbytes
+
+    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         places, offset = [], self._spill.reserve(sum(map(whole_pages, sizes)))
         for nbytes in sizes:
             places.append(offset)
@@ -130,23 +192,13 @@ class _Disk:
         return places
 
     def _make_buffers(self, chunks: int, largest_nbytes: int) -> None:
-        before = self.buffers, self._largest_nbytes
         self._chunks, self._largest_nbytes = chunks, max(self._largest_nbytes, largest_nbytes)
-        if (self.buffers, self._largest_nbytes) == before or not self._largest_nbytes:
-            return
-        self._forget_buffers()
-        size = self._largest_nbytes
-        self._slab = Slab(size * self.buffers, Cpu(True, None), f"buffers of {self._what}", forked=False)
-        self._views = torch.split(self._slab.memory, size)
-        self._carrier.register(self._slab.memory)
-
-    def _forget_buffers(self) -> None:
-        if self._slab is not None:
-            self._carrier.forget(self._slab.memory)
-        self._slab, self._views = None, ()
+        if (min(chunks, BUFFERS), self._largest_nbytes) != (self._ring.count, self._ring.size):
+            self._ring = Ring(0, 0, self._what)  # what was there goes first
+            self._ring = Ring(chunks, self._largest_nbytes, self._what)
 
     def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        return self._views[turn % self.buffers][: whole_pages(nbytes)] if nbytes else _NOTHING
+        return self._ring.buffer(turn, nbytes)
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
         return self._spill.read(place, buffer)

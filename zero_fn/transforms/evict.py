@@ -17,8 +17,9 @@ from zero_fn.errors import StateError
 from zero_fn.resting import local_of, resting_tensor, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import is_dense
-from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.store import Store, store_of
 from zero_fn.tiers import Cpu, Tier, bytes_text
 
@@ -66,6 +67,7 @@ class _Parcel:
 
     pieces: tuple[Piece, ...]
     nbytes: int
+    store: Store
     place: int = 0
     is_stored: bool = False
 
@@ -88,11 +90,11 @@ class Evicted:
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, tier: Tier) -> None:
         self._module, self._optimizer, self._tier = module, optimizer, tier
-        self._parameters = [parameter for parameter in module.parameters() if parameter.device.type != "meta"]
+        self._parameters = [p for p in module.parameters() if p.device.type != "meta" and not _is_away(p)]
         self._units = units_of(module)
         for unit in self._units:
             unit.readopt()
-        self._grads = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        self._grads = [(p, p.grad) for p in module.parameters() if p.grad is not None and not _is_away(p.grad)]
         self._states = list(_states_of(optimizer))
         self._hooks: list[Any] = []
         self._stays = isinstance(tier, Cpu) and all(p.device.type == "cpu" for p in self._parameters)
@@ -100,7 +102,7 @@ class Evicted:
         self._parcels: list[_Parcel] = []
         self._forms: list[_Form] = []
         if not self._stays:
-            everywhere(self._parameters, self._put, "Evicting a model")
+            everywhere(module.parameters(), self._put, "Evicting a model")
             self._release()
         self._guard()
 
@@ -124,7 +126,7 @@ class Evicted:
             )
         if not self._stays:
             tensors: list[Tensor] = []
-            everywhere(self._parameters, lambda: tensors.extend(self._fetched()), "Restoring a model")
+            everywhere(self._module.parameters(), lambda: tensors.extend(self._fetched()), "Restoring a model")
             self._return(tensors)
         for hook in self._hooks:
             hook.remove()
@@ -149,8 +151,8 @@ class Evicted:
             flats.append(_bytes_of(dense))
         store = store_of(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
-        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
-        places = store.reserve([parcel.nbytes for parcel in self._parcels])
+        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces), store) for pieces in packed]
+        places = store.reserve([parcel.nbytes for parcel in self._parcels], torch.device("cpu"))
         for parcel, place in zip(self._parcels, places, strict=True):
             parcel.place = place
 
@@ -158,7 +160,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
-        each_chunk(store, self._parcels, fill)
+        each_chunk([StoreLane()], self._parcels, fill)
         self._store = store
 
     def _release(self) -> None:
@@ -188,7 +190,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
-        each_chunk(self._store, self._parcels, take, writes=False)
+        each_chunk([StoreLane()], self._parcels, take, writes=False)
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:
@@ -245,6 +247,11 @@ def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], st
             for name, value in states.items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield states, name
+
+
+def _is_away(tensor: Tensor) -> bool:
+    """Whether it rests in another tier already."""
+    return isinstance(local_of(tensor), TierTensor)
 
 
 def _form_only(tensor: Tensor) -> Tensor:

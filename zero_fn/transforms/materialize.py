@@ -11,7 +11,6 @@ from zero_fn.errors import StateError
 from zero_fn.grid import local_part
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.unit import Unit
 
 __all__ = ["materialize"]
 
@@ -59,7 +58,8 @@ def materialize(module: M, device: torch.device | str) -> M:
             )
     target = torch.device(device)
     for unit in units_of(module):
-        _allocate(unit, target)
+        unit.reshard()
+        unit.allocate([target] * len(unit.slots), [slot.parameter.requires_grad for slot in unit.slots])
     pending = {id(child) for _, child in owners}
     for unit in units_of(module):
         inside = unit.modules()
@@ -90,15 +90,6 @@ def _empty(slot: Slot, device: torch.device) -> Tensor:
     if slot.model is not None:
         return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
     return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=device)
-
-
-def _allocate(unit: Unit, device: torch.device) -> None:
-    for slot in unit.slots:
-        empty = torch.empty_like(slot.parameter, device=device)
-        parameter = nn.Parameter(empty, requires_grad=slot.parameter.requires_grad)
-        for place in slot.places:
-            place.register(parameter)
-    unit.readopt()
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:

@@ -1,0 +1,110 @@
+"""Tensors of a unit in another tier: what is written is read, whichever way it went, and staging memory comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import zero_fn as zf
+from zero_fn.runtime.record import PARCEL_NBYTES, Record, record_nbytes
+from zero_fn.storage import shelf_of
+
+Forms = list[tuple[int, torch.dtype]]
+
+forms_of = st.lists(
+    st.tuples(
+        st.one_of(st.integers(0, 40), st.sampled_from([1024, 1025, 1026, PARCEL_NBYTES // 4 + 5])),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.complex64, torch.int64]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
+    shelf = shelf_of(zf.nvme(path), "a test")
+    (place,) = shelf.reserve([record_nbytes(forms)])
+    borrow: Any = shelf.borrow
+    shelf.borrow = lambda *what: borrow(*what).fill_(171)  # type: ignore[method-assign]
+    return Record(shelf, forms, torch.device("cpu"), place), shelf
+
+
+def values(forms: Forms, seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype in forms]
+
+
+@given(forms=forms_of, chosen=st.sets(st.integers(0, 5)), way=st.sampled_from(["copy", "held", "behind"]))
+def test_what_is_written_is_read_and_what_is_beside_it_stays(
+    tmp_path_factory: pytest.TempPathFactory, forms: Forms, chosen: set[int], way: str
+) -> None:
+    record, shelf = recorded(tmp_path_factory.getbasetemp(), forms)
+    expected = [torch.zeros(numel, dtype=dtype) for numel, dtype in forms]
+    for seed in range(2):
+        record.fetch()  # what is fetched ahead is out of date once something is written
+        new = {n: value for n, value in enumerate(values(forms, seed)) if n in chosen or not seed}
+        if way == "behind":
+            record.begin_writing(new)
+        elif way == "held":
+            with record.held():
+                for n, value in new.items():
+                    record.tensor(n).copy_(value)
+        else:
+            for n, value in new.items():
+                record.tensor(n).copy_(value)
+        expected = [new.get(n, value) for n, value in enumerate(expected)]
+        record.arrive()
+        assert all(torch.equal(record.values(n), value) for n, value in enumerate(expected))
+        record.drop()
+        assert all(torch.equal(record.tensor(n).clone(), value) for n, value in enumerate(expected))
+    assert len(shelf._free) == (1 if record.nbytes else 0)
+    assert all(memory.numel() == record.nbytes for memory in shelf._free)
+
+
+def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:
+    numel = PARCEL_NBYTES // 4
+    record, _ = recorded(tmp_path, [(3, torch.float32), (2 * numel + 7, torch.float32), (5, torch.float64)])
+    assert [parcel.nbytes for parcel in record.parcels] == [4096, PARCEL_NBYTES, PARCEL_NBYTES, 4096]
+    assert [piece.numel for parcel in record.parcels for piece in parcel.pieces] == [3, numel, numel, 7, 5]
+
+
+def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, shelf = recorded(tmp_path, [(6, torch.float32)])
+    tensor = record.tensor(0).view(2, 3).t()
+    monkeypatch.setattr(shelf, "read", None)
+    monkeypatch.setattr(shelf, "borrow", None)
+    assert torch.zeros_like(tensor).stride() == (1, 3)
+    assert tensor.new_ones(2).tolist() == [1, 1]
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == ((3, 2), torch.float32, "cpu")
+
+
+def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record, _ = recorded(tmp_path, [(8, torch.float32)] * 3)
+    tensors: list[Tensor] = [record.tensor(n) for n in range(3)]
+    opened: list[int] = []
+    bring, most = Record.open, 0
+
+    def open_one(self: Record, number: int) -> Any:
+        nonlocal most
+        entry = bring(self, number)
+        opened.append(number)
+        most = max(most, len(opened))
+        close = entry.close
+        return _Closing(entry, lambda: (opened.pop(), close()))
+
+    monkeypatch.setattr(Record, "open", open_one)
+    torch._foreach_add_(tensors, 2.0)
+    torch._foreach_mul_(tensors, torch.tensor(3.0))
+    assert [norm.item() for norm in torch._foreach_norm(tensors)] == pytest.approx([6 * 8**0.5] * 3)
+    assert most == 1
+
+
+class _Closing:
+    def __init__(self, entry: Any, close: Any) -> None:
+        self.flat, self.put, self.close = entry.flat, entry.put, close

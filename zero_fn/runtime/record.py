@@ -1,0 +1,369 @@
+"""Tensors of one unit that rest in another tier as one range of bytes.
+
+    parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page and is at most 4 MiB
+    tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
+
+A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
+a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
+the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zero_fn.chunks import Piece, chunks_of
+from zero_fn.errors import StorageError
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import Shelf, Transfer, whole_pages
+from zero_fn.tiers import Cpu, Tier
+
+__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "record_nbytes"]
+
+PARCEL_NBYTES = 4 << 20
+_ALIGNMENT_NBYTES = 64
+
+Form = tuple[int, torch.dtype]
+"""Elements and dtype of a tensor."""
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Pieces of tensors that are read and written as one.
+
+    Attributes:
+        pieces: Which elements of which tensors.
+        offsets: The first byte of each piece in the parcel.
+        start: Its first byte in the record.
+        nbytes: Its size, whole pages.
+        is_stored: Whether the tier holds it: what was never written is taken to be zero.
+    """
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    start: int
+    nbytes: int
+    is_stored: bool = False
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+def _parcels(forms: Sequence[Form]) -> list[Parcel]:
+    packed = chunks_of(
+        [numel for numel, _ in forms],
+        [None] * len(forms),
+        lambda number, numel: _padded(numel * forms[number][1].itemsize),
+        PARCEL_NBYTES,
+    )
+    parcels, start = [], 0
+    for pieces in packed:
+        offsets, end = [], 0
+        for piece in pieces:
+            offsets.append(end)
+            end += _padded(piece.numel * forms[piece.parameter][1].itemsize)
+        parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
+        start += parcels[-1].nbytes
+    return parcels
+
+
+def record_nbytes(forms: Sequence[Form]) -> int:
+    """Bytes that a record of such tensors takes, in whole pages."""
+    return sum(parcel.nbytes for parcel in _parcels(forms))
+
+
+class Record:
+    """The tensors of a unit in a tier.
+
+    Attributes:
+        device: Where they are computed with.
+        parcels: Their parcels, in order.
+        nbytes: Bytes of all parcels.
+    """
+
+    def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
+        """Lays tensors out in a range that was reserved for them.
+
+        Args:
+            shelf: Where they rest.
+            forms: Elements and dtype of each.
+            device: Where they are computed with.
+            place: Of the range, `record_nbytes(forms)` long.
+        """
+        self.shelf, self.device, self._place = shelf, device, place
+        self._forms = list(forms)
+        self.parcels = _parcels(forms)
+        self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
+        self._offsets = [0] * len(self._forms)
+        self._of: list[list[Parcel]] = [[] for _ in self._forms]
+        for parcel in self.parcels:
+            for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True):
+                if not piece.start:
+                    self._offsets[piece.parameter] = parcel.start + offset
+                self._of[piece.parameter].append(parcel)
+        self._memory: Tensor | None = None  # of all of it, while it is fetched
+        self._transfers: list[Transfer] = []
+        self._behind: tuple[Tensor, list[Transfer | None]] | None = None  # memory that is being written
+        self._is_held = False
+        self._dirty: set[int] = set()  # parcels, by their start, that were changed in held memory
+
+    def __del__(self) -> None:
+        with suppress(StorageError):
+            self.finish_writing()
+        self.drop()
+
+    @property
+    def tier(self) -> Tier:
+        """Where it rests."""
+        return self.shelf.tier
+
+    def is_for(self, tier: Tier, forms: Sequence[Form], device: torch.device) -> bool:
+        """Whether it holds tensors of these forms in this tier."""
+        return (self.tier, self._forms, self.device) == (tier, list(forms), device)
+
+    def is_like(self, other: Record) -> bool:
+        """Whether tensors of the same forms lie at the same places in both."""
+        return self._forms == other._forms
+
+    def numel(self, number: int) -> int:
+        """Elements of a tensor."""
+        return self._forms[number][0]
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Dtype of a tensor."""
+        return self._forms[number][1]
+
+    def tensor(self, number: int) -> TierTensor:
+        """A tensor, flat."""
+        return TierTensor(self, number, (self.numel(number),), (1,))
+
+    # -- all of it ------------------------------------------------------------------------------------------------
+
+    def fetch(self) -> None:
+        """Begins to bring everything into memory; nothing if it is there or on its way."""
+        if self._memory is not None or not self.nbytes:
+            return
+        self.finish_writing()
+        self._memory = memory = self.shelf.borrow(self._place, self.nbytes)
+        self._transfers = list(self._reads(self.parcels, memory, 0))
+
+    def arrive(self) -> None:
+        """Waits until everything is in memory; fetches it if nobody has.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it. Nothing is in memory.
+        """
+        self.fetch()
+        try:
+            while self._transfers:
+                self._transfers[0].wait()
+                self._transfers.pop(0)
+        except StorageError:
+            self.drop()
+            raise
+
+    def begin_writing(self, values: Mapping[int, Tensor]) -> None:
+        """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
+
+        Raises:
+            StorageError: What was written before failed, or what is beside these tensors cannot be read.
+        """
+        self.finish_writing()
+        self.drop()
+        parcels = [p for p in self.parcels if any(piece.parameter in values for piece in p.pieces)]
+        if not parcels:
+            return
+        memory = self.shelf.borrow(self._place, self.nbytes)
+        transfers: list[Transfer | None] = []
+        self._behind = memory, transfers
+        partly = [p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]
+        _wait_all(list(self._reads(partly, memory, 0)))
+        for number, value in values.items():
+            self._view(memory, 0, number).copy_(value)
+        for parcel in parcels:
+            part = memory[parcel.start : parcel.start + parcel.nbytes]
+            transfers.append(self.shelf.write(self._place + parcel.start, part))
+            parcel.is_stored = True
+
+    def finish_writing(self) -> None:
+        """Waits for what `begin_writing` began.
+
+        Raises:
+            StorageError: It failed.
+        """
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            try:
+                _wait_all(behind[1])
+            finally:
+                self.shelf.give_back(behind[0])
+
+    def values(self, number: int) -> Tensor:
+        """A tensor that has arrived, flat, in memory of the host."""
+        assert self._memory is not None or not self.nbytes, "not fetched"
+        if self._memory is None:
+            return torch.empty(0, dtype=self.dtype(number))
+        return self._view(self._memory, 0, number)
+
+    def drop(self) -> None:
+        """Lets go of fetched memory."""
+        for transfer in self._transfers:
+            with suppress(StorageError):
+                transfer.wait()
+        self._transfers = []
+        if self._memory is not None:
+            self.shelf.give_back(self._memory)
+        self._memory = None
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, everything is in memory; what operations on its tensors change is written back at the end.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        self.arrive()
+        self._is_held = True
+        try:
+            yield
+            memory, transfers = self._memory, []
+            for parcel in self.parcels:
+                if parcel.start in self._dirty and memory is not None:
+                    part = memory[parcel.start : parcel.start + parcel.nbytes]
+                    transfers.append(self.shelf.write(self._place + parcel.start, part))
+                    parcel.is_stored = True
+            _wait_all(transfers)
+        finally:
+            self._is_held = False
+            self._dirty.clear()
+            self.drop()
+
+    # -- one tensor -----------------------------------------------------------------------------------------------
+
+    def open(self, number: int) -> _Opened:
+        """Brings one tensor into memory, for an operation.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        parcels = self._of[number]
+        self.finish_writing()
+        if not self.numel(number):
+            return _Opened(self, number, None, 0, torch.empty(0, dtype=self.dtype(number), device=self.device))
+        if self._is_held:
+            assert self._memory is not None
+            return _Opened(self, number, None, 0, self._on_device(self._view(self._memory, 0, number)))
+        start = parcels[0].start
+        memory = self.shelf.borrow(self._place + start, sum(parcel.nbytes for parcel in parcels))
+        try:
+            _wait_all(list(self._reads(parcels, memory, start)))
+        except StorageError:
+            self.shelf.give_back(memory)
+            raise
+        return _Opened(self, number, memory, start, self._on_device(self._view(memory, start, number)))
+
+    def _on_device(self, values: Tensor) -> Tensor:
+        return values if self.device.type == "cpu" else values.to(self.device)
+
+    def put(self, number: int, memory: Tensor | None, start: int, flat: Tensor) -> None:
+        """Writes a tensor back that `open` has brought."""
+        parcels = self._of[number]
+        if not self.numel(number):
+            return
+        if self._is_held:
+            assert self._memory is not None
+            memory, start = self._memory, 0
+            self._dirty.update(parcel.start for parcel in parcels)
+        assert memory is not None
+        room = self._view(memory, start, number)
+        if room.data_ptr() != flat.data_ptr():
+            room.copy_(flat)
+        if self._is_held:
+            return
+        self.drop()  # what was fetched ahead is out of date
+        transfers = []
+        for parcel in parcels:
+            begin = parcel.start - start
+            transfers.append(self.shelf.write(self._place + parcel.start, memory[begin : begin + parcel.nbytes]))
+            parcel.is_stored = True
+        _wait_all(transfers)
+
+    @property
+    def is_addressable(self) -> bool:
+        """Whether the tier is memory of the host, which needs no transfers."""
+        return isinstance(self.tier, Cpu)
+
+    def memory_of(self, parcel: Parcel) -> Tensor:
+        """The memory of a parcel, if that is addressable."""
+        return self.shelf.borrow(self._place + parcel.start, parcel.nbytes)
+
+    # -- one parcel -----------------------------------------------------------------------------------------------
+
+    def read_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        """Begins to fill memory, whole pages, with a parcel."""
+        if not parcel.is_stored:
+            memory.zero_()
+            return None
+        return self.shelf.read(self._place + parcel.start, memory)
+
+    def write_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        """Begins to write a parcel."""
+        self.drop()
+        parcel.is_stored = True
+        return self.shelf.write(self._place + parcel.start, memory)
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def _reads(self, parcels: Sequence[Parcel], memory: Tensor, start: int) -> Iterator[Transfer]:
+        for parcel in parcels:
+            begin = parcel.start - start
+            transfer = self.read_parcel(parcel, memory[begin : begin + parcel.nbytes])
+            if transfer is not None:
+                yield transfer
+
+    def _view(self, memory: Tensor, start: int, number: int) -> Tensor:
+        numel, dtype = self._forms[number]
+        begin = self._offsets[number] - start
+        return memory[begin : begin + numel * dtype.itemsize].view(dtype)
+
+
+class _Opened:
+    """One tensor in memory for an operation.
+
+    Attributes:
+        flat: Its elements, on the device.
+    """
+
+    __slots__ = ("_memory", "_number", "_record", "_start", "flat")
+
+    def __init__(self, record: Record, number: int, memory: Tensor | None, start: int, flat: Tensor) -> None:
+        self._record, self._number, self._memory, self._start, self.flat = record, number, memory, start, flat
+
+    def put(self) -> None:
+        """Writes it back."""
+        self._record.put(self._number, self._memory, self._start, self.flat)
+
+    def close(self) -> None:
+        """Lets go of it."""
+        if self._memory is not None:
+            self._record.shelf.give_back(self._memory)
+            self._memory = None
+
+
+def _wait_all(transfers: Sequence[Transfer | None]) -> None:
+    """Waits for all, and then raises what went wrong first."""
+    failure: StorageError | None = None
+    for transfer in transfers:
+        try:
+            if transfer is not None:
+                transfer.wait()
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure

@@ -1,0 +1,218 @@
+"""A tensor whose values are in another tier: it has shape, strides, dtype and device, and no memory.
+
+Whatever reads it reads the tier, and whatever writes it writes there. So a resting parameter that was offloaded is right
+wherever it is met: in `clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. That costs
+the way to the tier each time; the runtime and streamed optimizers, which know what comes next, go other ways.
+
+[Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run one
+tensor after another, so that no more than one is in memory.
+
+[Note: .data] `Module.to` writes `parameter.data = values`. The tensor then has other values, in memory, until its unit
+follows it and gives it a place in the tier again.
+
+[Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it arrive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from zero_fn.errors import StateError
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.record import Record
+
+__all__ = ["TierTensor", "in_memory", "same_place"]
+
+_aten = torch.ops.aten
+_set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_LIKE = frozenset(
+    name
+    for name in (
+        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+        "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    )
+)  # fmt: skip
+_BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+
+
+class TierTensor(Tensor):
+    """Elements of one tensor of a record.
+
+    Attributes:
+        record: Where it rests.
+        number: Which of the tensors of the record.
+        first: Its first element there: the storage offset, so to say.
+        moved: Values in memory that were put in place of those; see [Note: .data].
+    """
+
+    record: Record
+    number: int
+    first: int
+    moved: Tensor | None = None
+
+    @staticmethod
+    def __new__(
+        cls, record: Record, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
+    ) -> TierTensor:
+        tensor: TierTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(size), strides=tuple(stride), dtype=record.dtype(number), device=record.device
+        )
+        tensor.record, tensor.number, tensor.first = record, number, first
+        return tensor
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @property
+    def data(self) -> Tensor:
+        """The tensor outside autograd."""
+        return self.detach()
+
+    @data.setter
+    def data(self, values: Tensor) -> None:
+        if values is self:  # a tied parameter that has been moved by another name
+            return
+        _set_data(self, values)
+        if isinstance(values, TierTensor):
+            self.record, self.number, self.first, self.moved = values.record, values.number, values.first, values.moved
+        else:
+            self.moved = values.detach()
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"TierTensor({dtype}{list(self.shape)} in {self.record.tier})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name: str = func._schema.name
+        if name.startswith(_BY_LIST):
+            return _one_at_a_time(func, args, kwargs)
+        if name.removeprefix("aten::") in _LIKE:
+            return func(*tree_map(_blank, args), **tree_map(_blank, kwargs))
+        if func.is_view or func is _aten.detach.default:
+            return _viewed(func, args, kwargs)
+        return _computed(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy in memory: whoever copies a module lays it out anew."""
+        values: Tensor = self.detach().clone()
+        copied = nn.Parameter(values, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else values
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        values: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            values = nn.Parameter(values, requires_grad=self.requires_grad)
+        return values.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor itself, or a copy in memory of one that rests in another tier."""
+    return tensor.detach().clone() if isinstance(tensor, TierTensor) else tensor
+
+
+def same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether both are the same tensor of the same record."""
+    if not isinstance(one, TierTensor) or not isinstance(other, TierTensor):
+        return False
+    if one.moved is not None or other.moved is not None:
+        return False
+    return one.record is other.record and one.number == other.number
+
+
+def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[Note: one tensor at a time]"""
+    count = next(len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple))
+
+    def nth(arg: Any, i: int) -> Any:
+        return [arg[i]] if isinstance(arg, list | tuple) and len(arg) == count else arg
+
+    found: list[Any] = []
+    for i in range(count):
+        out = _computed(func, tuple(nth(arg, i) for arg in args), {key: nth(arg, i) for key, arg in kwargs.items()})
+        if out is not None:
+            found += out
+    return found or None
+
+
+def _blank(arg: Any) -> Any:
+    """Memory of the same form with any content: only its form is asked for."""
+    if not isinstance(arg, TierTensor):
+        return arg
+    return torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
+
+
+def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[Note: views] The arithmetic of views is done on a tensor of the same form without memory."""
+    base: TierTensor = args[0]
+    if base.moved is not None:
+        return func(base.moved, *args[1:], **kwargs)
+    flat = torch.empty(base.record.numel(base.number), dtype=base.dtype, device="meta")
+    form = flat.as_strided(base.size(), base.stride(), base.first)
+
+    def placed(view: Any) -> Any:
+        if not isinstance(view, Tensor):
+            return view
+        if view.dtype != base.dtype or view.is_conj() or view.is_neg():
+            raise StateError(
+                "A tensor that rests in another tier was viewed as another dtype.",
+                operation=func,
+                tensor=base,
+                fix="copy it into memory first: p.detach().clone(), of a DTensor p.to_local().clone()",
+            )
+        return TierTensor(base.record, base.number, view.size(), view.stride(), view.storage_offset())
+
+    return tree_map(placed, func(form, *args[1:], **kwargs))
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs an operation on values that are fetched, and puts back those that it writes."""
+    leaves, spec = tree_flatten((args, kwargs))
+    written = _written(func, args, kwargs)
+    opened: list[tuple[TierTensor, Any]] = []
+    values: dict[int, Tensor] = {}
+    try:
+        for leaf in leaves:
+            if isinstance(leaf, TierTensor) and leaf.moved is not None:
+                values[id(leaf)] = leaf.moved
+            elif isinstance(leaf, TierTensor):
+                opened.append((leaf, leaf.record.open(leaf.number)))
+        values |= {
+            id(tensor): entry.flat.as_strided(
+                tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first
+            )
+            for tensor, entry in opened
+        }
+        given, named = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
+        out = func(*given, **named)
+        for tensor, entry in opened:
+            if id(tensor) in written:
+                entry.put()
+        back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
+        return tree_map(lambda value: back.get(id(value), value), out)
+    finally:
+        for _, entry in opened:
+            entry.close()
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """The ids of the tensors that an operation writes into."""
+    found: set[int] = set()
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        found.update(map(id, value if isinstance(value, list | tuple) else (value,)))
+    return found

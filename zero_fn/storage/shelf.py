@@ -1,0 +1,177 @@
+"""Room on a tier for the tensors of one module, and the host memory they pass through.
+
+    disk        ranges of one unnamed file; a staging buffer, as large as the largest range that is read at once
+    host        ranges of one slab, of which fetched ranges are views
+
+One staging is enough: a schedule fetches the next unit once the one before has left for its gathered buffer. Whoever needs
+another, out of schedule, gets memory that is freed again.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_fn.storage.carrier import chosen_carrier
+from zero_fn.storage.slab import Slab, whole_pages
+from zero_fn.storage.spill import Spill, Transfer
+from zero_fn.tiers import Cpu, Nvme, Tier
+
+__all__ = ["STAGINGS", "Shelf", "shelf_of"]
+
+STAGINGS = 1
+
+
+class Shelf(Protocol):
+    """Room on a tier. Places are offsets in it, in bytes; ranges are whole pages."""
+
+    tier: Tier
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes taken of the tier."""
+
+    @property
+    def host_nbytes(self) -> int:
+        """Bytes of host memory taken for stagings, or for everything."""
+
+    def reserve(self, sizes: list[int]) -> list[int]:
+        """Makes room for ranges of these sizes in bytes, and returns their places.
+
+        Raises:
+            TierError: The tier, or the memory for a staging, is too small. Nothing was taken.
+        """
+
+    def borrow(self, place: int, nbytes: int) -> Tensor:
+        """Memory for a range, uint8, until it is given back."""
+
+    def give_back(self, memory: Tensor) -> None:
+        """The memory that `borrow` gave is no longer needed; nothing is under way in it."""
+
+    def read(self, place: int, memory: Tensor) -> Transfer | None:
+        """Begins to fill memory with a range; None if it is there."""
+
+    def write(self, place: int, memory: Tensor) -> Transfer | None:
+        """Begins to put a range back; None if it is there."""
+
+
+def shelf_of(tier: Tier, what: str) -> Shelf:
+    """An empty shelf.
+
+    Raises:
+        StorageError: The path takes no files.
+    """
+    return _Host(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
+
+
+class _Host:
+    """Ranges of the host's memory, for a model on an accelerator."""
+
+    def __init__(self, tier: Cpu, what: str) -> None:
+        self.tier: Tier = tier
+        self._limit_nbytes, self._pinned, self._what = tier.limit_nbytes, tier.pinned, what
+        self._slabs: list[tuple[int, Slab]] = []
+        self.nbytes = 0
+
+    @property
+    def host_nbytes(self) -> int:
+        return self.nbytes
+
+    def reserve(self, sizes: list[int]) -> list[int]:
+        places, offset = [], self.nbytes
+        for nbytes in sizes:
+            places.append(offset)
+            offset += whole_pages(nbytes)
+        if offset > self.nbytes:
+            left = None if self._limit_nbytes is None else self._limit_nbytes - self.nbytes
+            self._slabs.append((self.nbytes, Slab(offset - self.nbytes, Cpu(self._pinned, left), self._what)))
+            self.nbytes = offset
+        return places
+
+    def borrow(self, place: int, nbytes: int) -> Tensor:
+        start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
+        return slab.memory[place - start : place - start + nbytes]
+
+    def give_back(self, memory: Tensor) -> None:
+        pass
+
+    def read(self, place: int, memory: Tensor) -> Transfer | None:
+        return None
+
+    def write(self, place: int, memory: Tensor) -> Transfer | None:
+        return None
+
+
+class _Disk:
+    """Ranges of one unnamed file."""
+
+    def __init__(self, tier: Nvme, what: str) -> None:
+        self.tier: Tier = tier
+        self._slab: Slab | None = None
+        self._what = what
+        self._carrier = chosen_carrier()
+        self._spill = Spill(tier, what, self._carrier)
+        self._staging_nbytes = 0
+        self._free: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        file = self._spill.file
+        return f"{file.tier}, {'direct' if file.is_direct else 'through the page cache'} by {self._carrier}"
+
+    def __del__(self) -> None:
+        self._forget_stagings()
+
+    @property
+    def nbytes(self) -> int:
+        return self._spill.file.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        return self._slab.nbytes if self._slab is not None else 0
+
+    def reserve(self, sizes: list[int]) -> list[int]:
+        pages = [whole_pages(nbytes) for nbytes in sizes]
+        offset, places = self._spill.reserve(sum(pages)), []
+        for nbytes in pages:
+            places.append(offset)
+            offset += nbytes
+        largest = max(pages, default=0)
+        if largest > self._staging_nbytes:
+            self._make_stagings(largest)
+        return places
+
+    def _make_stagings(self, nbytes: int) -> None:
+        slab = Slab(STAGINGS * nbytes, Cpu(True, None), f"stagings of {self._what}", forked=False)
+        self._forget_stagings()
+        self._slab, self._staging_nbytes = slab, nbytes
+        self._free = list(torch.split(slab.memory, nbytes))
+        self._carrier.register(slab.memory)
+
+    def _forget_stagings(self) -> None:
+        if self._slab is not None:
+            self._carrier.forget(self._slab.memory)
+        self._slab, self._free = None, []
+
+    def borrow(self, place: int, nbytes: int) -> Tensor:
+        with self._lock:
+            if self._free and nbytes <= self._staging_nbytes:
+                return self._free.pop()[:nbytes]
+        return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
+
+    def give_back(self, memory: Tensor) -> None:
+        with self._lock:
+            slab = self._slab
+            if slab is None or not slab.address <= memory.data_ptr() < slab.address + slab.nbytes:
+                return  # memory out of schedule, or of stagings that were too small
+            start = (memory.data_ptr() - slab.address) // self._staging_nbytes * self._staging_nbytes
+            self._free.append(slab.memory[start : start + self._staging_nbytes])
+
+    def read(self, place: int, memory: Tensor) -> Transfer | None:
+        return self._spill.read(place, memory)
+
+    def write(self, place: int, memory: Tensor) -> Transfer | None:
+        return self._spill.write(place, memory)

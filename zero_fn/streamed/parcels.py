@@ -1,0 +1,114 @@
+"""The way of parameters and gradients that rest in another tier through a step: parcel by parcel, beside their states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zero_fn.resting import local_of
+from zero_fn.runtime.record import Record
+from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import Transfer
+from zero_fn.streamed.chunk import Chunk
+from zero_fn.streamed.store import Ring
+
+__all__ = ["Gradients", "Values", "follow", "place_of", "rings_for"]
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def place_of(parameter: Tensor) -> TierTensor | None:
+    """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped."""
+    local = local_of(parameter)
+    if isinstance(local, TierTensor):
+        return local
+    slot = slot_of(parameter)
+    return slot.gradient_away if slot is not None else None
+
+
+def follow(parameter: Tensor) -> None:
+    """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
+    slot = slot_of(parameter)
+    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    if unit is not None and (unit.is_away or unit.gradient_records):
+        unit.readopt()
+
+
+def rings_for(parameters: Iterable[Tensor]) -> tuple[Ring, Ring]:
+    """Buffers for the parcels of parameters and of their gradients.
+
+    Raises:
+        TierError: There is not so much memory.
+    """
+    values: set[Record] = set()
+    gradients: set[Record] = set()
+    for parameter in parameters:
+        slot = slot_of(parameter)
+        for place, found in ((local_of(parameter), values), (slot.gradient_away if slot else None, gradients)):
+            if isinstance(place, TierTensor) and not place.record.is_addressable:
+                found.add(place.record)
+    return _ring(values, "parameters"), _ring(gradients, "gradients")
+
+
+def _ring(records: set[Record], what: str) -> Ring:
+    sizes = [parcel.nbytes for record in records for parcel in record.parcels]
+    return Ring(len(sizes), max(sizes, default=0), what)
+
+
+class _Parcels:
+    """A lane of parcels. Chunks that have none come with nothing."""
+
+    def __init__(self, ring: Ring, known: Sequence[Tensor]) -> None:
+        self._ring, self._known = ring, known
+        self._turn = 0
+
+    def _fetched(self, record: Record, index: int) -> tuple[Tensor, Transfer | None]:
+        parcel = record.parcels[index]
+        if record.is_addressable:
+            return record.memory_of(parcel), None
+        memory = self._ring.buffer(self._turn, parcel.nbytes)
+        self._turn += 1
+        return memory, record.read_parcel(parcel, memory)
+
+
+class Values(_Parcels):
+    """The lane of parameters that rest in another tier."""
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
+        record = self._record(chunk)
+        return (_NOTHING, None) if record is None or chunk.parcel is None else self._fetched(record, chunk.parcel)
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
+        record = self._record(chunk)
+        if record is None or chunk.parcel is None:
+            return None
+        return record.write_parcel(record.parcels[chunk.parcel], memory)
+
+    def _record(self, chunk: Chunk) -> Record | None:
+        local = local_of(self._known[chunk.cuts[0].piece.parameter])
+        return local.record if isinstance(local, TierTensor) else None
+
+
+class Gradients(_Parcels):
+    """The lane of gradients that rest in another tier, where they lie as their parameters do; others are read one by one."""
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
+        if chunk.parcel is None:
+            return _NOTHING, None
+        found: set[Record] = set()
+        for cut in chunk.cuts:
+            parameter = self._known[cut.piece.parameter]
+            grad = local_of(parameter.grad) if parameter.grad is not None else None
+            place = place_of(parameter)
+            if not isinstance(grad, TierTensor):
+                continue
+            if place is None or grad.number != place.number or not grad.record.is_like(place.record):
+                return _NOTHING, None
+            found.add(grad.record)
+        return self._fetched(found.pop(), chunk.parcel) if len(found) == 1 else (_NOTHING, None)
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
+        return None
