@@ -73,7 +73,7 @@ def batch() -> Tensor:
 def normalized(text: str) -> str:
     """A message without what differs from one machine or one edit of a test to the next."""
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
-    text = re.sub(r"checksum [0-9a-f]{8}", "checksum DIGEST", text)
+    text = re.sub(r"checksum [0-9a-f]{16}", "checksum DIGEST", text)
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
