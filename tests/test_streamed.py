@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib
 import itertools
 import os
 import pickle
 import re
 import sys
 from collections.abc import Callable, Iterable
+from ctypes import CDLL, PyDLL
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,13 @@ from tests.groups import alone
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, small_disk
+from zero_fn.kernels import Library
+from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.memory import Available
 from zero_fn.storage.request import Request
 
 KIB = 1024
+one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
 
 
 class Lion(Optimizer):
@@ -541,3 +546,106 @@ def test_parameters_and_gradients_that_changed_are_refused_before_any_update(tmp
     with pytest.raises(zf.StateError, match=r"(?s)has changed since.*float64\[5\]"):
         optimizer.step()
     assert torch.equal(parameters[0], before[0])
+
+
+# -- one pass --------------------------------------------------------------------------------------------------------
+
+
+def fused(shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], Optimizer]:
+    parameters = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+    return parameters, torch.optim.AdamW(parameters, fused=True, **options)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"lr": torch.tensor(0.01)}])
+def test_one_pass_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool, options: dict[str, Any]
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+    shapes: list[tuple[int, ...]] = [(70, 100), (3,), (9973,)]
+    expected, stock = fused(shapes, **options)
+    parameters, inner = fused(shapes, **options)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    run(expected, stock, range(3), 1)
+    run(parameters, optimizer, range(3), 1)
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+    expected, stock = fused([(70, 100), (9973,)])
+    parameters, inner = fused([(70, 100), (9973,)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    for step in range(3):
+        for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            parameter.grad_dtype = torch.bfloat16
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            twin.grad = parameter.grad.float()
+        optimizer.step()
+        stock.step()
+    assert same(parameters, expected)
+
+
+def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
+    calls: list[int] = []
+    monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, True, 2, 1, 8))
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def stepped(kind: type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
+        parameter = nn.Parameter(torch.ones(8, 4, dtype=dtype))
+        optimizer: Any = zf.streamed(kind([parameter], **options), zf.cpu())  # type: ignore[call-arg]
+        parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        optimizer.step()
+        return calls
+
+    assert stepped(torch.optim.AdamW, fused=True) == [1]
+    assert stepped(torch.optim.Adam, fused=True) == [1]
+    assert stepped(torch.optim.AdamW) == []
+    assert stepped(torch.optim.AdamW, foreach=True) == []
+    assert stepped(torch.optim.AdamW, torch.float64, fused=True) == []
+    assert stepped(torch.optim.AdamW, torch.bfloat16, fused=True) == []
+    assert stepped(Mine, fused=True) == []
+    assert stepped(torch.optim.SGD, fused=True) == []
+    parameter = nn.Parameter(torch.ones(8, 4))
+    inner: Any = torch.optim.AdamW([parameter], fused=True)
+    optimizer = zf.streamed(inner, zf.cpu())
+    parameter.grad = torch.ones(4, 8).t()
+    optimizer.step()
+    inner.found_inf, inner.grad_scale = torch.ones(()), torch.ones(())
+    parameter.grad = torch.ones(8, 4)
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert calls == [] and torch.equal(parameter, before)
+
+
+def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no path is taken in silence."""
+
+    def says(optimizer: Optimizer) -> str:
+        return repr(zf.streamed(optimizer, zf.cpu())).partition("\n")[0]
+
+    def adamw(**options: Any) -> Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
+
+    way = Rounding(True, True, 2, 1, 8)
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
+    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), PyDLL(None), "cc 1.0"))
+    assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
+    assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
+    assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
+    assert "stepped by torch (the kernel does not round as this build of torch does)" in says(adamw(fused=True))
+    monkeypatch.setattr(one_pass, "library", lambda: Library(None, None, "no C compiler was found"))
+    assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

@@ -27,6 +27,7 @@ from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementw
 from zero_fn.runtime.everywhere import everywhere, is_shared
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
+from zero_fn.streamed.one_pass import arithmetic_of, steps_in_one_pass
 from zero_fn.streamed.pipeline import each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
 from zero_fn.streamed.store import Store, store_of
@@ -46,6 +47,10 @@ def streamed(optimizer: Optimizer, tier: Tier, *, buffer: int | str = _BUFFER) -
     The updates are those of `optimizer`, to the bit. On `nvme` the states pass through at most four buffers, read ahead
     and written back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory
     of exact size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
+
+    Adam and AdamW with `fused=True` are stepped in one pass by a kernel in C, compiled at first use, whose bits are those of
+    torch's; it also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. `print(optimizer)` says whether
+    it is used, and if not, why: torch then does the same step.
 
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
     one has failed.
@@ -113,7 +118,8 @@ class Streamed(Optimizer):
         where = str(self._store)
         if isinstance(self.tier, Cpu) and all(chunk.device.type == "cpu" for chunk in self._chunks):
             where += ", the device's own: nothing is copied"
-        return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
+        kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
+        return f"Streamed ({kind}, {len(self._chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -400,7 +406,8 @@ class _Stepped:
                 self._after[number] = groups[-1]
         vars(self._inner).update(self._scalars)
         with replaced(self._inner, groups, state):
-            raw_step(self._inner)
+            if not steps_in_one_pass(self._inner):
+                raw_step(self._inner)
         for cut, stand_in in pairs:
             cut.keep(states, state.get(stand_in, {}))
         if states is not buffer:
