@@ -88,6 +88,7 @@ class Streamed(Optimizer):
         self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
         self._buffer_nbytes = buffer_nbytes
         self._torn: str | None = None
+        self._is_backwards = False  # the direction of the next step
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
         self._begin()
@@ -196,7 +197,8 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk(self._store, chunks, stepped.step)
+            each_chunk(self._store, chunks, stepped.step, backwards=self._is_backwards)
+            self._is_backwards = not self._is_backwards
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"

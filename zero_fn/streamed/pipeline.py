@@ -6,6 +6,11 @@
     write back                 ====   ====   ====
 
 Reads and writes are under way beside each other and beside the computation; what is slowest decides.
+
+[Note: back and forth] The chunks that were computed last are still in the buffers. A pass that visits them in the other
+direction begins with those: it reads four buffers less, and has work from its first moment, while the disk fetches the rest.
+So whatever the disk could not be asked to do before (a norm over all gradients decides by how much they are clipped) costs
+a step no waiting for it.
 """
 
 from __future__ import annotations
@@ -34,7 +39,14 @@ class Stored(Protocol):
 C = TypeVar("C", bound=Stored)
 
 
-def each_chunk(store: Store, chunks: Sequence[C], compute: Callable[[C, Tensor], None], *, writes: bool = True) -> None:
+def each_chunk(
+    store: Store,
+    chunks: Sequence[C],
+    compute: Callable[[C, Tensor], None],
+    *,
+    writes: bool = True,
+    backwards: bool = False,
+) -> None:
     """Brings each chunk into memory, in order, calls `compute(chunk, buffer)`, and puts it back.
 
     Args:
@@ -42,18 +54,22 @@ def each_chunk(store: Store, chunks: Sequence[C], compute: Callable[[C, Tensor],
         chunks: What to visit. Those that the store does not hold yet come with a buffer of any content.
         compute: What to do with each; it may change the buffer.
         writes: Whether buffers were changed and are to be put back.
+        backwards: Whether to begin with the last. [Note: back and forth]
 
     Raises:
         StorageError: A read or a write failed. Nothing is under way any more.
     """
-    ahead = max(store.buffers // 2, 1)
+    ahead, last = max(store.buffers // 2, 1), len(chunks) - 1
+    order = [(last - turn if backwards else turn) for turn in range(len(chunks))]
     fetches: dict[int, tuple[Tensor, Transfer | None]] = {}
     puts: dict[int, Transfer] = {}
+    is_whole = False
     try:
-        for turn, chunk in enumerate(chunks):
+        for turn, number in enumerate(order):
             for later in range(turn + len(fetches), min(turn + ahead + 1, len(chunks))):
                 _wait(puts.pop(later - store.buffers, None))
-                fetches[later] = _fetched(store, later, chunks[later])
+                fetches[later] = _fetched(store, order[later], chunks[order[later]])
+            chunk = chunks[number]
             buffer, transfer = fetches[turn]
             _wait(transfer)
             del fetches[turn]
@@ -64,14 +80,17 @@ def each_chunk(store: Store, chunks: Sequence[C], compute: Callable[[C, Tensor],
                 puts[turn] = put
         while puts:
             _wait(puts.pop(min(puts)))
+        is_whole = True
     finally:
         for left in (*(transfer for _, transfer in fetches.values()), *puts.values()):
             with suppress(StorageError):  # the first failure is the one that is told
                 _wait(left)
+        if not is_whole:
+            store.forget()
 
 
-def _fetched(store: Store, turn: int, chunk: Stored) -> tuple[Tensor, Transfer | None]:
-    buffer = store.buffer(turn, chunk.place, chunk.nbytes)
+def _fetched(store: Store, number: int, chunk: Stored) -> tuple[Tensor, Transfer | None]:
+    buffer = store.buffer(number, chunk.place, chunk.nbytes)
     return buffer, store.fetch(chunk.place, buffer) if chunk.is_stored and chunk.nbytes else None
 
 

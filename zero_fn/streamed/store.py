@@ -34,14 +34,18 @@ class Store(Protocol):
             TierError: The tier, or memory for buffers, is too small.
         """
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        """The memory in which a chunk is stepped, uint8."""
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
+        """The memory in which the chunk of this number is stepped, uint8. Numbers that are apart by less than `buffers`
+        have different memory."""
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
         """Begins to bring a chunk; None if it is there."""
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
         """Begins to put a chunk back; None if it is there."""
+
+    def forget(self) -> None:
+        """What is in buffers can not be relied on: a computation or a transfer failed."""
 
 
 def store_of(tier: Tier, what: str) -> Store:
@@ -80,7 +84,7 @@ class _Memory:
         self._is_pinned = slab.is_pinned
         return list(range(begin, len(self._chunks)))
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
         return self._chunks[place][:nbytes]
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
@@ -88,6 +92,9 @@ class _Memory:
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
         return None
+
+    def forget(self) -> None:
+        """Nothing to do: chunks are where they rest."""
 
 
 class _Disk:
@@ -99,6 +106,7 @@ class _Disk:
     def __init__(self, tier: Nvme, what: str) -> None:
         self._slab: Slab | None = None
         self._views: tuple[Tensor, ...] = ()
+        self._within: dict[int, int] = {}  # by the address of a buffer, the place of the chunk that it holds
         self._what = what
         self._chunks = self._largest_nbytes = 0
         self._carrier = chosen_carrier()
@@ -143,13 +151,20 @@ class _Disk:
     def _forget_buffers(self) -> None:
         if self._slab is not None:
             self._carrier.forget(self._slab.memory)
-        self._slab, self._views = None, ()
+        self._slab, self._views, self._within = None, (), {}
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        return self._views[turn % self.buffers][: whole_pages(nbytes)] if nbytes else _NOTHING
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
+        return self._views[number % self.buffers][: whole_pages(nbytes)] if nbytes else _NOTHING
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
+        if self._within.get(buffer.data_ptr()) == place:
+            return None
+        self._within[buffer.data_ptr()] = place
         return self._spill.read(place, buffer)
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
+        self._within[buffer.data_ptr()] = place
         return self._spill.write(place, buffer)
+
+    def forget(self) -> None:
+        self._within.clear()

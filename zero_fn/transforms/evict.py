@@ -159,6 +159,7 @@ class Evicted:
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
         each_chunk(store, self._parcels, fill)
+        store.forget()  # what comes back is what was written: a disk that lost it is found
         self._store = store
 
     def _release(self) -> None:
