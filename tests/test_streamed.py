@@ -317,7 +317,7 @@ def trained(stage: str, path: str | None, compute: torch.dtype | None) -> tuple[
                 tokens = torch.randint(37, (2, 5), generator=generator)
                 loss = model(tokens).float().logsumexp(-1).mean()
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.05)  # not reached; exceeded
         optimizer.step()
         if step == 1:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
