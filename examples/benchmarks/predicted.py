@@ -2,7 +2,8 @@
 
     python examples/benchmarks/predicted.py --path /local_nvme --ranks 2
 
-A stack of wide linear layers and a batch of one row: a step is collectives, optimizer and disk, and little computation. The time of a forward and backward of one rank without collectives is measured and given to `autoplan` as `compute_s`.
+A stack of wide linear layers and a batch of one row: a step is collectives, optimizer and disk, and little computation.
+The time of a forward and backward of one rank without collectives is measured and given to `autoplan` as `compute_s`.
 """
 
 from __future__ import annotations
