@@ -60,7 +60,7 @@ def ours(way: str, path: str, width: int, layers: int) -> Callable[[], float]:
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), BOUND)
         optimizer.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
@@ -92,7 +92,7 @@ def deepspeed(way: str, path: str, width: int, layers: int) -> Callable[[], floa
         loss = engine(x).square().mean()
         engine.backward(loss)
         engine.step()
-        return float(loss)
+        return float(loss.detach())
 
     return step
 
