@@ -3,7 +3,7 @@
     6 surface       recipes, describe, check, held, plan, launch, local
     5 verbs         transforms, substitute, loading, streamed
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage
+    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage, kernels
     2 arithmetic    layout, units, schedule, assignment, chunks
     1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic", "tiers"),
     ("layout", "units", "schedule", "assignment", "chunks"),
-    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage"),
+    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import errno
+import importlib
 import itertools
 import os
 import pickle
+import random
 import re
 import sys
 from collections.abc import Callable, Iterable
+from ctypes import CDLL, PyDLL
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +29,14 @@ from tests.groups import alone
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, small_disk
+from zero_fn.kernels import Library
+from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.memory import Available
 from zero_fn.storage.request import Request
 from zero_fn.streamed.store import _Disk
 
 KIB = 1024
+one_pass = importlib.import_module("zero_fn.streamed.one_pass")  # `zero_fn.streamed` is the function
 
 
 class Lion(Optimizer):
@@ -312,7 +318,7 @@ def trained(stage: str, path: str | None, compute: torch.dtype | None) -> tuple[
                 tokens = torch.randint(37, (2, 5), generator=generator)
                 loss = model(tokens).float().logsumexp(-1).mean()
                 loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9 if step % 2 else 0.05)  # not reached; exceeded
         optimizer.step()
         if step == 1:
             optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
@@ -364,7 +370,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) ->
         advance = Request.advance
         for step in range(3):
             model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
-            if step == 1 and axis().get_local_rank() == 1:  # before this rank has updated anything
+            if step == 1 and axis().get_local_rank() == 1:
                 Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
             try:
                 optimizer.step()
@@ -376,7 +382,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) ->
 
     here, there = ranks(2).run(failing, str(tmp_path))
     assert here[0] == "StorageError: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
-    assert there[0].startswith("StorageError: Reading from states of AdamW in")
+    assert there[0].startswith(("StorageError: Reading from states of", "StorageError: Writing to states of"))
     assert here[1] == there[1] == "StateError: step of an optimizer whose step failed half-way."
     assert len(here) == len(there) == 2
 
@@ -456,7 +462,8 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
     saved = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in parameters]
 
     def fails(request: Request, result: int) -> int:
-        return -errno.EIO if request.is_write == is_write and request.begin >= 5 * 81920 else result
+        is_meant = request.begin >= 5 * 81920 if is_write else request.begin <= 2 * 81920
+        return -errno.EIO if request.is_write == is_write and is_meant else result
 
     answers(monkeypatch, fails)
     with pytest.raises(zf.StorageError, match="EIO"):
@@ -474,28 +481,31 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
     assert same(parameters, expected)
 
 
+def streamed_late(tmp_path: Path) -> tuple[list[nn.Parameter], zf.Streamed]:
+    """After a step of its own: the next one begins with a chunk that is on the disk only."""
+    parameters, inner = make("adamw", [(100, 100)] * 8)
+    run(parameters, inner, [0])
+    return parameters, zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+
+
 def test_a_step_that_fails_before_any_update_can_be_taken_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parameters, inner = make("adamw", [(100, 100)] * 4)
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
-    run(parameters, optimizer, [0])
+    parameters, optimizer = streamed_late(tmp_path)
     answers(monkeypatch, lambda request, result: -errno.EIO)
     with pytest.raises(zf.StorageError, match="EIO"):
         run(parameters, optimizer, [1])
     monkeypatch.undo()
     run(parameters, optimizer, [1])
-    expected, stock = make("adamw", [(100, 100)] * 4)
+    expected, stock = make("adamw", [(100, 100)] * 8)
     run(expected, stock, [0, 1])
     assert same(parameters, expected)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="opens a file without a name again")
 def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
-    parameters, inner = make("adamw", [(100, 100)])
-    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
-    run(parameters, optimizer, [0])
-    before = parameters[0].detach().clone()
+    parameters, optimizer = streamed_late(tmp_path)
+    before = copy.deepcopy(parameters)
     (store,) = optimizer._stores.values()
     assert isinstance(store, _Disk)
     with open(f"/proc/self/fd/{store._spill.file.fd}", "r+b", buffering=0) as file:
@@ -503,7 +513,53 @@ def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
         os.fsync(file.fileno())
     with pytest.raises(zf.StorageError, match="does not hold what was written to it"):
         run(parameters, optimizer, [1])
-    assert torch.equal(parameters[0], before)
+    assert same(parameters, before)
+
+
+@pytest.mark.parametrize(("chunks", "expected"), [(3, [0, 0, 0, 0]), (9, [0, 5, 5, 5])])
+def test_a_step_begins_with_what_is_in_memory_still(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunks: int, expected: list[int]
+) -> None:
+    """The four chunks that the step before computed last are not read. Whatever comes between leaves the bits alone."""
+    reads: list[int] = []
+
+    def counted(request: Request, result: int) -> int:
+        reads.append(not request.is_write)
+        return result
+
+    parameters, inner = make("adamw", [(100, 100)] * chunks)
+    twins, stock = make("adamw", [(100, 100)] * chunks)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    answers(monkeypatch, counted)
+    found = []
+    for step in range(4):
+        reads.clear()
+        run(parameters, optimizer, [step])
+        found.append(sum(reads))
+    assert found == expected
+    assert same(optimizer.state_dict()["state"][0]["step"], torch.tensor(4.0))  # leaves other chunks in the buffers
+    run(parameters, optimizer, range(4, 7), skipped=2)
+    run(twins, stock, range(4))
+    run(twins, stock, range(4, 7), skipped=2)
+    assert same(parameters, twins)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+def test_some_parameters_without_gradients_leave_buffers_as_they_are(tmp_path: Path) -> None:
+    """Chunks that a step passes over are neither read nor taken for others that had their buffer."""
+    parameters, inner = make("adamw", [(100, 100)] * 9)
+    twins, stock = make("adamw", [(100, 100)] * 9)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="128KiB")
+    draw = random.Random(0)
+    for step in range(12):
+        absent = draw.sample(range(9), draw.randrange(9)) if step else []
+        for number, (parameter, twin) in enumerate(zip(parameters, twins, strict=True)):
+            grad = torch.randn(100, 100, generator=torch.Generator().manual_seed(100 * step + number))
+            parameter.grad = twin.grad = None if number in absent else grad
+        optimizer.step()
+        stock.step()
+    assert same(parameters, twins)
+    assert same(optimizer.state_dict(), stock.state_dict())
 
 
 def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
@@ -564,3 +620,106 @@ def test_a_part_of_the_states_may_stay_on_the_device(tmp_path: Path, name: str, 
     assert abs(found[tier] / sum(found.values()) - fraction) < 1 / 16
     with pytest.raises(zf.TierError, match="not a part"):
         zf.streamed(inner, tier, fraction=0.0)
+
+
+# -- one pass --------------------------------------------------------------------------------------------------------
+
+
+def fused(shapes: list[tuple[int, ...]], **options: Any) -> tuple[list[nn.Parameter], Optimizer]:
+    parameters = [nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1))) for shape in shapes]
+    return parameters, torch.optim.AdamW(parameters, fused=True, **options)
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True, "maximize": True}, {"lr": torch.tensor(0.01)}])
+def test_one_pass_changes_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool, options: dict[str, Any]
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+    shapes: list[tuple[int, ...]] = [(70, 100), (3,), (9973,)]
+    expected, stock = fused(shapes, **options)
+    parameters, inner = fused(shapes, **options)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    run(expected, stock, range(3), 1)
+    run(parameters, optimizer, range(3), 1)
+    assert same(parameters, expected)
+    assert same(optimizer.state_dict(), stock.state_dict())
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
+) -> None:
+    if not has_kernels:
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+    expected, stock = fused([(70, 100), (9973,)])
+    parameters, inner = fused([(70, 100), (9973,)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
+    for step in range(3):
+        for number, (parameter, twin) in enumerate(zip(parameters, expected, strict=True)):
+            generator = torch.Generator().manual_seed(100 * step + number)
+            parameter.grad_dtype = torch.bfloat16
+            parameter.grad = torch.randn(parameter.shape, generator=generator).bfloat16()
+            twin.grad = parameter.grad.float()
+        optimizer.step()
+        stock.step()
+    assert same(parameters, expected)
+
+
+def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
+    calls: list[int] = []
+    monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, True, 2, 1, 8))
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    def stepped(kind: type[Optimizer], dtype: torch.dtype = torch.float32, **options: Any) -> list[int]:
+        parameter = nn.Parameter(torch.ones(8, 4, dtype=dtype))
+        optimizer: Any = zf.streamed(kind([parameter], **options), zf.cpu())  # type: ignore[call-arg]
+        parameter.grad = torch.ones_like(parameter)
+        calls.clear()
+        optimizer.step()
+        return calls
+
+    assert stepped(torch.optim.AdamW, fused=True) == [1]
+    assert stepped(torch.optim.Adam, fused=True) == [1]
+    assert stepped(torch.optim.AdamW) == []
+    assert stepped(torch.optim.AdamW, foreach=True) == []
+    assert stepped(torch.optim.AdamW, torch.float64, fused=True) == []
+    assert stepped(torch.optim.AdamW, torch.bfloat16, fused=True) == []
+    assert stepped(Mine, fused=True) == []
+    assert stepped(torch.optim.SGD, fused=True) == []
+    parameter = nn.Parameter(torch.ones(8, 4))
+    inner: Any = torch.optim.AdamW([parameter], fused=True)
+    optimizer = zf.streamed(inner, zf.cpu())
+    parameter.grad = torch.ones(4, 8).t()
+    optimizer.step()
+    inner.found_inf, inner.grad_scale = torch.ones(()), torch.ones(())
+    parameter.grad = torch.ones(8, 4)
+    before = parameter.detach().clone()
+    optimizer.step()
+    assert calls == [] and torch.equal(parameter, before)
+
+
+def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no path is taken in silence."""
+
+    def says(optimizer: Optimizer) -> str:
+        return repr(zf.streamed(optimizer, zf.cpu())).partition("\n")[0]
+
+    def adamw(**options: Any) -> Optimizer:
+        return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
+
+    way = Rounding(True, True, 2, 1, 8)
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
+    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), PyDLL(None), "cc 1.0"))
+    assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
+    assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
+    assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
+    assert "stepped by torch (the kernel does not round as this build of torch does)" in says(adamw(fused=True))
+    monkeypatch.setattr(one_pass, "library", lambda: Library(None, None, "no C compiler was found"))
+    assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

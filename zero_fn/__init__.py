@@ -24,7 +24,7 @@ from zero_fn.errors import (
 from zero_fn.guarded import guard
 from zero_fn.held import Held, held
 from zero_fn.launch import launch
-from zero_fn.plan import Plan, plan
+from zero_fn.plan import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
 from zero_fn.tiers import cpu, nvme
@@ -47,10 +47,13 @@ __all__ = [
     "Evicted",
     "Held",
     "LayoutError",
+    "LinkSpeeds",
     "LostRankError",
     "MeshError",
     "PlacementError",
     "Plan",
+    "Proposal",
+    "Proposals",
     "Sent",
     "ShardedAccessError",
     "StaleError",
@@ -61,6 +64,7 @@ __all__ = [
     "UnitError",
     "ZeroError",
     "accumulate",
+    "autoplan",
     "by_size",
     "check",
     "checkpoint_activations",
@@ -73,6 +77,7 @@ __all__ = [
     "hybrid",
     "launch",
     "materialize",
+    "measure_links",
     "nvme",
     "offload",
     "plan",

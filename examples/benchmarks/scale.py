@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -89,7 +90,7 @@ def measure(name: str, ranks: int) -> dict[str, object]:
         trace = [bracket(Use(i)) for i in range(1, units) for bracket in (Enter, Exit)]
         trace = [Enter(Use(0)), *trace, Exit(Use(0))]
         prefetch(forward_schedule(tuple(trace), keeps_last=True), depth=1)
-        Script(trace, frozenset(range(units)), depth=1)
+        Script(trace, frozenset(range(units)), ahead=partial(prefetch, depth=1))
         scheduled = time.thread_time()
     finally:
         dist.destroy_process_group()

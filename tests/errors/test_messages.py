@@ -12,6 +12,7 @@ import copy
 import ctypes
 import dataclasses
 import errno
+import importlib
 import os
 import pickle
 import re
@@ -74,7 +75,7 @@ def batch() -> Tensor:
 def normalized(text: str) -> str:
     """A message without what differs from one machine or one edit of a test to the next."""
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
-    text = re.sub(r"checksum [0-9a-f]{8}", "checksum DIGEST", text)
+    text = re.sub(r"checksum [0-9a-f]{16}", "checksum DIGEST", text)
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
@@ -101,6 +102,39 @@ def mesh_has_two_axes() -> object:
 def mesh_has_two_axes_without_names() -> object:
     with pretended(4):
         return zf.replicate(Model(), init_device_mesh("cpu", (2, 2)))
+
+
+SPEEDS = zf.LinkSpeeds(1e10, 1e9, 1e9, {"dp": 1e9}, None, None)
+
+
+def planned_axis_was_not_measured() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, sent={}))
+
+
+def planned_disk_was_not_measured() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(
+            Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, disk_read=None), tier=zf.nvme("/scratch")
+        )
+
+
+def planned_module_is_transformed() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(zf.zero2(Model(), axis), axis, "1GiB", links=SPEEDS)
+
+
+def nothing_fits_the_budget() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(Model(), axis, 100, links=SPEEDS)
+
+
+def disk_is_missing_on_another_rank() -> object:
+    links = importlib.import_module("zero_fn.plan.links")
+    with alone() as axis, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(links, "_least", lambda links, axis, numbers: [*numbers[:-1], 0.0])
+        patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
+        return zf.measure_links(axis, path="/scratch", nbytes=4096)
 
 
 def mesh_without_this_rank() -> object:
@@ -668,6 +702,8 @@ def streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
     """An optimizer whose second step meets requests with other answers."""
     optimizer = zf.streamed(stepped()[1], zf.nvme("."), buffer="16KiB")
     optimizer.step()
+    for store in optimizer._stores.values():
+        store.forget()  # the second step reads what the first one wrote
     with pytest.MonkeyPatch.context() as patch:
         answers(patch, change)
         optimizer.step()
@@ -852,6 +888,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
         axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
         hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
+        planned_axis_was_not_measured,
     ),
     UnitError: (
         checkpoints_of_nothing,
@@ -895,15 +932,17 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
-        evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice,
+        evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),
     TierError: (
         streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
+        planned_disk_was_not_measured, nothing_fits_the_budget,
     ),
     StorageError: (
         disk_has_no_such_path, disk_cannot_reserve, step_that_failed_on_another_rank,
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
+        disk_is_missing_on_another_rank,
     ),
     ShardedAccessError: (weight_of_another_unit_is_read,),
     StaleError: (

@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from tests.storage.disks import answers, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.carrier import Carrier, _chosen, chosen_carrier
-from zero_fn.storage.checksum import digest, sector_sums
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
 from zero_fn.storage.spill import BLOCK_NBYTES, Spill
 from zero_fn.storage.threads import Threads
@@ -207,15 +206,6 @@ def test_a_lost_write_is_told_from_damage(spill: Spill) -> None:
         file.write(old)
     with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
         spill.read(offset, slab.memory).wait()
-
-
-def test_sectors_that_change_places_change_the_digest() -> None:
-    block = filled(2 * PAGE_NBYTES).memory
-    swapped = torch.cat([block[512:1024], block[:512], block[1024:]])
-    same = torch.cat([block[:512], block[512:]])
-    digests = [digest(sector_sums(b), 1) for b in (block, same, swapped, torch.zeros_like(block))]
-    assert digests[0] == digests[1]
-    assert len({*digests, digest(sector_sums(block), 2)}) == 4
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: Carrier) -> None:

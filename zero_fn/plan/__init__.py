@@ -1,5 +1,7 @@
 """What a transformed module will hold and send, predicted from homes and schedules."""
 
+from zero_fn.plan.autoplan import Proposal, Proposals, autoplan
+from zero_fn.plan.links import LinkSpeeds, measure_links
 from zero_fn.plan.predict import Plan, plan
 
-__all__ = ["Plan", "plan"]
+__all__ = ["LinkSpeeds", "Plan", "Proposal", "Proposals", "autoplan", "measure_links", "plan"]

@@ -2,7 +2,6 @@
 
 memory      how much the host has left
 slab        one page-aligned range of host memory of exact size, pinned where it can be
-checksum    a digest of a block at the speed of memory
 request     one read or write of a file, continued until it is complete
 uring       requests through io_uring; threads: the same through a few threads, where io_uring is refused
 carrier     chooses between the two, once

@@ -1,8 +1,9 @@
 """Blocks in an unnamed file, each with its checksum and its generation.
 
 Both are kept in memory, as the file dies with the process anyway. A read that finds other bytes than the last write
-left raises, and says
-whether they are those of the write before: a disk that lost a write.
+left raises, and says whether they are those of the write before: a disk that lost a write.
+
+The digests of a write are taken while the disk reads the same memory.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from zero_fn.errors import StorageError
+from zero_fn.kernels.checksum import digests
 from zero_fn.storage.carrier import Carrier
-from zero_fn.storage.checksum import SECTOR_NBYTES, Sums, digest, sector_sums
 from zero_fn.storage.file import SpillFile
 from zero_fn.storage.request import Request
 from zero_fn.tiers import Nvme
@@ -54,9 +55,8 @@ class Transfer:
             if request.failure is not None:
                 raise request.failure
         if requests and not requests[0].is_write:
-            sums = sector_sums(self._view)
-            for number, (request, block) in enumerate(zip(requests, self._blocks, strict=True)):
-                _require_undamaged(request, block, _sums_of(sums, number))
+            for request, block, found in zip(requests, self._blocks, digests(self._view, BLOCK_NBYTES), strict=True):
+                _require_undamaged(request, block, found)
 
 
 class Spill:
@@ -98,14 +98,16 @@ class Spill:
             offset: Where in the file, a multiple of the page.
             view: uint8, whole pages of memory; to be left alone until the transfer was waited for.
         """
-        sums = sector_sums(view)
-        requests = []
-        for number, (start, piece) in enumerate(_pieces(view)):
-            block = self._blocks.setdefault(offset + start, _Block(piece.numel()))
-            block.nbytes, block.generation, block.digest_before = piece.numel(), block.generation + 1, block.digest
-            block.digest = digest(_sums_of(sums, number), block.generation)
-            requests.append(Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=True))
+        pieces = _pieces(view)
+        requests = [
+            Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=True)
+            for start, piece in pieces
+        ]
         self._carrier.submit(requests)
+        for (start, piece), digest in zip(pieces, digests(view, BLOCK_NBYTES), strict=True):
+            block = self._blocks.setdefault(offset + start, _Block(piece.numel()))
+            block.nbytes, block.generation = piece.numel(), block.generation + 1
+            block.digest, block.digest_before = digest, block.digest
         return Transfer(self._carrier, requests, [], view)
 
     def read(self, offset: int, view: Tensor) -> Transfer:
@@ -131,23 +133,16 @@ def _pieces(view: Tensor) -> list[tuple[int, Tensor]]:
     return [(start, view[start : min(start + BLOCK_NBYTES, nbytes)]) for start in range(0, nbytes, BLOCK_NBYTES)]
 
 
-def _sums_of(sums: Sums, number: int) -> Sums:
-    """Those of one block, out of those of a transfer."""
-    sectors = BLOCK_NBYTES // SECTOR_NBYTES
-    return sums[number * sectors : (number + 1) * sectors]
-
-
-def _require_undamaged(request: Request, block: _Block, sums: Sums) -> None:
-    found = digest(sums, block.generation)
+def _require_undamaged(request: Request, block: _Block, found: int) -> None:
     if found == block.digest:
         return
-    before = block.generation > 1 and digest(sums, block.generation - 1) == block.digest_before
+    before = block.generation > 1 and found == block.digest_before
     raise StorageError(
         f"A block of {request.file.name} does not hold what was written to it.",
         file=request.file.name,
         block=f"{block.nbytes} B at offset {request.begin}",
-        expected=f"checksum {block.digest:08x} of generation {block.generation}",
-        found=f"the bytes of generation {block.generation - 1}" if before else f"checksum {found:08x}",
+        expected=f"checksum {block.digest:016x} of generation {block.generation}",
+        found=f"the bytes of generation {block.generation - 1}" if before else f"checksum {found:016x}",
         why="the disk lost a write"
         if before
         else "the disk, its link or memory flipped bits, or the file was written to",

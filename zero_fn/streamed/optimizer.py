@@ -29,6 +29,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
+from zero_fn.streamed.one_pass import arithmetic_of, steps_in_one_pass
 from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
@@ -55,6 +56,10 @@ def streamed(
     The updates are those of `optimizer`, to the bit. On `nvme` the states pass through at most four buffers, read ahead
     and written back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory
     of exact size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
+
+    Adam and AdamW with `fused=True` are stepped in one pass by a kernel in C, compiled at first use, whose bits are those of
+    torch's; it also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. `print(optimizer)` says whether
+    it is used, and if not, why: torch then does the same step.
 
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
     one has failed.
@@ -104,6 +109,7 @@ class Streamed(Optimizer):
         self._fraction, self._buffer_nbytes = fraction, buffer_nbytes
         self._stores: dict[Tier | None, Store] = {}
         self._torn: str | None = None
+        self._is_backwards = False  # the direction of the next step
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
         self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
@@ -142,7 +148,8 @@ class Streamed(Optimizer):
         for kind, ring in zip(("parameters", "gradients"), self._rings, strict=True):
             if ring.count:
                 where += f"; {kind} from their tier through {ring}"
-        return f"Streamed ({type(self.inner).__name__}, {len(self._chunks)} chunks: {where})\n{self.inner!r}"
+        kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
+        return f"Streamed ({kind}, {len(self._chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
@@ -221,7 +228,8 @@ class Streamed(Optimizer):
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk([StoreLane(), *self._parcels()], chunks, stepped.step)
+            each_chunk([StoreLane(chunks), *self._parcels()], chunks, stepped.step, backwards=self._is_backwards)
+            self._is_backwards = not self._is_backwards
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
@@ -317,7 +325,7 @@ class Streamed(Optimizer):
                 if parameter in states:
                     cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
 
-        each_chunk([StoreLane()], filled, fill)
+        each_chunk([StoreLane(filled)], filled, fill)
         return stores, chunks, known, rings_for(known)
 
     def _plan_for_new(self) -> None:
@@ -500,7 +508,8 @@ class Streamed(Optimizer):
                 for name, value in cut.states(buffer).items():
                     _join(joined[parameter], name, value, parameter, cut)
 
-        each_chunk([StoreLane()], [c for c in self._chunks if c.is_stored], join, writes=False)
+        stored = [chunk for chunk in self._chunks if chunk.is_stored]
+        each_chunk([StoreLane(stored)], stored, join, writes=False)
         return defaultdict(dict, {parameter: joined[parameter] for parameter in self._known if parameter in joined})
 
 
@@ -556,7 +565,8 @@ class _Stepped:
                 self._after[number] = groups[-1]
         vars(self._inner).update(self._scalars)
         with replaced(self._inner, groups, state):
-            raw_step(self._inner)
+            if not steps_in_one_pass(self._inner):
+                raw_step(self._inner)
         for cut, stand_in in pairs:
             cut.keep(states, state.get(stand_in, {}))
         if states is not buffer:

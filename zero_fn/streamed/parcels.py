@@ -73,6 +73,9 @@ class _Parcels:
         self._turn += 1
         return memory, record.read_parcel(parcel, memory)
 
+    def forget(self) -> None:
+        """Nothing to do: parcels are read anew in every pass."""
+
 
 class Values(_Parcels):
     """The lane of parameters that rest in another tier."""

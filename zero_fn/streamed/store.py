@@ -35,14 +35,18 @@ class Store(Protocol):
             TierError: The tier, or memory for buffers, is too small.
         """
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        """The memory in which a chunk is stepped, uint8."""
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
+        """The memory in which the chunk of this number is stepped, uint8. Numbers that are less than `BUFFERS` apart
+        have different memory."""
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
         """Begins to bring a chunk; None if it is there."""
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
         """Begins to put a chunk back; None if it is there."""
+
+    def forget(self) -> None:
+        """What is in buffers can not be relied on: a computation or a transfer failed."""
 
 
 def store_of(tier: Tier | None, what: str) -> Store:
@@ -85,6 +89,9 @@ class _Device:
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
         return None
 
+    def forget(self) -> None:
+        """Nothing to do: chunks are where they rest."""
+
 
 class _Memory:
     """Chunks are stepped where they rest."""
@@ -115,7 +122,7 @@ class _Memory:
         self._is_pinned = slab.is_pinned
         return list(range(begin, len(self._chunks)))
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
         return self._chunks[place][:nbytes]
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
@@ -123,6 +130,9 @@ class _Memory:
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
         return None
+
+    def forget(self) -> None:
+        """Nothing to do: chunks are where they rest."""
 
 
 class Ring:
@@ -164,6 +174,7 @@ class _Disk:
     """Chunks pass through a ring of buffers."""
 
     def __init__(self, tier: Nvme, what: str) -> None:
+        self._within: dict[int, int] = {}  # by the address of a buffer, the place of the chunk that it holds
         self._what = what
         self._chunks = self._largest_nbytes = 0
         self._ring = Ring(0, 0, what)
@@ -195,13 +206,21 @@ class _Disk:
         self._chunks, self._largest_nbytes = chunks, max(self._largest_nbytes, largest_nbytes)
         if (min(chunks, BUFFERS), self._largest_nbytes) != (self._ring.count, self._ring.size):
             self._ring = Ring(0, 0, self._what)  # what was there goes first
+            self._within.clear()
             self._ring = Ring(chunks, self._largest_nbytes, self._what)
 
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        return self._ring.buffer(turn, nbytes)
+    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
+        return self._ring.buffer(number, nbytes)
 
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
+        if self._within.get(buffer.data_ptr()) == place:
+            return None
+        self._within[buffer.data_ptr()] = place
         return self._spill.read(place, buffer)
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
+        self._within[buffer.data_ptr()] = place
         return self._spill.write(place, buffer)
+
+    def forget(self) -> None:
+        self._within.clear()

@@ -160,7 +160,8 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
-        each_chunk([StoreLane()], self._parcels, fill)
+        each_chunk([StoreLane(self._parcels)], self._parcels, fill)
+        store.forget()  # what comes back is what was written: a disk that lost it is found
         self._store = store
 
     def _release(self) -> None:
@@ -190,7 +191,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
-        each_chunk([StoreLane()], self._parcels, take, writes=False)
+        each_chunk([StoreLane(self._parcels)], self._parcels, take, writes=False)
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:

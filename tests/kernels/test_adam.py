@@ -1,0 +1,196 @@
+"""One pass in C, and its stand-in without a compiler, have the bits of torch's fused Adam and AdamW."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from zero_fn.kernels import Library, adam, library
+from zero_fn.kernels.adam import Piece, Rates, Rounding, by_torch, in_c, rounding
+
+PLAIN = Rates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
+
+rates_of_users = st.builds(
+    Rates,
+    lr=st.sampled_from([1e-3, 0.02, 3e-4, 1.0, 0.0]),
+    beta1=st.sampled_from([0.9, 0.5, 0.3, 0.0]),
+    beta2=st.sampled_from([0.999, 0.95, 0.0]),
+    eps=st.sampled_from([1e-8, 1e-3]),
+    weight_decay=st.sampled_from([0.0, 0.1, 1e-2]),
+    is_decoupled=st.booleans(),
+    amsgrad=st.booleans(),
+    maximize=st.booleans(),
+)
+
+
+def drawn(numel: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    signs, sizes = torch.randn(2, numel, generator=generator)
+    return signs * sizes.mul(2).exp()
+
+
+def stock(rates: Rates, params: list[Tensor], grads: list[list[Tensor]]) -> list[Tensor]:
+    """Parameters and states after a step for each list of gradients, by torch's own optimizer."""
+    parameters = [nn.Parameter(p.clone()) for p in params]
+    options: dict[str, Any] = {"lr": rates.lr, "betas": (rates.beta1, rates.beta2), "eps": rates.eps}
+    options |= {"weight_decay": rates.weight_decay, "amsgrad": rates.amsgrad, "maximize": rates.maximize}
+    optimizer = (torch.optim.AdamW if rates.is_decoupled else torch.optim.Adam)(parameters, fused=True, **options)
+    for step in grads:
+        for parameter, grad in zip(parameters, step, strict=True):
+            parameter.grad = grad.float()
+        optimizer.step()
+    names = ("exp_avg", "exp_avg_sq", *(("max_exp_avg_sq",) if rates.amsgrad else ()))
+    states = [optimizer.state[p][name] for p in parameters for name in names]
+    return [*(p.detach() for p in parameters), *states]
+
+
+def ours(rates: Rates, params: list[Tensor], grads: list[list[Tensor]], *, in_one_pass: bool) -> list[Tensor]:
+    """The same by the kernel, or by its stand-in; and the parameters in bfloat16."""
+    params = [p.clone() for p in params]
+    states = [[torch.zeros_like(p) for _ in range(3 if rates.amsgrad else 2)] for p in params]
+    sends = [torch.zeros_like(p, dtype=torch.bfloat16) for p in params]
+    for number, step in enumerate(grads, 1):
+        pieces = [
+            Piece(p, g, s[0], s[1], s[2] if rates.amsgrad else None, number, send)
+            for p, g, s, send in zip(params, step, states, sends, strict=True)
+        ]
+        if in_one_pass:
+            how = rounding(rates)
+            assert how is not None
+            in_c(pieces, rates, how)
+        else:
+            by_torch(pieces, rates)
+    return [*params, *itertools.chain(*states), *sends]
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+needs_kernels = pytest.mark.skipif(library().functions is None, reason=str(library()))
+
+
+@needs_kernels
+def test_this_build_of_torch_rounds_in_a_way_that_the_kernel_has() -> None:
+    """If this fails torch's kernel has changed: the step goes on by torch, slower. Add its way to `Rounding`."""
+    assert rounding(PLAIN) is not None
+
+
+@needs_kernels
+@given(
+    rates=rates_of_users,
+    numels=st.lists(st.one_of(st.integers(0, 40), st.integers(0, 34_000)), min_size=1, max_size=3),
+    is_half=st.booleans(),
+    threads=st.sampled_from([1, 3]),
+    seed=st.integers(0, 99),
+)
+@example(PLAIN, [200_003, 0, 5, 0], True, 3, 0)
+@example(PLAIN, [150_001, 70_000], False, 3, 0)
+def test_one_pass_has_the_bits_of_the_fused_step(
+    rates: Rates, numels: list[int], is_half: bool, threads: int, seed: int
+) -> None:
+    """Gradients in bfloat16 as if cast before, parameters in bfloat16 as if cast after; without a compiler, too."""
+    params = [drawn(n, seed + i) for i, n in enumerate(numels)]
+    grads = [[drawn(n, seed + 10 * step + i) for i, n in enumerate(numels)] for step in range(1, 4)]
+    if is_half:
+        grads = [[g.bfloat16() for g in step] for step in grads]
+    expected = stock(rates, params, grads)
+    expected += [p.bfloat16() for p in expected[: len(params)]]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert same(ours(rates, params, grads, in_one_pass=True), expected)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adam, "_PART_NUMEL", 4096)
+            assert same(ours(rates, params, grads, in_one_pass=False), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernels
+def test_what_is_not_finite_stays_so() -> None:
+    """Infinities to the bit; of a NaN only that it is one, as its payload is nobody's promise."""
+    special = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-45, -1e-40, 3e38] * 3)
+    for rates in (PLAIN, Rates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=False, amsgrad=True, maximize=True)):
+        params, grads = [torch.ones(len(special) - 1)], [[special[:-1]], [special[1:]]]
+        expected = stock(rates, params, grads)
+        found = ours(rates, params, grads, in_one_pass=True)
+        expected.append(expected[0].bfloat16())
+        for f, e in zip(found, expected, strict=True):
+            assert torch.equal(f.isnan(), e.isnan())
+            assert torch.equal(f.nan_to_num(7.0, 8.0, 9.0), e.nan_to_num(7.0, 8.0, 9.0))
+
+
+@needs_kernels
+def test_casts_to_bfloat16_are_those_of_torch() -> None:
+    """Of every float that has ties, carries and overflows near it: a step of nothing sends the parameter."""
+    halves = torch.arange(1 << 16, dtype=torch.int32) << 16
+    bits = torch.cat([halves + offset for offset in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
+    param = bits.view(torch.float32).clone()
+    expected = param.bfloat16()
+    zeros, send = torch.zeros(3, len(param)), torch.empty(len(param), dtype=torch.bfloat16)
+    rates = Rates(0.0, 0.9, 0.999, 1e-8, 0.0, is_decoupled=True, amsgrad=False, maximize=False)
+    how = rounding(rates)
+    assert how is not None
+    in_c([Piece(param, zeros[0], zeros[1], zeros[2], None, 1, send)], rates, how)
+    is_nan = expected.isnan()
+    assert torch.equal(send.isnan(), is_nan)
+    assert torch.equal(send.view(torch.int16)[~is_nan], expected.view(torch.int16)[~is_nan])
+
+
+@needs_kernels
+def test_a_step_is_seen_by_autograd() -> None:
+    param, grad, *states = torch.ones(4, 10)
+    before = param._version
+    how = rounding(PLAIN)
+    assert how is not None
+    in_c([Piece(param, grad, states[0], states[1], None, 1)], PLAIN, how)
+    assert param._version > before
+
+
+@needs_kernels
+def test_every_way_of_rounding_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the trial tells them apart; and where none agrees with torch there is none."""
+    form = Rates(1e-2, 0.9, 0.999, 1e-8, 0.1, is_decoupled=False, amsgrad=False, maximize=False)
+    ways = [Rounding(*how) for how in itertools.product((True, False), (True, False), (0, 1, 2), (0, 1, 2), (8,))]
+    found = [torch.cat([t.flatten() for t in adam._tried(form, how)]).numpy().tobytes() for how in ways]
+    assert len(set(found)) == len(ways)
+    monkeypatch.setattr(adam, "_tried", lambda rates, how: [])
+    monkeypatch.setattr(adam, "_same", lambda one, other: False)
+    adam._found_rounding.cache_clear()
+    try:
+        assert rounding(PLAIN) is None
+    finally:
+        adam._found_rounding.cache_clear()
+
+
+@needs_kernels
+def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch() -> None:
+    """`1 - lr * weight_decay` of torch is in double precision, perhaps fused: where it would show, it is not used."""
+    draw = random.Random(0)
+    middle = Fraction(np.float64(np.float32(0.9))) + Fraction(1, 2**25)  # between two floats, a tie
+    target = 1 - (middle + Fraction(1, 2**54))
+    assert Fraction(float(target)) == target
+    for _ in range(10_000):
+        decay = draw.uniform(0.5, 1.0)
+        lr = float(target) / decay
+        if lr * decay == float(target) and Fraction(lr) * Fraction(decay) != target:
+            rates = Rates(lr, 0.9, 0.999, 1e-8, decay, is_decoupled=True, amsgrad=False, maximize=False)
+            if np.float32(1 - lr * decay) != np.float32(float(1 - Fraction(lr) * Fraction(decay))):
+                assert rounding(rates) is None
+                return
+    pytest.fail("no such rates found")
+
+
+def test_without_kernels_no_way_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "library", lambda: Library(None, None, "for this test"))
+    assert rounding(PLAIN) is None

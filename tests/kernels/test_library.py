@@ -1,0 +1,215 @@
+"""Kernels are compiled once for a user, from a folder nobody else can write, and their absence is said, not raised."""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zero_fn.kernels import Library
+from zero_fn.kernels.cache import cache_folder, is_ours, stored
+from zero_fn.kernels.compiler import Compiler, CompilerError, cpu_identity, found_compiler
+from zero_fn.kernels.loaded import library
+
+SOURCE = "int zero_fn_answer(void) { return 42; }\n"
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder of compiled libraries of a user who has none, with one tiny source; needs a compiler."""
+    try:
+        found_compiler()
+    except CompilerError as error:
+        pytest.skip(str(error))
+    source = tmp_path / "answer.c"
+    source.write_text(SOURCE)
+    monkeypatch.setattr("zero_fn.kernels.loaded._SOURCES", (source,))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    library.cache_clear()
+    yield tmp_path / "cache" / "zero_fn" / "kernels"
+    library.cache_clear()
+
+
+def answer(found: Library) -> int:
+    assert found.functions is not None, found.says
+    return int(found.functions.zero_fn_answer())
+
+
+def again() -> Library:
+    """What a new process finds."""
+    library.cache_clear()
+    return library()
+
+
+def test_what_was_compiled_is_found_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answer(library()) == 42
+    (made,) = fresh.iterdir()
+    assert stat.S_IMODE(made.stat().st_mode) == stat.S_IMODE(fresh.stat().st_mode) == 0o700
+    monkeypatch.setattr(Compiler, "compile", lambda *_: pytest.fail("compiled twice"))
+    assert answer(again()) == 42
+
+
+def test_another_source_compiler_or_processor_has_another_name(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, source = found_compiler(), fresh.parents[2] / "answer.c"
+    keys = {compiler.key([source]), Compiler(compiler.command, "another 1.0").key([source])}
+    source.write_text(SOURCE.replace("42", "43"))
+    keys.add(compiler.key([source]))
+    monkeypatch.setattr("zero_fn.kernels.compiler.cpu_identity", lambda: "another")
+    keys.add(compiler.key([source]))
+    assert len(keys) == 4
+
+
+def test_a_processor_is_told_by_its_name_and_instructions(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    texts = [
+        "processor\t: 0\nmodel name\t: A\nflags\t: fma\ncpu MHz\t: 1\n\nprocessor\t: 1\nmodel name\t: A\n",
+        "processor\t: 0\nmodel name\t: A\nflags\t: fma\ncpu MHz\t: 2\n\n",
+        "processor\t: 0\nmodel name\t: A\nflags\t: fma avx2\ncpu MHz\t: 1\n\n",
+    ]
+    found = []
+    for text in texts:
+        cpuinfo.write_text(text)
+        found.append(cpu_identity(cpuinfo))
+    assert found[0] == found[1] != found[2]
+    assert cpu_identity(tmp_path / "missing")
+
+
+def test_a_damaged_library_is_compiled_again(fresh: Path) -> None:
+    made = place(fresh)
+    made.touch(mode=0o700)
+    assert answer(library()) == 42
+    assert made.stat().st_size > 1000
+
+
+def place(fresh: Path) -> Path:
+    """Where the library will be. (A process that has loaded a path keeps what it had: plant before it is loaded.)"""
+    fresh.mkdir(parents=True, mode=0o700)
+    return fresh / f"{found_compiler().key([fresh.parents[2] / 'answer.c'])}.so"
+
+
+def plant(path: Path) -> None:
+    """A library there that answers 7."""
+    source = path.with_name("other.c")
+    source.write_text(SOURCE.replace("42", "7"))
+    found_compiler().compile([source], path)
+    path.chmod(0o700)
+    source.unlink()
+
+
+@pytest.mark.parametrize(
+    "what", ["is read-only", "others may write it", "is a link", "is a file", "belongs to another"]
+)
+def test_a_folder_that_is_not_ours_alone_is_not_used(fresh: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """What lies there already is not loaded, and nothing is written there: this process compiles for itself."""
+    planted = place(fresh)
+    plant(planted)
+    assert is_ours(planted) and cache_folder() == fresh  # so it would be loaded
+    if what == "is read-only":
+        planted.unlink()
+        access = os.access  # root may write anywhere
+        monkeypatch.setattr("os.access", lambda path, mode: path != fresh and access(path, mode))
+    elif what == "others may write it":
+        fresh.chmod(0o777)
+    elif what == "is a link":
+        fresh.rename(fresh.with_name("elsewhere"))
+        fresh.symlink_to(fresh.with_name("elsewhere"))
+    elif what == "is a file":
+        fresh.rename(fresh.with_name("elsewhere"))
+        fresh.touch()
+    else:
+        monkeypatch.setattr("os.getuid", lambda: 12345)
+    before = sorted(fresh.parent.rglob("*"))
+    assert cache_folder() is None
+    assert answer(again()) == 42
+    assert sorted(fresh.parent.rglob("*")) == before
+
+
+def test_a_library_that_others_may_write_is_replaced(fresh: Path) -> None:
+    planted = place(fresh)
+    plant(planted)
+    planted.chmod(0o722)
+    assert answer(library()) == 42
+    assert is_ours(planted)
+
+
+def test_a_library_that_is_there_is_loaded(fresh: Path) -> None:
+    """Which shows that the tests of planted ones can fail."""
+    plant(place(fresh))
+    assert answer(library()) == 7
+
+
+def test_a_failed_compilation_leaves_nothing_behind(tmp_path: Path) -> None:
+    def fails(path: Path) -> None:
+        path.write_bytes(b"half")
+        raise CompilerError("no")
+
+    with pytest.raises(CompilerError, match="no"):
+        stored(tmp_path / "x.so", fails)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_many_at_once_see_all_of_a_file_or_nothing(tmp_path: Path) -> None:
+    path, begin, seen = tmp_path / "x.so", threading.Barrier(8), []
+
+    def make(target: Path) -> None:
+        for byte in range(100):
+            with open(target, "ab") as file:
+                file.write(bytes([byte]))
+
+    def start() -> None:
+        begin.wait()
+        stored(path, make)
+        seen.append(path.read_bytes())
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert seen == [bytes(range(100))] * 8
+    assert [p.name for p in tmp_path.iterdir()] == ["x.so"]
+
+
+def test_processes_that_start_at_once_all_have_the_kernels(fresh: Path) -> None:
+    started = []
+    for _ in range(4):
+        child = os.fork()
+        if not child:
+            library.cache_clear()
+            os._exit(0 if library().functions is not None else 1)
+        started.append(child)
+    assert [os.waitpid(child, 0)[1] for child in started] == [0] * 4
+    assert len(list(fresh.iterdir())) == 1
+    assert answer(again()) == 42
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"),
+    [
+        ("", "CC is set to nothing"),
+        ("no_such_compiler", "CC names 'no_such_compiler', which is not there"),
+        ("false", "false failed with 1: it said nothing"),
+    ],
+)
+def test_the_absence_of_a_compiler_is_said(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch, compiler: str, said: str
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert str(again()) == f"no kernels: {said}"
+    assert again().functions is again().kept is None
+
+
+def test_a_source_that_does_not_compile_is_said(fresh: Path) -> None:
+    (fresh.parents[2] / "answer.c").write_text("int zero_fn_answer(void) { return x; }\n")
+    assert "failed with 1" in again().says and "undeclared" in again().says
+    assert list(fresh.iterdir()) == []
+
+
+def test_this_machine_says_which_kernels_it_has() -> None:
+    """So that a run whose other tests of kernels were skipped shows it."""
+    library.cache_clear()
+    assert str(library()).startswith(("compiled kernels (", "no kernels: "))

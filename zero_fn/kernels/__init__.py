@@ -1,0 +1,20 @@
+"""Loops in C, compiled by the machine's compiler when they are first needed.
+
+compiler    finds the compiler, and what its output depends on
+cache       a folder of this user's for what was compiled
+loaded      compiles, loads and hands out the functions, or says why there are none
+checksum    a digest of blocks of memory
+adam        a step of Adam and AdamW in one pass
+
+Who calls a kernel has the same result without it, from torch or numpy: a machine without a compiler is slower, never
+different. `library()` says which of the two it is; whatever prints itself repeats it.
+
+[Note: why not a library for this] `torch.utils.cpp_extension.load` needs ninja and a C++ compiler and takes 20 to 40 s
+for the headers of torch; numba and triton's CPU backend bring LLVM along; cffi in API mode needs Python's headers and a
+compiler at the same time; wheels with compiled code would have to be built for every system. These loops need no header
+but C's own, so the compiler is called directly (0.5 s, once) and ctypes calls what it made without holding the interpreter.
+"""
+
+from zero_fn.kernels.loaded import Library, library
+
+__all__ = ["Library", "library"]

@@ -1,0 +1,266 @@
+"""A step of Adam or AdamW in one pass: gradients in float32 or bfloat16, parameters and moments in float32, and, if
+somebody wants them, the new parameters in bfloat16.
+
+    read     grad 4 or 2, param 4, exp_avg 4, exp_avg_sq 4          bytes of an element
+    written  param 4, exp_avg 4, exp_avg_sq 4, send 0 or 2
+
+The arithmetic is that of torch's fused optimizers, to the bit (bfloat16 gradients count as cast before, `send` as cast
+after). Without a compiler torch's own kernel does it, on parts that fit the processor's cache.
+
+[Note: which roundings] Of `v * b + (c * g) * g` a compiler may compute one product and the sum with a single rounding, and
+builds of torch differ in which; torch's kernel does it in one way in whole vectors and in another in the elements after
+the last of them. So the ways are enumerated (`Rounding`), and the kernel is used in the way whose bits agree with this
+torch's own over some 5,000 elements, tried once per process; if none does, torch does the step.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zero_fn.kernels.loaded import library
+
+__all__ = ["Piece", "Rates", "Rounding", "by_torch", "in_c", "rounding"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What is the same for all elements. Names are those of torch's.
+
+    Attributes:
+        is_decoupled: Whether weight decay shrinks the parameter (AdamW) or is added to the gradient (Adam).
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    is_decoupled: bool
+    amsgrad: bool
+    maximize: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor to step, with its states. All are on the CPU, dense, and lie alike.
+
+    Attributes:
+        param: float32.
+        grad: float32 or bfloat16.
+        exp_avg, exp_avg_sq: float32.
+        max_exp_avg_sq: float32, with amsgrad.
+        step: Its number of this step, from 1.
+        send: bfloat16, or None.
+    """
+
+    param: Tensor
+    grad: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None
+    step: float
+    send: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Which products are rounded together with the sum they are in. [Note: which roundings]
+
+    Attributes:
+        fuses_decay: `grad + weight_decay * param`.
+        fuses_lerp: `exp_avg + weight * (grad - exp_avg)`.
+        body, tail: Of `exp_avg_sq * beta2 + (weight * grad) * grad`: 0 neither, 1 the first product, 2 the second; in whole
+            vectors, and after them.
+        vector_numel: Elements of a vector.
+    """
+
+    fuses_decay: bool
+    fuses_lerp: bool
+    body: int
+    tail: int
+    vector_numel: int
+
+
+class _Piece(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "grad", "send")),
+        *((name, ctypes.c_int64) for name in ("numel", "first_block", "grad_is_bfloat16")),
+        *((name, ctypes.c_float) for name in ("negated_step_size", "bias_correction2_sqrt")),
+    )
+
+
+class _Rates(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_float) for name in ("exp_avg_weight", "exp_avg_sq_weight", "beta2", "eps")),
+        *((name, ctypes.c_float) for name in ("param_factor", "coupled_decay")),
+        *((name, ctypes.c_int32) for name in ("maximize", "fuses_decay", "fuses_lerp", "body", "tail", "vector_numel")),
+    )
+
+
+_SHARED_NUMEL = 1 << 17  # fewer take less time than starting threads
+
+
+def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
+    """Steps pieces by the compiled kernel. The caller has made sure that there is one.
+
+    Args:
+        pieces: What to step; none shares memory with another.
+        rates: For all of them.
+        how: Which roundings; `rounding()`.
+    """
+    functions = library().functions
+    assert functions is not None
+    block_numel = int(functions.zero_fn_adam_block_numel())
+    blocks = numel = 0
+    packed = (_Piece * len(pieces))()
+    for room, piece in zip(packed, pieces, strict=True):
+        room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
+        room.exp_avg, room.exp_avg_sq = piece.exp_avg.data_ptr(), piece.exp_avg_sq.data_ptr()
+        room.max_exp_avg_sq = piece.max_exp_avg_sq.data_ptr() if piece.max_exp_avg_sq is not None else None
+        room.send = piece.send.data_ptr() if piece.send is not None else None
+        room.numel, room.first_block = piece.param.numel(), blocks
+        room.grad_is_bfloat16 = piece.grad.dtype == torch.bfloat16
+        room.negated_step_size = -(rates.lr / (1 - rates.beta1**piece.step))
+        room.bias_correction2_sqrt = math.sqrt(1 - rates.beta2**piece.step)
+        blocks += -(-room.numel // block_numel)
+        numel += room.numel
+    factor, decay = 1.0, 0.0
+    if rates.is_decoupled:
+        factor = 1 - rates.lr * rates.weight_decay if rates.weight_decay else 1.0
+    else:
+        decay = rates.weight_decay
+    constants = _Rates(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor, decay)
+    constants.maximize, constants.fuses_decay, constants.fuses_lerp = rates.maximize, how.fuses_decay, how.fuses_lerp
+    constants.body, constants.tail, constants.vector_numel = how.body, how.tail, how.vector_numel
+    functions.zero_fn_adam(
+        packed,
+        ctypes.c_int64(len(pieces)),
+        ctypes.c_int64(blocks),
+        ctypes.byref(constants),
+        ctypes.c_int32(torch.get_num_threads() if numel >= _SHARED_NUMEL else 1),
+    )
+    for piece in pieces:
+        written = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.max_exp_avg_sq, piece.send)
+        torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
+
+
+_PART_NUMEL = 1 << 20  # smaller ones wait more often for all threads of torch than the cache saves
+
+
+def by_torch(pieces: Sequence[Piece], rates: Rates) -> None:
+    """Steps pieces by torch's fused kernel, part by part where dtypes have to be cast, so that casts stay in the cache.
+
+    Args:
+        pieces: What to step.
+        rates: For all of them.
+    """
+    for piece in pieces:
+        if piece.grad.dtype == torch.float32 and piece.send is None:
+            _fused(piece, rates)
+            continue
+        for part in _parts(piece):
+            _fused(part, rates)
+            if part.send is not None:
+                part.send.copy_(part.param)
+
+
+def _parts(piece: Piece) -> Iterator[Piece]:
+    """Cut at multiples of any vector, so that its remainder is where it is in the whole."""
+    numel = piece.param.numel()
+    tensors = (piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.max_exp_avg_sq, piece.send)
+    flat = [None if tensor is None else tensor.as_strided((numel,), (1,)) for tensor in tensors]
+    cast = torch.empty(min(numel, _PART_NUMEL))
+    for start in range(0, numel, _PART_NUMEL):
+        param, grad, exp_avg, exp_avg_sq, largest, send = (
+            None if tensor is None else tensor[start : start + _PART_NUMEL] for tensor in flat
+        )
+        assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
+        yield Piece(param, cast[: grad.numel()].copy_(grad), exp_avg, exp_avg_sq, largest, piece.step, send)
+
+
+def _fused(piece: Piece, rates: Rates) -> None:
+    kernel = torch._fused_adamw_ if rates.is_decoupled else torch._fused_adam_
+    kernel(
+        [piece.param],
+        [piece.grad],
+        [piece.exp_avg],
+        [piece.exp_avg_sq],
+        [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else [],
+        [torch.tensor(float(piece.step))],
+        amsgrad=rates.amsgrad,
+        lr=rates.lr,
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        maximize=rates.maximize,
+    )
+
+
+def rounding(rates: Rates) -> Rounding | None:
+    """How to call the kernel for these rates so that its bits are those of this torch; None if it must not be called."""
+    if library().functions is None:
+        return None
+    # torch computes this factor in double precision, and its compiler may have fused it: no matter, unless it is seen.
+    exact = 1 - Fraction(rates.lr) * Fraction(rates.weight_decay) if math.isfinite(rates.lr * rates.weight_decay) else 1
+    if np.float32(float(exact)) != np.float32(1 - rates.lr * rates.weight_decay):
+        return None
+    return _found_rounding()
+
+
+@cache
+def _found_rounding() -> Rounding | None:
+    """The way whose bits are those of torch's fused kernel in every form of the step."""
+    forms = [
+        Rates(1e-2, beta1, 0.999, 1e-8, decay, is_decoupled, amsgrad, maximize)
+        for beta1, decay, is_decoupled, amsgrad, maximize in (
+            (0.9, 0.1, False, False, False),
+            (0.9, 0.1, True, True, False),
+            (0.3, 0.0, True, False, True),
+        )
+    ]
+    expected = [_tried(rates, None) for rates in forms]
+    booleans, forms_of_square = (True, False), (2, 1, 0)
+    for how in itertools.starmap(
+        Rounding, itertools.product(booleans, booleans, forms_of_square, forms_of_square, (8, 16, 4, 2))
+    ):
+        if all(_same(_tried(rates, how), e) for rates, e in zip(forms, expected, strict=True)):
+            return how
+    return None
+
+
+_TRIED_NUMELS = [4096, *range(1, 18), *[15] * 20]  # most of them remainders of vectors: there are few elements in each
+
+
+def _tried(rates: Rates, how: Rounding | None) -> list[Tensor]:
+    """Three steps of the same tensors, by the kernel or, with None, by torch."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(spread: float) -> Sequence[Tensor]:
+        signs, sizes = torch.randn(2, sum(_TRIED_NUMELS), generator=generator)
+        return torch.split(signs * sizes.mul(spread).exp(), _TRIED_NUMELS)
+
+    params, averages = drawn(1.0), torch.zeros(3, sum(_TRIED_NUMELS))
+    first, second, largest = (torch.split(row, _TRIED_NUMELS) for row in averages)
+    for step in range(1, 4):
+        rows = zip(params, drawn(2.0), first, second, largest, strict=True)
+        pieces = [Piece(*row[:4], row[4] if rates.amsgrad else None, step) for row in rows]
+        if how is None:
+            by_torch(pieces, rates)
+        else:
+            in_c(pieces, rates, how)
+    return [*params, averages]
+
+
+def _same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(map(torch.equal, one, other))

@@ -1,0 +1,188 @@
+"""`measure_links()`: how fast bytes move here, for `autoplan`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_fn.collectives import Contribution, Segment, transport
+from zero_fn.errors import StorageError
+from zero_fn.guarded import Guarded
+from zero_fn.mesh import Axis, mesh_axis
+from zero_fn.storage import Slab, Spill, chosen_carrier
+from zero_fn.tiers import cpu, nbytes_of_text, nvme
+
+__all__ = ["LinkSpeeds", "measure_links"]
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpeeds:
+    """Bytes per second of one rank while all ranks do the same; of the slowest rank.
+
+    Attributes:
+        memory: Read and written by an operation in place, all threads of the rank.
+        disk_read, disk_write: Of the path; None if none was asked for.
+        sent: Sent by this rank in collectives, by the name of the axis.
+        to_device, from_device: Copied to and from the accelerator, pinned; None without one. Not run on one yet.
+    """
+
+    memory: float
+    disk_read: float | None
+    disk_write: float | None
+    sent: Mapping[str, float]
+    to_device: float | None
+    from_device: float | None
+
+    def __str__(self) -> str:
+        rows = [
+            ("memory", self.memory),
+            ("disk, read", self.disk_read),
+            ("disk, written", self.disk_write),
+            *((f"sent along {name!r}", speed) for name, speed in self.sent.items()),
+            ("to the device", self.to_device),
+            ("from the device", self.from_device),
+        ]
+        return "\n".join(f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None)
+
+
+def measure_links(
+    mesh: DeviceMesh | None = None, *, path: str | None = None, nbytes: int | str = "64MiB", rounds: int = 5
+) -> LinkSpeeds:
+    """Measures the memory, a disk, the collectives of an axis and the accelerator's link, each as the library uses it.
+
+    All ranks of the axis measure at the same time, as they work at the same time: what they share is divided. Speeds are
+    medians, those of a machine as busy as it is now.
+
+    Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, and some numbers.
+
+    Args:
+        mesh: One axis, `mesh["dp"]`; None for a process of its own. All its ranks must call this.
+        path: A folder of the disk to measure; `nbytes` are written there, to a file without a name, and read.
+        nbytes: Bytes to move each time, as a number or as text.
+        rounds: How often, after a first time that is not counted.
+
+    Returns:
+        Speeds, the same on every rank.
+
+    Raises:
+        StorageError: The path takes no files on some rank; on all ranks.
+        MeshError: `mesh` is not one axis.
+    """
+    size = max(nbytes_of_text(nbytes, "nbytes") // 4096, 1) * 4096
+    axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
+    links = Guarded(transport(axis), axis) if axis is not None else None
+    found = _on_this_rank(links, axis, path, size, rounds)
+    memory, disk_read, disk_write, to_device, from_device = found
+    sent: dict[str, float] = {}
+    if links is not None and axis is not None and axis.size > 1:
+        (sent[axis.name],) = _least(links, axis, [_sent_speed(links, axis, size, rounds)])
+    return LinkSpeeds(memory, disk_read or None, disk_write or None, sent, to_device or None, from_device or None)
+
+
+def _on_this_rank(links: Guarded | None, axis: Axis | None, path: str | None, size: int, rounds: int) -> list[float]:
+    """Memory, disk read and written, device there and back; 0 for what is not there. Of the slowest rank."""
+    _least(links, axis, [1.0])  # all begin together
+    failure: StorageError | None = None
+    disk = (0.0, 0.0)
+    memory = _memory_speed(size, rounds)
+    try:
+        if path is not None:
+            disk = _disk_speeds(path, size, rounds)
+    except StorageError as error:
+        failure = error
+    device = _device_speeds(size, rounds) if torch.cuda.is_available() else (0.0, 0.0)
+    *speeds, has_disk = _least(links, axis, [memory, *disk, *device, float(failure is None)])
+    if failure is not None:
+        raise failure
+    if not has_disk:
+        raise StorageError(
+            "measure_links found no disk to measure on another rank.",
+            path=path,
+            here="the disk was measured",
+            why="all ranks must agree on the speeds",
+            fix="see the error of that rank; give a folder that every rank can write to",
+        )
+    return speeds
+
+
+def _least(links: Guarded | None, axis: Axis | None, numbers: list[float]) -> list[float]:
+    """The least of each number over all ranks. Waits for all of them."""
+    if links is None or axis is None:
+        return numbers
+    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(axis.device_type)
+    rows = links.exchange(own, "speeds of links").cpu().view(torch.float64)
+    return [float(number) for number in rows.reshape(-1, len(numbers)).amin(0)]
+
+
+def _median_s(run: Callable[[], None], rounds: int) -> float:
+    times = []
+    for _ in range(rounds + 1):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _memory_speed(size: int, rounds: int) -> float:
+    values = torch.ones(size // 4)
+    return 2 * size / _median_s(lambda: _ignored(values.mul_(1.0)), rounds)
+
+
+def _ignored(_: Tensor) -> None:
+    """A statement in place of an expression."""
+
+
+def _disk_speeds(path: str, size: int, rounds: int) -> tuple[float, float]:
+    carrier = chosen_carrier()
+    slab = Slab(size, cpu(), "measure_links", forked=False)
+    slab.memory.random_(0, 256)
+    carrier.register(slab.memory)
+    try:
+        spill = Spill(nvme(path), "measure_links", carrier)
+        offset = spill.reserve(slab.nbytes)
+        written_s = _median_s(lambda: spill.write(offset, slab.memory).wait(), rounds)
+        read_s = _median_s(lambda: spill.read(offset, slab.memory).wait(), rounds)
+        spill.file.close()
+    finally:
+        carrier.forget(slab.memory)
+    return slab.nbytes / read_s, slab.nbytes / written_s
+
+
+def _sent_speed(links: Guarded, axis: Axis, size: int, rounds: int) -> float:
+    """Of an all-gather and a reduce-scatter, one after the other."""
+    piece_numel = max(size // 4 // axis.size, 1)
+    numel = piece_numel * axis.size
+    whole, out = torch.ones(2, numel, device=axis.device_type)
+    segment = Segment(whole, numel, piece_numel)
+
+    def both() -> None:
+        links.all_gather([segment], "measure_links").wait()
+        links.reduce_scatter(
+            [Contribution(segment, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
+        ).wait()
+        if axis.device_type == "cuda":
+            torch.cuda.synchronize()
+
+    return 2 * 4 * piece_numel * (axis.size - 1) / _median_s(both, rounds)
+
+
+def _device_speeds(size: int, rounds: int) -> tuple[float, float]:
+    """Pinned copies each way. Not yet run on an accelerator."""
+    slab = Slab(size, cpu(), "measure_links")
+    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def copies(to: Tensor, source: Tensor) -> Callable[[], None]:
+        def copy() -> None:
+            to.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+
+        return copy
+
+    host = slab.memory[:size]
+    return size / _median_s(copies(there, host), rounds), size / _median_s(copies(host, there), rounds)

@@ -1,0 +1,116 @@
+"""Steps of Adam and AdamW by the kernel of `zero_fn.kernels.adam`, for the user's own stock optimizer.
+
+Only what torch's fused step would do is done by it, because its bits are those of that step. The default step of torch, over
+each tensor or `foreach`, rounds in another way (its square roots are those of MKL's vector library, which rounds a few in a
+million differently), so it stays torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Adam, AdamW, Optimizer
+
+from zero_fn.kernels import library
+from zero_fn.kernels.adam import Piece, Rates, by_torch, in_c, rounding
+from zero_fn.streamed.chunk import is_dense
+
+__all__ = ["arithmetic_of", "steps_in_one_pass"]
+
+
+def arithmetic_of(optimizer: Optimizer) -> str:
+    """Who steps it, in words."""
+    if type(optimizer) not in (Adam, AdamW):
+        return "torch"
+    if not all(map(_is_fused, optimizer.param_groups)):
+        return "torch; with fused=True by a kernel in one pass"
+    hows = [rounding(_rates(optimizer, group)) for group in optimizer.param_groups]
+    if library().functions is None:
+        return f"torch ({library()})"
+    return f"{library()} in one pass" if all(hows) else "torch (the kernel does not round as this build of torch does)"
+
+
+def steps_in_one_pass(optimizer: Optimizer) -> bool:
+    """Steps the groups and states that the optimizer has now, if its step is one that the kernel does. Else does nothing.
+
+    Returns:
+        Whether it was done.
+    """
+    if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
+        return False
+    groups = optimizer.param_groups
+    stepped = [[p for p in group["params"] if p.grad is not None] for group in groups]
+    if not all(map(_is_fused, groups)) or not all(_is_taken(optimizer, p) for ps in stepped for p in ps):
+        return False
+    rates = [_rates(optimizer, group) for group in groups]
+    hows = [rounding(each) for each in rates]
+    is_mixed = any(p.grad.dtype != p.dtype for ps in stepped for p in ps)
+    if not is_mixed and not all(hows):
+        return False  # torch's own step does it, without cutting it up
+    for group, each, how in zip(groups, rates, hows, strict=True):
+        pieces = _pieces(optimizer, group)
+        if how is not None:
+            in_c(pieces, each, how)
+        else:
+            by_torch(pieces, each)
+    return True
+
+
+def _is_fused(group: Mapping[str, Any]) -> bool:
+    return bool(group["fused"]) and not group["capturable"] and not group["differentiable"]
+
+
+def _is_scaled(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler has left the scale, and the decision to skip, to the optimizer."""
+    return any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+
+
+def _is_taken(optimizer: Optimizer, parameter: Tensor) -> bool:
+    """Whether the kernel takes a parameter with its gradient and states: dense, alike in memory, on the CPU, float32."""
+    grad = parameter.grad
+    assert grad is not None
+    states = (value for name, value in optimizer.state.get(parameter, {}).items() if name != "step")
+    return (
+        is_dense(parameter)
+        and grad.layout is torch.strided
+        and grad.dtype in (torch.float32, torch.bfloat16)
+        and all(t.dtype == torch.float32 for t in (parameter, *states))
+        and all(t.device.type == "cpu" and _lies_as(t, parameter) for t in (parameter, grad, *states))
+    )
+
+
+def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
+    return tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
+
+
+def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> Rates:
+    beta1, beta2 = map(float, group["betas"])
+    return Rates(
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        eps=float(group["eps"]),
+        weight_decay=float(group["weight_decay"]),
+        is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, AdamW))),
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group["maximize"]),
+    )
+
+
+def _pieces(optimizer: Any, group: dict[str, Any]) -> list[Piece]:
+    """The parameters of a group that have gradients, their states made where they have none, their steps counted."""
+    parameters: list[Tensor] = []
+    grads: list[Tensor] = []
+    averages: list[Tensor] = []
+    squares: list[Tensor] = []
+    largest: list[Tensor] = []
+    counts: list[Tensor] = []
+    optimizer._init_group(group, parameters, grads, averages, squares, largest, counts)
+    if counts:
+        torch._foreach_add_(counts, 1)
+    maxima: Sequence[Tensor | None] = largest or [None] * len(counts)
+    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), strict=True)
+    return [Piece(*row) for row in rows]
