@@ -411,11 +411,28 @@ def one_graph_inside_unsharded() -> object:
             return _as_one_graph(model)
 
 
-def one_graph_with_broadcast_buffers() -> object:
+def one_graph_that_changes_statistics() -> object:
     with pretended(2) as mesh:
-        model = Model()
-        model.register_buffer("mean", torch.zeros(1))
-        return _as_one_graph(zf.shard_params(model, mesh, buffers="broadcast"))
+        return _as_one_graph(zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh))
+
+
+class _Counts(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def one_graph_that_changed_a_buffer() -> object:
+    with pretended(2) as mesh:
+        model = zf.shard_params(_Counts(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch._dynamo.reset()
+        torch.compile(model, backend="eager", fullgraph=True)(batch())
+        return optimizer.step()
 
 
 def one_graph_with_parameters_in_a_list() -> object:
@@ -924,7 +941,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         one_graph_inside_accumulate,
         one_graph_inside_unsharded,
-        one_graph_with_broadcast_buffers,
+        one_graph_that_changes_statistics,
+        one_graph_that_changed_a_buffer,
         one_graph_with_parameters_in_a_list,
         one_graph_with_offloaded_activations,
         one_graph_with_offloaded_parameters,

@@ -7,6 +7,7 @@ cost a dictionary look-up per parameter, and refuse steps that would be silently
     a step of an optimizer whose parameters a transform replaced
     a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
     a step with states of another dtype than a parameter that `.to()` has cast since
+    a step after a compiled graph changed buffers that should be those of rank 0
     a step of an optimizer that is not streamed over parameters in another tier
     a backward, after the step, of a forward before it (through `Unit.generation`)
 """
@@ -26,6 +27,7 @@ from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.step import Step
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 
@@ -45,10 +47,13 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
+    in_graphs: dict[int, Step] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = _unit_of(slot) if slot is not None else None
+            if unit is not None and unit.in_graph is not None:
+                in_graphs[id(unit.step)] = unit.step
             if slot is not None and slot.must_be_streamed and not getattr(optimizer, "takes_from_tiers", False):
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
@@ -69,6 +74,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     why="a transform returns a new module; step() updates the old one and the loss would not move",
                     fix="build the optimizer after the last transform: AdamW(model.parameters())",
                 )
+    for step in in_graphs.values():
+        step.buffers.require_unchanged()
 
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:

@@ -198,9 +198,9 @@ def _plan(unit: Unit) -> Plan:
             unit=unit.name or "root",
             fix="torch.compile(model) without fullgraph=True; optimizer states may be in a tier",
         )
-    if unit.step.buffers.is_active:
+    if unit.step.buffers.will_change:
         raise StateError(
-            "Buffers are broadcast before every forward, which one graph cannot do.",
+            "Statistics of rank 0 are sent to the others before a forward, which one graph does not do.",
             unit=unit.name or "root",
             fix='buffers="local" in the transform, or torch.compile(model) without fullgraph=True',
         )
