@@ -1,12 +1,13 @@
-"""Sequences cut over an axis of their own: attention gathers keys and values, ZeRO shards over dp and cp together.
+"""Sequences cut over an axis of their own, ZeRO over dp and cp together.
 
-torch's `context_parallel` knows no attention on the CPU (2.13), so the exchange is written out here: what zero_fn has to get
-right is the same.
+Attention gathers keys and values, or is torch's ring. torch's `context_parallel` is that ring behind a dispatcher that knows
+the kernels of accelerators only (2.13); here the kernel of the CPU is given to it by hand.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 import zero_fn as zf
 from tests.composition.grids import grid
@@ -39,15 +41,52 @@ class _Gathered(torch.autograd.Function):
         return total.chunk(dist.get_world_size(ctx.group), ctx.dim)[dist.get_rank(ctx.group)], None, None
 
 
+class _Ring(torch.autograd.Function):
+    """torch's ring attention, causal and balanced: each rank has one chunk from the left half and its mirror image."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+        def attend(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+            found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q, k, v, 0.0, is_causal
+            )
+            return found
+
+        out, lse = ring._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True)
+        ctx.group = group
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        def attend(
+            *, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, is_causal: bool
+        ) -> tuple[Tensor, ...]:
+            found: tuple[Tensor, ...] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, query, key, value, out, logsumexp, 0.0, is_causal
+            )
+            return found
+
+        q, k, v, out, lse = ctx.saved_tensors
+        grads = ring._templated_ring_attention_backward(
+            ctx.group, 2, attend, grad.contiguous(), "grad", q, k, v, out, lse, is_causal=True
+        )
+        return grads[0], grads[1], grads[2], None
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mesh: DeviceMesh | None = None
+        self.is_ring = False
 
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(self.norm(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
+        if self.mesh is not None and self.is_ring:
+            mixed = _Ring.apply(q, k, v, self.mesh.get_group())  # type: ignore[no-untyped-call]
+            return x + self.out(mixed.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         first = 0
         if self.mesh is not None:
             first = self.mesh.get_local_rank() * x.shape[1]
@@ -93,7 +132,7 @@ def _alone() -> list[tuple[float, float]]:
     return seen
 
 
-def _together(stage: int, is_flat: bool) -> list[tuple[float, float]]:
+def _together(stage: int, is_flat: bool, is_ring: bool) -> list[tuple[float, float]]:
     mesh = grid("dp", "cp")
     torch.manual_seed(0)
     model: Any = Decoder().double()
@@ -102,9 +141,11 @@ def _together(stage: int, is_flat: bool) -> list[tuple[float, float]]:
     for axis in axes:
         model = shard(model, axis)
     for layer in model.layers:
-        layer.mesh = mesh["cp"]
+        layer.mesh, layer.is_ring = mesh["cp"], is_ring
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    own = slice(*(LENGTH // 2 * (mesh["cp"].get_local_rank() + i) for i in range(2)))
+    rank = mesh["cp"].get_local_rank()
+    chunks = torch.arange(LENGTH).chunk(4)
+    own = torch.cat([chunks[rank], chunks[3 - rank]] if is_ring else [chunks[2 * rank], chunks[2 * rank + 1]])
     seen = []
     for step in range(STEPS):
         tokens, targets = _batch(step, mesh["dp"].get_local_rank())
@@ -119,12 +160,27 @@ def _together(stage: int, is_flat: bool) -> list[tuple[float, float]]:
     return seen
 
 
+def _around_the_ring(stage: int, is_flat: bool) -> list[tuple[float, float]]:
+    with patch.object(ring._cp_options, "convert_to_f32", False):  # would sum in float32
+        return _together(stage, is_flat, True)
+
+
 @pytest.mark.parametrize("is_flat", [False, True])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_sequences_cut_over_ranks_train_as_in_one_process(ranks: Ranks, stage: int, is_flat: bool) -> None:
     """In float64, where orders of summation differ far below the bound; over two axes and over one that was flattened."""
+    _require_equal(ranks(4).run(_together, stage, is_flat, False))
+
+
+@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_ring_attention_of_torch_trains_as_in_one_process(ranks: Ranks, stage: int, is_flat: bool) -> None:
+    _require_equal(ranks(4).run(_around_the_ring, stage, is_flat))
+
+
+def _require_equal(by_rank: list[list[tuple[float, float]]]) -> None:
     expected = _alone()
-    for seen in ranks(4).run(_together, stage, is_flat):
+    for seen in by_rank:
         for one, other in zip(seen, expected, strict=True):
             assert abs(one[0] - other[0]) < 1e-12
             assert abs(one[1] - other[1]) < 1e-12
