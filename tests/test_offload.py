@@ -326,8 +326,8 @@ def _growth_of_passes(path: str) -> int:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the peak of memory")
 def test_resident_memory_is_bounded_by_units_and_buffers(tmp_path: Path) -> None:
-    """96 MiB of parameters in 24 units of 4 MiB: three gathered, a staging; 12 to 16 MiB were seen."""
-    assert in_new_process(_growth_of_passes, str(tmp_path)) < 24 * MIB
+    """96 MiB of parameters in 24 units of 4 MiB: three gathered, a staging; 12.2 MiB were seen."""
+    assert in_new_process(_growth_of_passes, str(tmp_path)) < 20 * MIB
 
 
 def test_what_is_held_is_what_was_planned_to_the_page(tmp_path: Path) -> None:
