@@ -184,8 +184,8 @@ def test_a_full_disk_is_told_on_every_rank(simulated: Simulated, tmp_path: Path)
 def test_a_flipped_bit_on_the_disk_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parking = Parking(zf.nvme(tmp_path))
     parked = [parking.park(torch.randn(10)) for _ in range(5)]
-    digests = iter(range(1, 1000))
-    monkeypatch.setattr("zero_fn.storage.spill.digest", lambda sums, generation: next(digests))
+    numbers = iter(range(1, 1000))
+    monkeypatch.setattr("zero_fn.storage.spill.digests", lambda view, nbytes: [next(numbers)])
     with pytest.raises(zf.StorageError, match="does not hold what was written"):
         parked[0].take()
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -264,20 +264,24 @@ def _proposals(
         )
 
 
+def _numbers(held: Held) -> tuple[int, ...]:
+    return held.parameters, held.gradients, held.optimizer, held.buffers
+
+
 def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
     """The same with the largest of each number over all ranks, so that all ranks decide alike."""
     # Ranks of torch's fake process group are pretended: they have nothing to say.
     if axis.size == 1 or dist.get_backend(axis.group) == "fake":
         return list(proposals)
-    rows = [[*astuple(p.held), p.in_flight, p.disk, p.collectives_s, p.optimizer_s, p.disk_s] for p in proposals]
+    rows = [[*_numbers(p.held), p.in_flight, p.disk, p.collectives_s, p.optimizer_s, p.disk_s] for p in proposals]
     own = torch.tensor(rows, dtype=torch.float64).flatten().view(torch.uint8).to(axis.device_type)
     links = Guarded(transport(axis), axis)
     found = links.exchange(own, "predictions of autoplan").cpu().view(torch.float64).amax(0).view(len(rows), -1)
     agreed = []
-    for proposal, (parameters, gradients, optimizer, in_flight, disk, *times) in zip(
+    for proposal, (parameters, gradients, optimizer, buffers, in_flight, disk, *times) in zip(
         proposals, found.tolist(), strict=True
     ):
-        held = Held(int(parameters), int(gradients), int(optimizer))
+        held = Held(int(parameters), int(gradients), int(optimizer), int(buffers))
         collectives_s, optimizer_s, disk_s = times
         agreed.append(
             replace(

@@ -73,7 +73,9 @@ class _LocalGroups:
 
 def _restate(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Moves the states of SGD to the resting parameters. [Note: momentum of SGD]"""
-    groups: _LocalGroups = optimizer.__dict__["_init_group"]
+    groups: _LocalGroups | None = optimizer.__dict__.get("_init_group")
+    if groups is None:
+        return  # a streamed one: it shares the hooks of the optimizer inside, and steps over local tensors anyway
     for parameter in groups.replaced.values():
         written = optimizer.state.pop(parameter._local_tensor, {}).get("momentum_buffer")
         if written is None:  # a step before this one raised
