@@ -394,7 +394,8 @@ def _as_one_graph(model: nn.Module) -> object:
     try:
         return torch.compile(model, backend="eager", fullgraph=True)(batch())
     except ZeroError as error:
-        raise StateError(error.summary, fix=error.fix, **error.facts) from error
+        kind = type(error).__mro__[1]  # the compiler is handed a subclass
+        raise kind(error.summary, fix=error.fix, **error.facts) from error
 
 
 def one_graph_inside_accumulate() -> object:
@@ -402,6 +403,22 @@ def one_graph_inside_accumulate() -> object:
         model = zf.shard_params(Model(), mesh)
         with zf.accumulate(model):
             return _as_one_graph(model)
+
+
+def one_graph_with_other_placements() -> object:
+    class Swapped(nn.Module):
+        def __init__(self, model: nn.Module, value: Tensor) -> None:
+            super().__init__()
+            self.model, self.value = model, value
+
+        def forward(self, x: Tensor) -> Tensor:
+            output: Tensor = torch.func.functional_call(self.model, {"head.weight": self.value}, (x,))
+            return output
+
+    with pretended(2) as mesh:
+        model = zf.shard_params(Model(), mesh)
+        _as_one_graph(model)  # functional_call looks at all parameters, which the compiler can do once it knows them
+        return _as_one_graph(Swapped(model, distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])))
 
 
 def one_graph_inside_unsharded() -> object:
@@ -941,6 +958,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         one_graph_inside_accumulate,
         one_graph_inside_unsharded,
+        one_graph_with_other_placements,
         one_graph_that_changes_statistics,
         one_graph_that_changed_a_buffer,
         one_graph_with_parameters_in_a_list,

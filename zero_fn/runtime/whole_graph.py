@@ -28,7 +28,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from zero_fn.errors import StateError, ZeroError
+from zero_fn.errors import PlacementError, StateError, ZeroError
 from zero_fn.home import ReshardAfter
 from zero_fn.runtime.graph_operations import allow_operations, gathered, hosted, on_model_axes, unit_of
 
@@ -89,9 +89,7 @@ def show_whole(unit: Unit) -> Shown:
     Raises:
         StateError: The unit cannot be a part of a graph, or not now.
     """
-    key = str(
-        unit.key
-    )  # a constant to the compiler: an attribute that it has not looked at is none, and numbers may vary
+    key = str(unit.key)  # to the compiler an attribute that it has not looked at is no constant
     _begin_graph(key)
     plan, step, leaves = unit.in_graph, unit.step, unit.leaves
     assert plan is not None, "a unit is traced without a plan"
@@ -106,7 +104,8 @@ def show_whole(unit: Unit) -> Shown:
     registered: list[Any] = [None] * len(plan.dtypes)
     for names, attribute, i in places:
         registered[i] = names[attribute]
-    resting = [isinstance(value, DTensor) and leaves is None for value in registered]
+    are_whole = leaves is not None or unit.pinned is not None
+    resting = [isinstance(value, DTensor) and not are_whole for value in registered]
     wholes: list[Any] = [
         None if rests else value.to(dtype) for value, rests, dtype in zip(registered, resting, plan.dtypes, strict=True)
     ]
@@ -115,6 +114,9 @@ def show_whole(unit: Unit) -> Shown:
         if not chosen:
             continue
         inputs = [registered[i].to_local() for i in chosen]
+        for i, local in zip(chosen, inputs, strict=True):
+            if tuple(local.shape) != plan.shapes[i]:
+                _refuse(key, i)
         stay = tuple(i for i in chosen if i in plan.hosted)
         if stay:
             inputs += hosted(key, stay, *(registered[i].to_local().detach() for i in stay))
@@ -148,6 +150,7 @@ class Plan(NamedTuple):
     Attributes:
         places: Module (weakly), name, and number of the slot.
         dtypes: Of each slot in the forward.
+        shapes: Of each slot, what this rank holds at rest.
         kept, freed: Slots whose whole parameters stay from forward to backward, and those that are gathered again.
         hosted: Of these, those whose part on the first axis stays.
         has_model_axes: Whether any slot lies on model axes.
@@ -155,6 +158,7 @@ class Plan(NamedTuple):
 
     places: tuple[tuple[weakref.ref[torch.nn.Module], str, int], ...]
     dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[tuple[int, ...], ...]
     kept: tuple[int, ...]
     freed: tuple[int, ...]
     hosted: tuple[int, ...]
@@ -207,6 +211,7 @@ def _plan(unit: Unit) -> Plan:
     return Plan(
         tuple((weakref.ref(place.module), place.attribute, i) for place, i in places),
         tuple(slot.compute_dtype for slot in unit.slots),
+        tuple(slot.local_shape for slot in unit.slots),
         tuple(kept),
         tuple(freed),
         tuple(i for i, slot in enumerate(unit.slots) if slot.is_hosted),
@@ -236,6 +241,17 @@ def _require_traceable(
             )
         if is_evicted:
             unit.readopt()
+
+
+@_while_tracing
+def _refuse(key: str, i: int) -> None:
+    unit = unit_of(key)
+    with _handed_through():
+        raise PlacementError(
+            f"{unit.slots[i].fqn!r} was replaced in one graph by a DTensor that does not rest as it does.",
+            parameter=unit.slots[i],
+            fix="functional_call(model, values, args) with whole plain tensors, or with DTensors placed as the parameter",
+        )
 
 
 _side_effects: list[bool] = []
