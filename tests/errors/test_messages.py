@@ -939,6 +939,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         buffers_twice_with_other_policies,
     ),
     PlacementError: (
+        one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced,
@@ -958,7 +959,6 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         one_graph_inside_accumulate,
         one_graph_inside_unsharded,
-        one_graph_with_other_placements,
         one_graph_that_changes_statistics,
         one_graph_that_changed_a_buffer,
         one_graph_with_parameters_in_a_list,
