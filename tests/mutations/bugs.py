@@ -861,8 +861,8 @@ BUGS: tuple[Bug, ...] = (
         "gradient-beside-is-lost",
         "runtime/record.py",
         "tensors of a parcel that are not written with the others",
-        "_wait_all(list(self._reads(partly, memory, 0)))",
-        "_wait_all([])",
+        "wait_all(list(self._reads(partly, memory, 0)))",
+        "wait_all([])",
         _RECORD,
     ),
     Bug(

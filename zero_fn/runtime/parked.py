@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.storage import Lot, Slab
-from zero_fn.tiers import Cpu, Nvme, Tier
+from zero_fn.tiers import Cpu, Nvme, Tier, is_away
 
 __all__ = ["Parked", "Parking"]
 
@@ -57,12 +57,10 @@ class Parking:
             TierError: The tier has no room.
             StorageError: The path takes no files, or an earlier write failed.
         """
-        if isinstance(self.tier, Cpu) and tensor.device.type == "cpu":
+        if not is_away(self.tier, tensor.device.type):
             return _Here(tensor)
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
-            tensor = (
-                tensor.contiguous()
-            )  # the others keep their strides, because a kernel may round differently on others
+            tensor = tensor.contiguous()  # dense ones keep their strides: a kernel may round differently on others
         before = self._last() if self._last is not None else None
         parked: _Chained
         if isinstance(self.tier, Nvme):

@@ -110,8 +110,9 @@ class Recomputed:
         """The disk or the memory of this rank failed: the others would wait for it."""
         module = self._module()
         units = units_of(module) if module is not None else []
-        for unit in (*units, *([self.own.unit] if isinstance(self.own, Entry) else [])):
-            unit.step.transport.give_up()
+        own = [self.own.unit] if isinstance(self.own, Entry) else []
+        for step in {unit.step for unit in (*units, *own)}:
+            step.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:
         """Inputs that differ would be put together from parts of different tensors."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StorageError
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Shelf, Transfer, whole_pages
+from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
 __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "record_nbytes"]
@@ -183,7 +183,7 @@ class Record:
         transfers: list[Transfer | None] = []
         self._behind = memory, transfers
         partly = [p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]
-        _wait_all(list(self._reads(partly, memory, 0)))
+        wait_all(list(self._reads(partly, memory, 0)))
         for number, value in values.items():
             self._view(memory, 0, number).copy_(value)
         for parcel in parcels:
@@ -200,7 +200,7 @@ class Record:
         behind, self._behind = self._behind, None
         if behind is not None:
             try:
-                _wait_all(behind[1])
+                wait_all(behind[1])
             finally:
                 self.shelf.give_back(behind[0])
 
@@ -238,7 +238,7 @@ class Record:
                     part = memory[parcel.start : parcel.start + parcel.nbytes]
                     transfers.append(self.shelf.write(self._place + parcel.start, part))
                     parcel.is_stored = True
-            _wait_all(transfers)
+            wait_all(transfers)
         finally:
             self._is_held = False
             self._dirty.clear()
@@ -262,7 +262,7 @@ class Record:
         start = parcels[0].start
         memory = self.shelf.borrow(self._place + start, sum(parcel.nbytes for parcel in parcels))
         try:
-            _wait_all(list(self._reads(parcels, memory, start)))
+            wait_all(list(self._reads(parcels, memory, start)))
         except StorageError:
             self.shelf.give_back(memory)
             raise
@@ -292,7 +292,7 @@ class Record:
             begin = parcel.start - start
             transfers.append(self.shelf.write(self._place + parcel.start, memory[begin : begin + parcel.nbytes]))
             parcel.is_stored = True
-        _wait_all(transfers)
+        wait_all(transfers)
 
     @property
     def is_addressable(self) -> bool:
@@ -354,16 +354,3 @@ class _Opened:
         if self._memory is not None:
             self._record.shelf.give_back(self._memory)
             self._memory = None
-
-
-def _wait_all(transfers: Sequence[Transfer | None]) -> None:
-    """Waits for all, and then raises what went wrong first."""
-    failure: StorageError | None = None
-    for transfer in transfers:
-        try:
-            if transfer is not None:
-                transfer.wait()
-        except StorageError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure

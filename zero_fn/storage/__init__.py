@@ -16,7 +16,7 @@ from zero_fn.storage.lot import Lot
 from zero_fn.storage.memory import available
 from zero_fn.storage.shelf import STAGINGS, Shelf, shelf_of
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
-from zero_fn.storage.spill import Spill, Transfer
+from zero_fn.storage.spill import Spill, Transfer, wait_all
 
 __all__ = [
     "PAGE_NBYTES",
@@ -30,5 +30,6 @@ __all__ = [
     "available",
     "chosen_carrier",
     "shelf_of",
+    "wait_all",
     "whole_pages",
 ]

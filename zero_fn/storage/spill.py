@@ -8,6 +8,7 @@ The digests of a write are taken while the disk reads the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from zero_fn.storage.file import SpillFile
 from zero_fn.storage.request import Request
 from zero_fn.tiers import Nvme
 
-__all__ = ["BLOCK_NBYTES", "Spill", "Transfer"]
+__all__ = ["BLOCK_NBYTES", "Spill", "Transfer", "wait_all"]
 
 BLOCK_NBYTES = 8 << 20
 _ALIGNMENT_NBYTES = 4096
@@ -57,6 +58,19 @@ class Transfer:
         if requests and not requests[0].is_write:
             for request, block, found in zip(requests, self._blocks, digests(self._view, BLOCK_NBYTES), strict=True):
                 _require_undamaged(request, block, found)
+
+
+def wait_all(transfers: Iterable[Transfer | None]) -> None:
+    """Waits for all of them, and raises what went wrong first. None stands for what was there already."""
+    failure: StorageError | None = None
+    for transfer in transfers:
+        try:
+            if transfer is not None:
+                transfer.wait()
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
 
 
 class Spill:

@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.storage import Transfer
+from zero_fn.storage import Transfer, wait_all
 from zero_fn.streamed.store import BUFFERS, Store
 
 __all__ = ["Lane", "StoreLane", "Stored", "each_chunk"]
@@ -112,11 +112,11 @@ def each_chunk(
     try:
         for turn, chunk in enumerate(order):
             for later in range(turn + len(fetches), min(turn + BUFFERS // 2 + 1, len(order))):
-                _wait_all(puts.pop(later - BUFFERS, ()))
+                wait_all(puts.pop(later - BUFFERS, ()))
                 fetches[later] = []
                 for lane in lanes:
                     fetches[later].append(lane.fetch(order[later]))
-            _wait_all([transfer for _, transfer in fetches[turn]])
+            wait_all([transfer for _, transfer in fetches[turn]])
             memory = [buffer for buffer, _ in fetches.pop(turn)]
             compute(chunk, *memory)
             if writes:
@@ -124,26 +124,13 @@ def each_chunk(
                 for lane, buffer in zip(lanes, memory, strict=True):
                     puts[turn].append(lane.keep(chunk, buffer))
         while puts:
-            _wait_all(puts.pop(min(puts)))
+            wait_all(puts.pop(min(puts)))
         is_whole = True
     finally:
         left = [transfer for fetched in fetches.values() for _, transfer in fetched]
         for transfer in (*left, *(put for each in puts.values() for put in each)):
             with suppress(StorageError):  # the first failure is the one that is told
-                _wait_all([transfer])
+                wait_all([transfer])
         if not is_whole:
             for lane in lanes:
                 lane.forget()
-
-
-def _wait_all(transfers: Sequence[Transfer | None]) -> None:
-    """Waits for all of them, and raises what went wrong first."""
-    failure: StorageError | None = None
-    for transfer in transfers:
-        try:
-            if transfer is not None:
-                transfer.wait()
-        except StorageError as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
