@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux")
 
 from zero_fn.collectives.arena import Arena, map_arena  # noqa: E402
-from zero_fn.collectives.same_host import _Shared  # noqa: E402
 
 
 @given(st.lists(st.one_of(st.integers(0, 1000), st.integers(-20, -1)), max_size=60))
@@ -42,7 +41,7 @@ def test_live_blocks_are_disjoint(actions: list[int]) -> None:
 
 def test_an_arena_refuses_what_it_has_no_room_for() -> None:
     arena = Arena()
-    assert arena.allocate(arena.memory.numel()) is None
+    assert arena.allocate(arena.mapped.memory.numel()) is None
     assert arena.allocate(1000) is not None
     arena.close_file()
 
@@ -51,24 +50,26 @@ def test_a_mapped_arena_is_the_same_memory_and_a_wrong_one_is_refused() -> None:
     arena = Arena()
     seen = map_arena(os.getpid(), arena.fd, arena.token)
     assert seen is not None
-    arena.memory[500] = 7
-    assert seen[500] == 7
+    arena.mapped.memory[500] = 7
+    assert seen.memory[500] == 7
+    arena.mapped.words[100] = -9
+    assert seen.words[100] == -9
     assert map_arena(os.getpid(), arena.fd, bytes(16)) is None
     assert map_arena(os.getpid(), 10**6, arena.token) is None
     arena.close_file()
 
 
-def test_a_block_is_given_back_once_all_peers_have_read_it() -> None:
-    arena = Arena()
-    try:
-        shared = _Shared(arena, {1: arena.memory, 2: arena.memory})
-        _, first = shared.write(0, 100)
-        _, second = shared.write(0, 100)
-        assert first != second  # neither was read
-        shared.note_read(1, [2, 0, 0])
-        assert arena.allocate(100) not in (first, second)  # rank 2 may be reading them
-        shared.note_read(2, [1, 0, 0])
-        assert arena.allocate(100) == first
-        assert arena.allocate(100) != second
-    finally:
-        arena.close_file()
+def test_pages_after_the_last_block_go_back_to_the_system() -> None:
+    arena = Arena(head_nbytes=3000)
+    start = arena.allocate(10_000_000)
+    assert start is not None and start >= 3128
+    arena.mapped.words[16] = 5  # in the head
+    arena.mapped.memory[start : start + 10_000_000] = 1
+    used = os.fstat(arena.fd).st_blocks * 512
+    arena.free(start)
+    arena.trim()
+    assert used >= 10_000_000
+    assert os.fstat(arena.fd).st_blocks * 512 <= 8192
+    assert arena.mapped.words[16] == 5
+    assert not arena.mapped.memory[8192 : start + 10_000_000].any()
+    arena.close_file()

@@ -7,37 +7,66 @@ given out lowest address first, so that these stay few.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from bisect import insort
 
 import torch
-from torch import Tensor
 
 from zero_fn.layout import ALIGNMENT_NBYTES
 
-__all__ = ["Arena", "map_arena"]
+__all__ = ["WORD_NBYTES", "Arena", "Mapped", "map_arena"]
 
+WORD_NBYTES = 8
 _TOKEN_NBYTES = 16
+
+
+class Mapped:
+    """The memory of an arena, of this rank or of a peer.
+
+    Attributes:
+        memory: All of it, as bytes.
+        words: The same as words of 64 bits, for single values.
+        address: Where it begins in this process.
+    """
+
+    def __init__(self, fd: int, nbytes: int) -> None:
+        self._file = mmap.mmap(fd, nbytes)
+        self.memory = torch.frombuffer(self._file, dtype=torch.uint8)
+        self.words = memoryview(self._file).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._file))
+
+    def discard(self, start: int) -> None:
+        """Gives the pages from byte `start` on back to the system; they read as zeros after."""
+        page = mmap.PAGESIZE
+        start = -(-start // page) * page
+        self._file.madvise(mmap.MADV_REMOVE, start, len(self._file) - start)
 
 
 class Arena:
     """This rank's own arena.
 
     Attributes:
-        memory: All of it, as bytes.
+        mapped: Its memory.
         fd: The open file, until `close_file`; peers map it through /proc.
         token: Its first bytes, by which a peer knows that it mapped the right file.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, head_nbytes: int = 0) -> None:
+        """Makes one.
+
+        Args:
+            head_nbytes: Bytes after the token that no block is given out of, from `ALIGNMENT_NBYTES` on.
+        """
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self.fd = os.memfd_create("zero_fn", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, capacity)
-        self.memory = _map(self.fd, capacity)
+        self.mapped = Mapped(self.fd, capacity)
         self.token = os.urandom(_TOKEN_NBYTES)
-        self.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
-        self._blocks: list[tuple[int, int]] = [(0, ALIGNMENT_NBYTES)]  # (start, end), in order of address
+        self.mapped.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
+        self._head = ALIGNMENT_NBYTES + head_nbytes
+        self._blocks: list[tuple[int, int]] = [(0, self._head)]  # (start, end), in order of address
         self._capacity = capacity
 
     def close_file(self) -> None:
@@ -61,21 +90,21 @@ class Arena:
         """Gives a block back."""
         self._blocks = [block for block in self._blocks if block[0] != start]
 
+    def trim(self) -> None:
+        """Gives pages that no block lies in, after the last, back to the system."""
+        self.mapped.discard(self._blocks[-1][1])
 
-def map_arena(pid: int, fd: int, token: bytes) -> Tensor | None:
+
+def map_arena(pid: int, fd: int, token: bytes) -> Mapped | None:
     """The memory of a peer's arena; None if this process cannot reach it (another host, container or system)."""
     try:
         file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return None
     try:
-        memory = _map(file, os.fstat(file).st_size)
+        mapped = Mapped(file, os.fstat(file).st_size)
     except (OSError, ValueError):
         return None
     finally:
         os.close(file)
-    return memory if bytes(memory[:_TOKEN_NBYTES].tolist()) == token else None
-
-
-def _map(fd: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+    return mapped if bytes(mapped.memory[:_TOKEN_NBYTES].tolist()) == token else None

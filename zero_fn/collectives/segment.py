@@ -27,6 +27,7 @@ __all__ = [
     "fill_own",
     "flat",
     "joined",
+    "keep_dropped",
     "nbytes_of",
     "packs",
     "runs_of",
@@ -177,6 +178,12 @@ _dropped: deque[object] = deque(maxlen=1024)
 """What collectives that nobody waited for hold: kept until their messages have come, which nobody can ask for."""
 
 
+def keep_dropped(messages: object) -> None:
+    """Keeps messages under way that nobody will wait for."""
+    if messages and _dropped is not None:  # None while the interpreter ends
+        _dropped.append(messages)
+
+
 class Pending:
     """A collective under way. `wait` returns when its result may be used and may be called again.
 
@@ -195,8 +202,8 @@ class Pending:
 
     def __del__(self) -> None:
         # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
-        if self._works and _dropped is not None:  # None while the interpreter ends
-            _dropped.append((self._works, self._finish, self.kept))
+        if self._works:
+            keep_dropped((self._works, self._finish, self.kept))
 
     def wait(self) -> None:
         """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""

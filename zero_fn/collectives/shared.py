@@ -1,0 +1,115 @@
+"""What the ranks of one host share on a process group: an arena each, mailboxes, and the count of what was read.
+
+One for all transports of a group: so their operations are one sequence, and a rank that is at the collective of another
+model than its peer is found like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_fn.collectives.arena import Arena, Mapped, map_arena
+from zero_fn.collectives.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
+
+__all__ = ["Shared", "shared_by"]
+
+Exchanged = Callable[[Tensor], Tensor]
+"""Sends a message of bytes to all ranks and returns those of all, a row each."""
+
+
+class Shared:
+    """The arenas and mailboxes of all ranks.
+
+    Attributes:
+        arena: This rank's.
+        peers: Arenas of the others, by rank.
+        boxes: Mailboxes with the others, by rank.
+    """
+
+    def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
+        self.arena, self.peers, self.boxes = arena, peers, boxes
+        self._blocks: list[deque[int | None]] = [deque() for _ in range(CHANNELS)]  # not yet read by all
+        self._numbers, self._freed = [0] * CHANNELS, [0] * CHANNELS
+        self._headers = 0
+        self._users = 0
+        weakref.finalize(self, _leave, list(boxes.values()))
+
+    def used_by(self, transport: object) -> None:
+        """The pages of the arena go back to the system when the last transport is gone."""
+        self._users += 1
+        weakref.finalize(transport, self._unused)
+
+    def write(self, channel: int, nbytes: int) -> tuple[int, int, int | None]:
+        """The next message: its number among all, its number in its channel, and its block; none if it must go over gloo."""
+        self._free_read()
+        start = self.arena.allocate(nbytes)
+        self._blocks[channel].append(start)
+        self._numbers[channel] += 1
+        self._headers += 1
+        return self._headers - 1, self._numbers[channel] - 1, start
+
+    def _free_read(self) -> None:
+        """Gives out again what all peers have read."""
+        for channel, blocks in enumerate(self._blocks):
+            if blocks:
+                read_by_all = min([box.read_by_peer(channel) for box in self.boxes.values()])
+                while self._freed[channel] < read_by_all:
+                    self._freed[channel] += 1
+                    start = blocks.popleft()
+                    if start is not None:
+                        self.arena.free(start)
+
+    def _unused(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._free_read()
+            self.arena.trim()
+
+
+_of_groups: WeakKeyDictionary[dist.ProcessGroup, Shared | None] = WeakKeyDictionary()
+
+
+def shared_by(group: dist.ProcessGroup, rank: int, size: int, exchange: Exchanged) -> Shared | None:
+    """What the ranks of a group share; None if any of them cannot map the memory of any other, watch it, or sleep on it.
+
+    A collective when a group is met first.
+    """
+    if group not in _of_groups:
+        _of_groups[group] = _map_all(rank, size, exchange)
+    return _of_groups[group]
+
+
+def _map_all(rank: int, size: int, exchange: Exchanged) -> Shared | None:
+    try:
+        arena = Arena(box_nbytes(size)) if are_mailboxes_available() else None
+    except (AttributeError, OSError, ValueError, OverflowError):  # no memfd on this system, or no room for it
+        arena = None
+    card = [os.getpid(), arena.fd, *arena.token] if arena is not None else [0] * 18
+    cards = exchange(torch.tensor(card, dtype=torch.int64).view(torch.uint8)).view(torch.int64).tolist()
+    peers: dict[int, Mapped] = {}
+    boxes: dict[int, Mailbox] = {}
+    for source, (pid, fd, *token) in enumerate(cards):
+        peer = map_arena(pid, fd, bytes(token)) if pid and source != rank else None
+        if arena is not None and peer is not None:
+            try:
+                boxes[source] = Mailbox(arena.mapped, rank, peer, source, pid)
+            except OSError:  # the process may not be watched
+                continue
+            peers[source] = peer
+    votes = exchange(torch.tensor([len(boxes) == size - 1], dtype=torch.uint8))
+    if arena is not None:
+        arena.close_file()
+    return Shared(arena, peers, boxes) if arena is not None and bool(votes.all()) else None
+
+
+def _leave(boxes: list[Mailbox]) -> None:
+    for box in boxes:
+        box.leave()
