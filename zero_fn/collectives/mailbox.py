@@ -110,7 +110,7 @@ class Mailbox:
 
     def drop(self, number: int, channel: int, number_in_channel: int) -> None:
         """This rank will never ask for a message, nor read it. The peer need not have written it yet."""
-        if number in self._arrived or number < self._taken:
+        if self._receive(number):
             self._arrived.pop(number, None)
             self.acknowledge(channel, number_in_channel)
         else:
