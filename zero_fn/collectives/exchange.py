@@ -79,6 +79,7 @@ class Exchange:
         sent_nbytes = 0
         for run in runs_of(contributions):
             total = Sum(run, self._rank)
+            total.begin()
             parts: dict[int, Tensor] = {}
             for target, source in self._peers:
                 message = joined([contribution.addend.piece(target) for contribution in run])
@@ -90,7 +91,7 @@ class Exchange:
 
         def add() -> None:
             for total, parts in sums:
-                total.finish([parts[rank] for rank in sorted(parts)])
+                total.finish(*self._by_order(parts))
 
         count("reduce-scatter", sent_nbytes)
         return Pending(works, add, kept)
@@ -127,6 +128,11 @@ class Exchange:
 
     def give_up(self) -> None:
         """Peers see the connection closed when this rank ends."""
+
+    def _by_order(self, parts: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What came from lower and from higher ranks, in their order."""
+        ranks = sorted(parts)
+        return [parts[r] for r in ranks if r < self._rank], [parts[r] for r in ranks if r > self._rank]
 
     def _send(self, piece: Tensor, target: int, tag: int, works: list[Work]) -> int:
         if not piece.numel():

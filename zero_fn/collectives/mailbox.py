@@ -87,6 +87,10 @@ class Mailbox:
         self._own[self._out + _WRITTEN] = self._written
         wake(self._bell)
 
+    def has(self, number: int) -> bool:
+        """Whether the header of the peer with that number has come and was not taken yet."""
+        return self._receive(number) and number in self._arrived
+
     def take(self, number: int) -> tuple[int, int]:
         """The header of the peer with that number, which is gone after; waits for it.
 

@@ -289,43 +289,63 @@ def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
 
 
 class Sum:
-    """The sum of one run of contributions: begun with this rank's pieces, ended with those of its peers.
+    """The sum of one run of contributions over the ranks, and the means.
 
     The pieces are added in the order of the ranks. Those before this rank are added up first and then to its own, which is
     the same, for addition commutes.
+
+    [Note: the last one adds at once] A rank that must wait for its peers copies its own pieces first (`begin`), so that the
+    gradients they lie in can be freed. The rank that comes last, for which the others wait, adds from where they lie.
+
+    Attributes:
+        numel: Elements of the run on this rank.
     """
 
-    __slots__ = ("_outs", "_rank", "_total")
+    __slots__ = ("_dtype", "_outs", "_pieces", "_total", "numel")
 
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
-        self._outs, self._rank = [contribution.out for contribution in run], rank
-        dtype = run[0].sum_dtype
-        if len(run) == 1 and run[0].out.dtype == dtype:
-            self._total = run[0].out
-            piece = run[0].addend.piece(rank)
-            if piece.data_ptr() != self._total.data_ptr():
-                self._total.view(piece.shape).copy_(piece)
+        """Names what is to be summed."""
+        self._pieces = [contribution.addend.piece(rank).detach() for contribution in run]
+        self._outs, self._dtype = [contribution.out for contribution in run], run[0].sum_dtype
+        self._total: Tensor | None = None
+        self.numel = sum([out.numel() for out in self._outs])
+
+    def begin(self) -> Tensor:
+        """Copies this rank's pieces, where they are not there yet. Returns the sum so far."""
+        if self._total is None:
+            pieces, self._pieces = self._pieces, []
+            if self._is_alone:
+                self._total = self._outs[0]
+                if pieces[0].data_ptr() != self._total.data_ptr():
+                    self._total.view(pieces[0].shape).copy_(pieces[0])
+            else:
+                self._total = torch.cat([flat(piece) for piece in pieces]).to(self._dtype)
+        return self._total
+
+    def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
+        """Adds the pieces of lower and of higher ranks, in their order, divides, and writes the means."""
+        others = [*([_added_up(lower, self._dtype)] if lower else ()), *higher]
+        if self._total is None and self._is_alone and self._pieces[0].dtype == self._dtype:
+            total, own = self._outs[0], self._pieces[0]
+            torch.add(own, others.pop(0).view(own.shape), out=total.view(own.shape))
         else:
-            own = torch.cat([flat(contribution.addend.piece(rank)) for contribution in run])
-            self._total = own if own.dtype == dtype else own.to(dtype)
+            total = self.begin()
+        for other in others:
+            total.add_(other)
+        total.div_(len(lower) + 1 + len(higher))
+        if total is not self._outs[0]:
+            torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))
 
     @property
-    def numel(self) -> int:
-        """Elements of the run on this rank."""
-        return self._total.numel()
+    def _is_alone(self) -> bool:
+        """Whether the sum of a single tensor can be made where its mean goes."""
+        return len(self._outs) == 1 and self._outs[0].dtype == self._dtype
 
-    def finish(self, parts: Sequence[Tensor]) -> None:
-        """Adds the pieces of the peers, in the order of ranks, divides, and writes the means."""
-        before, after = parts[: self._rank], parts[self._rank :]
-        if before:
-            lower = before[0]
-            if len(before) > 1:
-                lower = torch.add(lower.to(self._total.dtype), before[1])
-                for part in before[2:]:
-                    lower.add_(part)
-            self._total.add_(lower)
-        for part in after:
-            self._total.add_(part)
-        self._total.div_(len(parts) + 1)
-        if self._total is not self._outs[0]:
-            torch._foreach_copy_(self._outs, torch.split(self._total, [out.numel() for out in self._outs]))
+
+def _added_up(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    total = torch.add(parts[0].to(dtype), parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    return total
