@@ -4,7 +4,8 @@ For a parameter of n pieces on n ranks of one host:
 
     gather where the parameter rests     1 piece into the arena, for all peers; n - 1 out of theirs
     gather of a shard into a whole       the same, and this rank's piece into the whole
-    reduce                               n - 1 pieces into the arena; this rank's into the sum
+    reduce                               n - 1 pieces into the arena; this rank's into the sum, but not on a rank
+                                         that comes last, which adds from where its gradient lies
 
 Pieces of peers are added where they lie, autograd's gradients are read as they come, gathered parameters are used where they
 lie, and the optimizer steps in place.
@@ -85,4 +86,4 @@ def test_a_step_copies_large_tensors_as_often_as_stated(
 ) -> None:
     for copied in ranks(n).run(_copies, transform, n):
         saved, rest = divmod(pieces(n) * PIECES[n] - sum(copied.values()), PIECES[n])
-        assert 0 <= saved <= LAYERS and not rest, copied  # a rank that comes last to a reduction does not copy its own piece
+        assert 0 <= saved <= LAYERS and not rest, copied
