@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given
@@ -186,3 +187,36 @@ def test_pages_of_an_arena_go_back_when_its_last_transport_is_gone() -> None:
     del second
     assert os.fstat(arena.fd).st_blocks * 512 < 100_000
     arena.close_file()
+
+
+def test_the_end_of_a_forked_child_says_nothing_of_its_parent() -> None:
+    """A worker of a data loader collected the model it had inherited, and the pages its parent wrote were gone."""
+
+    class User:
+        pass
+
+    def in_child(act: Callable[[], None]) -> None:
+        pid = os.fork()
+        if not pid:
+            act()
+            gc.collect()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+    arenas = [Arena(box_nbytes(2)) for _ in range(2)]
+    here = Mailbox(arenas[0].mapped, 0, arenas[1].mapped, 1, os.getpid())
+    there = Mailbox(arenas[1].mapped, 1, arenas[0].mapped, 0, os.getpid())
+    held = {"shared": Shared(arenas[0], {1: arenas[1].mapped}, {1: here}), "user": User()}
+    held["shared"].used_by(held["user"])  # type: ignore[attr-defined]
+    arenas[0].mapped.memory[1_000_000:2_000_000] = 1
+    in_child(lambda: held.pop("user"))  # type: ignore[arg-type, return-value]
+    in_child(held.clear)
+    assert arenas[0].mapped.memory[1_000_000:2_000_000].all()
+    with guard(deadline_s=0.1), pytest.raises(PeerLost) as late:
+        there.take(0)
+    assert late.value.is_late
+    held.clear()
+    with pytest.raises(PeerLost, match="given up"):
+        there.take(0)
+    for arena in arenas:
+        arena.close_file()

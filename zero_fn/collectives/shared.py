@@ -2,6 +2,9 @@
 
 One for all transports of a group: so their operations are one sequence, and a rank that is at the collective of another
 model than its peer is found like any other.
+
+[Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and copies of all objects. When
+it drops them, or ends, that says nothing of the rank.
 """
 
 from __future__ import annotations
@@ -40,12 +43,13 @@ class Shared:
         self._numbers, self._freed = [0] * CHANNELS, [0] * CHANNELS
         self._headers = 0
         self._users = 0
-        weakref.finalize(self, _leave, list(boxes.values()))
+        self._pid = os.getpid()
+        weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # the end of a process is seen
 
     def used_by(self, transport: object) -> None:
         """The pages of the arena go back to the system when the last transport is gone."""
         self._users += 1
-        weakref.finalize(transport, self._unused)
+        weakref.finalize(transport, self._unused).atexit = False
 
     def write(self, channel: int, nbytes: int) -> tuple[int, int, int | None]:
         """The next message: its number among all, its number in its channel, and its block; none if it must go over gloo."""
@@ -69,7 +73,7 @@ class Shared:
 
     def _unused(self) -> None:
         self._users -= 1
-        if not self._users:
+        if not self._users and os.getpid() == self._pid:  # [Note: children]
             self._free_read()
             self.arena.trim()
 
@@ -110,6 +114,7 @@ def _map_all(rank: int, size: int, exchange: Exchanged) -> Shared | None:
     return Shared(arena, peers, boxes) if arena is not None and bool(votes.all()) else None
 
 
-def _leave(boxes: list[Mailbox]) -> None:
-    for box in boxes:
-        box.leave()
+def _leave(boxes: list[Mailbox], pid: int) -> None:
+    if os.getpid() == pid:  # [Note: children]
+        for box in boxes:
+            box.leave()
