@@ -23,7 +23,7 @@ from zero_fn.errors import TierError
 from zero_fn.storage.memory import available
 from zero_fn.tiers import Cpu, bytes_text
 
-__all__ = ["PAGE_NBYTES", "Slab", "whole_pages"]
+__all__ = ["PAGE_NBYTES", "Slab", "advise", "whole_pages"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_NBYTES = 2 << 20
@@ -62,9 +62,9 @@ class Slab:
         except OSError as error:
             raise _too_small(self.nbytes, available().nbytes, str(error), what) from error
         if self.nbytes >= _HUGE_NBYTES:
-            _advise(mapped, "MADV_HUGEPAGE")
+            advise(mapped, "MADV_HUGEPAGE")
         if not forked:
-            _advise(mapped, "MADV_DONTFORK")
+            advise(mapped, "MADV_DONTFORK")
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         self.is_pinned = tier.pinned and torch.cuda.is_available() and _register(mapped, self.nbytes)
 
@@ -93,7 +93,8 @@ def _too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierErro
     )
 
 
-def _advise(mapped: mmap.mmap, advice: str) -> None:
+def advise(mapped: mmap.mmap, advice: str) -> None:
+    """`madvise` by the name of the advice, where the system knows it."""
     value = getattr(mmap, advice, None)
     if value is not None:
         with suppress(OSError):  # a kernel without it: slower, the same bytes

@@ -1,0 +1,67 @@
+"""Memory of a buffer serves the next of its size, once no tensor is on it, and is given up with its last user."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_fn.storage.recycled import Recycled, recycled
+
+NBYTES = 8 << 20
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts page faults and mappings of Linux")
+
+
+def mappings() -> int:
+    with open("/proc/self/maps") as maps:
+        return sum(1 for _ in maps)
+
+
+def test_live_buffers_are_apart_and_the_memory_of_a_dead_one_serves_the_next() -> None:
+    buffers = Recycled(NBYTES)
+    first, second = buffers.take(), buffers.take()
+    first.fill_(1)
+    second.fill_(2)
+    assert first.sum() == NBYTES
+    place = first.data_ptr()
+    view = first.view(torch.float32)[5:9]
+    del first
+    third = buffers.take()
+    assert third.data_ptr() != place, "a view is a tensor on it"
+    value = view.view(torch.uint8).tolist()
+    del view
+    assert buffers.take().data_ptr() == place
+    assert value == [1] * 16
+
+
+def test_buffers_that_come_and_go_fault_no_pages() -> None:
+    buffers = recycled(NBYTES)
+    live: list[Tensor] = []
+    before = 0
+    for number in range(40):
+        if number == 10:
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        live.append(buffers.take().fill_(1))
+        if len(live) == 3:
+            del live[0]
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 30 * 20  # of 2,048 pages each
+
+
+def test_all_who_ask_share_and_the_last_takes_the_memory_along() -> None:
+    before = mappings()
+    one, other = recycled(NBYTES + 4096), recycled(NBYTES + 4096)
+    assert one is other
+    live = [one.take() for _ in range(4)]
+    live.clear()
+    assert mappings() > before
+    kept = one.take()
+    del one, other
+    gc.collect()
+    assert kept.fill_(3).sum() == 3 * kept.numel()
+    del kept
+    assert mappings() <= before + 1
