@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from zero_fn.held import Held
+from zero_fn.plan.in_flight import in_flight_nbytes
 from zero_fn.plan.memory import at_rest
 from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import Enter
+from zero_fn.schedule import Enter, Trace
 
 __all__ = ["Plan", "plan"]
 
@@ -29,12 +30,15 @@ class Plan:
         padding: Bytes that uneven cuts and alignment add to them.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: The same by the name of the data axis they are sent along.
+        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, beyond what is
+            held: of units that run, are prefetched, stay from forward to backward, or are being reduced.
     """
 
     held: Held
     padding: Held
     sent_nbytes: int
     sent_by_axis: Mapping[str, int]
+    in_flight_nbytes: int
 
     def __str__(self) -> str:
         rows = [
@@ -45,6 +49,7 @@ class Plan:
         if self.held.buffers:
             lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of host memory")
         lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
+        lines.append(f"{'in flight':<10} {self.in_flight_nbytes / 1e6:10.3f} MB at most, gathered and being reduced")
         lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
         if len(self.sent_by_axis) > 1:
             lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
@@ -74,12 +79,13 @@ def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards:
         _padding(units),
         sent.total(),
         dict(sent),
+        max(in_flight_nbytes(step, _trace(step), backwards=backwards) for step in steps),
     )
 
 
 def _sent(step: Step, backwards: int) -> Counter[str]:
     units = step.live_units()
-    trace = step.recorded_trace() or nested_trace([unit.index for unit in units])
+    trace = _trace(step)
     times = gathers(
         trace,
         is_transient=lambda index: step.unit(index).is_transient,
@@ -98,6 +104,10 @@ def _sent(step: Step, backwards: int) -> Counter[str]:
             pads=step.transport.pads,
         )
     return total
+
+
+def _trace(step: Step) -> Trace:
+    return step.recorded_trace() or nested_trace({unit.index: unit.name for unit in step.live_units()})
 
 
 def _padding(units: list[Unit]) -> Held:
