@@ -917,6 +917,12 @@ def streamed_in_pieces_of_a_matrix() -> None:
     zf.streamed(torch.optim.Muon(model.parameters()), zf.cpu())
 
 
+def planned_with_two_optimizers() -> object:
+    with pretended(2) as axis:
+        model = zf.zero1(Model(), axis)
+        return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
+
+
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -1024,7 +1030,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
-        tiled_after_a_transform,
+        tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,

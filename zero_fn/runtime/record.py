@@ -23,7 +23,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "record_nbytes"]
+__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nbytes"]
 
 PARCEL_NBYTES = 4 << 20
 _ALIGNMENT_NBYTES = 64
@@ -55,7 +55,8 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
-def _parcels(forms: Sequence[Form]) -> list[Parcel]:
+def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
+    """The parcels that a record of such tensors is cut into."""
     packed = chunks_of(
         [numel for numel, _ in forms],
         [None] * len(forms),
@@ -75,7 +76,7 @@ def _parcels(forms: Sequence[Form]) -> list[Parcel]:
 
 def record_nbytes(forms: Sequence[Form]) -> int:
     """Bytes that a record of such tensors takes, in whole pages."""
-    return sum(parcel.nbytes for parcel in _parcels(forms))
+    return sum(parcel.nbytes for parcel in parcels_of(forms))
 
 
 class Record:
@@ -98,7 +99,7 @@ class Record:
         """
         self.shelf, self.device, self._place = shelf, device, place
         self._forms = list(forms)
-        self.parcels = _parcels(forms)
+        self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
         self._offsets = [0] * len(self._forms)
         self._of: list[list[Parcel]] = [[] for _ in self._forms]

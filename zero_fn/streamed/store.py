@@ -10,7 +10,7 @@ from torch import Tensor
 from zero_fn.storage import Slab, Spill, Transfer, chosen_carrier, whole_pages
 from zero_fn.tiers import Cpu, Nvme, Tier, bytes_text
 
-__all__ = ["BUFFERS", "Ring", "Store", "store_of"]
+__all__ = ["BUFFERS", "NOWHERE", "Ring", "Store", "ring_form", "store_of"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
@@ -93,6 +93,10 @@ class _Device:
         """Nothing to do: chunks are where they rest."""
 
 
+NOWHERE: Store = _Device()
+"""Of chunks that have no room yet."""
+
+
 class _Memory:
     """Chunks are stepped where they rest."""
 
@@ -135,6 +139,11 @@ class _Memory:
         """Nothing to do: chunks are where they rest."""
 
 
+def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
+    """How many buffers a ring for so many chunks has, and of how many bytes."""
+    return min(count, BUFFERS), whole_pages(largest_nbytes)
+
+
 class Ring:
     """Buffers of one slab, taken in turn, which the kernel reads and writes directly."""
 
@@ -144,7 +153,7 @@ class Ring:
         Raises:
             TierError: There is not so much memory.
         """
-        self.count, self.size = min(count, BUFFERS), whole_pages(largest_nbytes)
+        self.count, self.size = ring_form(count, largest_nbytes)
         self._views: tuple[Tensor, ...] = ()
         self._carrier = chosen_carrier()
         self._slab: Slab | None = None
