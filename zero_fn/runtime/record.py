@@ -10,9 +10,10 @@ the size of the unit. Large tensors are cut where vector instructions do not not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,6 +23,9 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
 
 __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nbytes"]
 
@@ -86,6 +90,7 @@ class Record:
         device: Where they are computed with.
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
+        owner: The unit whose tensors they are, weakly.
     """
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
@@ -98,6 +103,7 @@ class Record:
             place: Of the range, `record_nbytes(forms)` long.
         """
         self.shelf, self.device, self._place = shelf, device, place
+        self.owner: Callable[[], Unit | None] = lambda: None
         self._forms = list(forms)
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)

@@ -403,6 +403,7 @@ class Unit:
             record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
             if record is None:
                 record = Record(self.step.shelf(what), forms, device, self.step.place_for(what, forms))
+                record.owner = weakref.ref(self)
             (self.records if kind == "parameters" else self.gradient_records).append(record)
             for number, slot in enumerate(slots):
                 if kind == "parameters":

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import PlacementError, StateError, TierError
 from zero_fn.resting import local_of
 from zero_fn.runtime.elementwise import require_elementwise
-from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -169,12 +169,19 @@ class Streamed(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All states and groups in the format of the optimizer inside, read into memory of their own.
 
+        Communicates, over sharded parameters, of which every rank has a part to save: a byte per rank. Over parameters
+        that every rank has whole, one rank may save alone.
+
         Raises:
             StateError: A step has failed half-way.
-            StorageError: The disk failed, or does not hold what was written to it.
+            StorageError: The disk failed on this rank or, of sharded parameters, on another, or does not hold what was
+                written to it.
         """
         self._require_whole("state_dict")
-        with replaced(self.inner, self.param_groups, self._joined()):
+        joined: list[defaultdict[Tensor, dict[str, Any]]] = []
+        cut = [parameter for parameter in self._known if is_cut(parameter)]
+        everywhere(cut, lambda: joined.append(self._joined()), "Reading the states of an optimizer")
+        with replaced(self.inner, self.param_groups, joined[0]):
             return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
