@@ -767,7 +767,7 @@ def disk_lost_a_write() -> object:
     spill.reserve(4096)
     spill.write(0, memory).wait()
     spill.write(0, memory.fill_(1)).wait()
-    os.pwrite(spill.file.fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
+    os.pwrite(spill.file.files[0].fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
     return spill.read(0, memory).wait()
 
 
@@ -923,6 +923,10 @@ def planned_with_two_optimizers() -> object:
         return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
 
 
+def tier_of_one_path_twice() -> object:
+    return zf.nvme("/disk0", "/disk1", "/disk0")
+
+
 # -- tiles -----------------------------------------------------------------------------------------------------------
 
 
@@ -1050,7 +1054,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),
     TierError: (
-        streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
+        tier_of_one_path_twice, streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
         planned_disk_was_not_measured, nothing_fits_the_budget,
     ),

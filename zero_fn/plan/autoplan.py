@@ -190,7 +190,7 @@ def autoplan(
         raise TierError(
             "autoplan does not know how fast the disk is.",
             tier=tier,
-            fix=f"links = zf.measure_links(mesh, path={tier.path!r})",
+            fix=f"links = zf.measure_links(mesh, path={tier.paths if len(tier.paths) > 1 else tier.paths[0]!r})",
         )
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)

@@ -7,7 +7,8 @@ uring       requests through io_uring; threads: the same through a few threads, 
 carrier     chooses between the two, once
 lot         byte strings put into a file for a while
 file        an unnamed file of reserved size
-spill       blocks in such a file, each with its checksum and generation
+stripes     such files on several disks, used as one
+spill       blocks in them, each with its checksum and generation
 shelf       room for the tensors of a module in a file or a slab, and the memory they pass through
 """
 
