@@ -72,8 +72,8 @@ def test_the_fastest_that_fits_is_first(axis: DeviceMesh) -> None:
         found = zf.autoplan(large, axis, budget, links=SPEEDS, tier=zf.nvme("/scratch", **options))  # type: ignore[arg-type]
         return found.best.transform, found.best.tier is not None
 
-    # GB with what is in flight, states in memory, and with 0.27 of buffers for the 0.54 of a rank: 2.8 and 2.6 in stage 1, 2.0
-    # and 1.7 in stage 2, 1.5 and 1.2 in stage 3.
+    # GB with what is in flight, states in memory, and with 0.27 of buffers for the 0.54 of a rank: 2.8 and 2.6 in stage 1,
+    # 2.0 and 1.7 in stage 2, 1.5 and 1.2 in stage 3.
     gb = 10**9
     assert best(100 * gb) == ("shard_optimizer", False)
     assert best(int(2.5 * gb)) == ("shard_grads", False)

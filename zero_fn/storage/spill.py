@@ -77,7 +77,7 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
 
 
 class Spill:
-    """A file of blocks.
+    """A file of blocks. Printed, it says where it is and how it is read and written.
 
     Attributes:
         file: The file, over all paths of the tier.
@@ -97,6 +97,10 @@ class Spill:
         self.file = Stripes(tier, what)
         self._carrier = carrier
         self._blocks: dict[int, _Block] = {}
+
+    def __str__(self) -> str:
+        how = "direct" if self.file.is_direct else "through the page cache"
+        return f"{self.file.tier}, {how} by {self._carrier}"
 
     def reserve(self, nbytes: int) -> int:
         """Reserves `nbytes` more, in whole pages, and returns their offset.
