@@ -189,6 +189,15 @@ def test_the_plan_counts_the_parts_before_the_first_forward() -> None:
             assert planned.sent_nbytes >= zf.plan(zf.shard_params(Wide(), mesh)).sent_nbytes
 
 
+def test_the_schedule_before_the_first_forward_is_that_of_the_forward() -> None:
+    """Parts run in their module: the trace that the plan assumes is the one that is recorded."""
+    with alone() as mesh:
+        model: Any = zf.zero3(zf.tile(Language(), where="blocks.*.up.*", parts=3), mesh)
+        assumed = zf.plan(model).in_flight_nbytes
+        model(tokens(0)).sum().backward()
+        assert zf.plan(model).in_flight_nbytes == assumed
+
+
 # -- names and checkpoints -------------------------------------------------------------------------------------------
 
 

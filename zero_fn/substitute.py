@@ -120,7 +120,8 @@ def _substitute(
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
-    anchors = tuple(dict.fromkeys(("", *anchors, *_tiles(twin))))
+    wanted = {"", *anchors, *_tiles(twin)}
+    anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
     step = Step(_links(assignment.axes), assignment)
     wholes = _Wholes()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
