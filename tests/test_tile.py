@@ -80,6 +80,22 @@ def test_a_tiled_model_gives_the_numbers_of_the_whole_up_to_the_order_of_sums(pa
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-10, atol=1e-10)
 
 
+def test_the_gradient_of_the_input_is_within_the_rounding_of_a_dot_product() -> None:
+    """In float32: |difference| <= 2 gamma(out_features) |dy| |W|, element by element."""
+    rows = 1001
+    linear = nn.Linear(64, rows)
+    x, dy = torch.randn(50, 64), torch.randn(50, rows)
+    grads = []
+    for model in (linear, zf.tile(linear, where="*", parts=7)):
+        given = x.clone().requires_grad_()
+        model(given).backward(dy)
+        grads.append(whole(given.grad))
+    k = rows * torch.finfo(torch.float32).eps / 2
+    bound = 2 * k / (1 - k) * (dy.abs() @ linear.weight.detach().abs())
+    ratio = ((grads[0] - grads[1]).abs() / bound).max()
+    assert ratio < 1
+
+
 def test_an_embedding_gives_the_same_bits_in_parts() -> None:
     model = nn.Embedding(37, 10, padding_idx=30)
     tiled: Any = zf.tile(model, where="weight", parts=5)

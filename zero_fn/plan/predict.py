@@ -62,6 +62,7 @@ class Plan:
             lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of host memory")
         lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
         lines.append(f"{'in flight':<10} {self.in_flight_nbytes / 1e6:10.3f} MB at most, gathered and being reduced")
+        lines.append(f"{'peak':<10} {self.peak_nbytes / 1e6:10.3f} MB of memory at most, beside activations")
         lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
         lines += [
             f"{'moved':<10} {read / 1e6:10.3f} MB read, {written / 1e6:.3f} MB written per step, {tier}"
