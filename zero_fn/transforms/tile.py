@@ -35,8 +35,8 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     (`shard_params`, or `offload(params=)` at any stage), and little elsewhere.
 
     Numbers: each element of the output is the same dot product as without tiles. A BLAS may sum it in an order that depends
-    on the shape of the matrix, so it is the same to the bit, or up to the rounding of one dot product; so are the gradients of
-    the parameters. The gradient of the input is added up over the parts, from the last to the first, and the same up to the
+    on the shape of the matrix, so it is the same to the bit, or up to the rounding of one dot product; so are gradients of
+    parameters. The gradient of the input is added up over the parts, from the last to the first, and the same up to the
     rounding of a dot product of `out_features` terms, whatever `parts` is. An embedding gives the same to the bit. Of a tiled
     model the stage and the tier never change the numbers, as of any other.
 
