@@ -362,6 +362,38 @@ def test_tiles_are_parallelized_one_by_one(ranks: Ranks) -> None:
         assert outputs < 1e-12 and gradients < 1e-12
 
 
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_ranks_that_take_different_paths_back_are_exact_or_told(ranks: Ranks, recomputed: bool) -> None:
+    """The gathers of a recomputation are in no schedule, which a rank that does not recompute would follow."""
+
+    def program(recomputed: bool) -> list[Tensor] | str:
+        torch.manual_seed(0)
+        tiled = zf.tile(Language(), where="blocks.*.up.*", parts=3)
+        plain, model = copy.deepcopy(tiled), zf.zero3(tiled, axis())
+        if recomputed:
+            model = zf.checkpoint_activations(model, units=Block)
+        for each in (plain, model):
+            for rank in range(2) if each is plain else (axis().get_local_rank(),):
+                first = each.blocks[0](each.embedding(tokens(rank)))
+                second = each.blocks[1](first)
+                try:
+                    (first if rank else second).square().mean().div(2 if each is plain else 1).backward()
+                except zf.DisagreementError as error:
+                    return error.summary
+        grads = [
+            (whole(p.grad), q.grad)
+            for p, q in zip(model.parameters(), plain.parameters(), strict=True)
+            if p.grad is not None
+        ]
+        return [(a - b).abs().max() for a, b in grads if b is not None]
+
+    for found in ranks(2).run(program, recomputed):
+        if recomputed:
+            assert found == "Ranks 0 and 1 of axis 'dp' (2) are at different collectives."
+        else:
+            assert len(found) > 6 and max(found) < 1e-6
+
+
 def test_a_tiled_model_is_one_graph() -> None:
     with alone() as mesh:
         model: Any = zf.zero3(zf.tile(Language(), where=TILED, parts=3), mesh)
