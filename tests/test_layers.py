@@ -4,7 +4,7 @@
     5 verbs         transforms, substitute, loading, streamed
     4 execution     runtime
     3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage, kernels
-    2 arithmetic    layout, units, schedule, assignment, chunks
+    2 arithmetic    layout, units, schedule, assignment, chunks, tiled, table
     1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
 
@@ -26,7 +26,7 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic", "tiers"),
-    ("layout", "units", "schedule", "assignment", "chunks"),
+    ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
     ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "streamed"),

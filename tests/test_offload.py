@@ -466,7 +466,7 @@ def test_a_read_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_model(
 def test_a_flipped_bit_is_not_computed_with(tmp_path: Path) -> None:
     model: Any = zf.offload(Language(), params=zf.nvme(tmp_path))
     parameter: Any = model.blocks[1].up.weight
-    file = parameter.record.shelf._spill.file
+    file = parameter.record.shelf._spill.file.files[0]
     with open(f"/proc/self/fd/{file.fd}", "r+b", buffering=0) as opened:
         place = parameter.record._place
         os.pwrite(opened.fileno(), bytes([os.pread(opened.fileno(), 1, place)[0] ^ 4]), place)
@@ -565,3 +565,75 @@ def test_a_gradient_that_cannot_be_written_is_an_error_on_all_and_the_step_may_b
     assert there[0].startswith("Writing to gradients in")
     assert good
     assert good_there
+
+
+@pytest.mark.parametrize("moment", ["norm", "scaling"])
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_disk_that_fails_while_gradients_are_clipped_is_an_error_on_all(
+    ranks: Ranks, tmp_path: Path, moment: str, foreach: bool
+) -> None:
+    """Ranks whose disk is well once waited in torch's reduction of the norm, or stepped with other gradients."""
+
+    def failing(path: str) -> tuple[list[str], bool]:
+        advance, said = Request.advance, []
+        results = []
+        for tier in (zf.nvme(path), None):
+            torch.manual_seed(0)
+            model: Any = zf.zero3(Language(), axis())
+            if tier is not None:
+                model = zf.offload(model, grads=tier)
+            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+            if tier is not None:
+                optimizer = zf.streamed(optimizer, zf.cpu())
+            for step in (0, 1, 1, 2) if tier is not None else (0, 1, 2):
+                optimizer.zero_grad()
+                model(tokens(step)).logsumexp(-1).mean().backward()
+                if step == 1 and tier is not None and not said and axis().get_local_rank() == 1:
+                    Request.advance = lambda self, result: advance(  # type: ignore[method-assign]
+                        self, -errno.EIO if self.is_write == (moment == "scaling") else result
+                    )
+                try:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
+                    optimizer.step()
+                except zf.StorageError as error:
+                    said.append(error.summary)
+                finally:
+                    Request.advance = advance  # type: ignore[method-assign]
+            results.append([whole(p) for p in model.parameters()])
+        return said, all(map(torch.equal, *results))
+
+    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path))
+    names = {
+        "norm": ("The norm of a gradient", "The norm of gradients"),
+        "scaling": ("Scaling a gradient", "Scaling gradients"),
+    }
+    assert here == [f"{names[moment][foreach]} failed on rank 1 of axis 'dp' (2)."]
+    assert there[0].startswith("Writing to gradients in" if moment == "scaling" else "Reading from gradients in")
+    assert (len(there), good, good_there) == (1, True, True)
+
+
+def test_a_disk_that_fails_while_states_are_saved_is_an_error_on_all_that_have_a_part(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    def failing(path: str, stage: str) -> list[str]:
+        advance, said = Request.advance, []
+        model: Any = getattr(zf, stage)(Language(dim=30), axis())
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
+        model(tokens(0)).sum().backward()
+        optimizer.step()
+        if axis().get_local_rank() == 1:
+            Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
+        try:
+            optimizer.state_dict()
+        except zf.StorageError as error:
+            said.append(error.summary)
+        finally:
+            Request.advance = advance  # type: ignore[method-assign]
+        optimizer.state_dict()
+        return said
+
+    here, there = ranks(2).run(failing, str(tmp_path), "zero1")
+    assert here == ["Reading the states of an optimizer failed on rank 1 of axis 'dp' (2)."]
+    assert there[0].startswith("Reading from states of")
+    here, there = ranks(2).run(failing, str(tmp_path), "replicate")
+    assert here == [] and there[0].startswith("Reading from states of")

@@ -506,7 +506,7 @@ def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
     before = copy.deepcopy(parameters)
     (store,) = optimizer._stores.values()
     assert isinstance(store, _Disk)
-    with open(f"/proc/self/fd/{store._spill.file.fd}", "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{store._spill.file.files[0].fd}", "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 777)[0] ^ 4]), 777)
         os.fsync(file.fileno())
     with pytest.raises(zf.StorageError, match="does not hold what was written to it"):

@@ -37,6 +37,7 @@ from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
 from zero_fn.units import by_size
 
@@ -88,8 +89,10 @@ __all__ = [
     "shard_optimizer",
     "shard_params",
     "streamed",
+    "tile",
     "traffic",
     "unsharded",
+    "untiled",
     "zero1",
     "zero2",
     "zero3",

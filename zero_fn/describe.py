@@ -14,6 +14,7 @@ from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
+from zero_fn.table import table
 from zero_fn.tiers import IN_MEMORY
 
 __all__ = ["Description", "Row", "describe"]
@@ -62,7 +63,7 @@ class Description:
 
     def __str__(self) -> str:
         header = ("unit", "params", "elements", "here", "padding B", "P G O", "tier", "rest/compute/sum", "frozen")
-        table = [header] + [
+        rows = [header] + [
             (
                 row.unit,
                 str(row.parameters),
@@ -76,15 +77,7 @@ class Description:
             )
             for row in self.rows
         ]
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        right = {1, 2, 3, 4, 8}
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in right else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
+        lines = table(rows, right={1, 2, 3, 4, 8})
         return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else [])])
 
 

@@ -20,6 +20,7 @@ from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.tiled import Tiled
 
 __all__ = ["check_and_shard_entries"]
 
@@ -34,12 +35,23 @@ def check_and_shard_entries(module: nn.Module) -> None:
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
+    for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+        if isinstance(child, Tiled):
+            _split(child, state_dict, f"{name}.".lstrip("."))
     assigns = bool(local_metadata.get("assign_to_params_buffers", False))
     for key, own in _tensors(module, prefix):
         entry = state_dict.get(key)
         if isinstance(entry, Tensor):
             _require_fit(key, own, entry, assigns=assigns)
     _shard_whole(module, state_dict, prefix)
+
+
+def _split(tiled: Tiled, state_dict: dict[str, Any], prefix: str) -> None:
+    tiled.split_entries(state_dict, prefix)
+    for attribute, shape in tiled.whole_shapes().items():
+        entry = state_dict.get(f"{prefix}{attribute}")
+        if isinstance(entry, Tensor):
+            raise _mismatch(f"{prefix}{attribute}", entry, shape)
 
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -64,12 +76,7 @@ def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None
     shape = slot.full_shape if slot is not None else tuple(own.shape)
     is_scalar_in_old_form = not shape and tuple(entry.shape) == (1,)  # torch takes its element
     if tuple(entry.shape) != shape and not is_scalar_in_old_form:
-        raise CheckpointError(
-            f"size mismatch for {key}: nothing was loaded.",
-            state_dict=list(entry.shape),
-            model=list(shape),
-            fix="build the model with the sizes of the checkpoint, or drop the entry and load with strict=False",
-        )
+        raise _mismatch(key, entry, shape)
     if not assigns and not keeps_every_bit(entry.dtype, own.dtype):
         raise CheckpointError(
             f"Loading {key} would lose bits: nothing was loaded.",
@@ -92,6 +99,15 @@ def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None
             state_dict=f"{entry.placements} over {axes_text(entry.device_mesh)}",
             fix="load whole tensors: {k: v.full_tensor() for k, v in state_dict.items()}",
         )
+
+
+def _mismatch(key: str, entry: Tensor, shape: tuple[int, ...]) -> CheckpointError:
+    return CheckpointError(
+        f"size mismatch for {key}: nothing was loaded.",
+        state_dict=list(entry.shape),
+        model=list(shape),
+        fix="build the model with the sizes of the checkpoint, or drop the entry and load with strict=False",
+    )
 
 
 def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:

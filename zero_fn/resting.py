@@ -17,7 +17,16 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zero_fn.mesh import Axis
 
-__all__ = ["local_of", "on_spec", "resting_parameter", "resting_spec", "resting_tensor", "set_local", "spec_on"]
+__all__ = [
+    "is_dense",
+    "local_of",
+    "on_spec",
+    "resting_parameter",
+    "resting_spec",
+    "resting_tensor",
+    "set_local",
+    "spec_on",
+]
 
 
 def resting_spec(
@@ -76,3 +85,15 @@ def set_local(parameter: nn.Parameter, local: Tensor) -> None:
         parameter._local_tensor = local
     else:
         parameter.data = local
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether its elements are one range of memory without gaps or overlaps."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return expected == tensor.numel()

@@ -8,7 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -37,9 +37,10 @@ from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Shelved, Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
+from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 
-__all__ = ["assignment_of", "substitute"]
+__all__ = ["Donated", "assignment_of", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,7 +52,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         MeshError: Parts of the module were transformed over axes that do not belong together.
         StateError: The module was donated.
     """
-    if isinstance(module.__dict__.get("forward"), _Donated):
+    if isinstance(module.__dict__.get("forward"), Donated):
         module.forward()
     joined = Assignment()
     steps: dict[int, tuple[str, Step]] = {}
@@ -119,7 +120,8 @@ def _substitute(
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
-    anchors = tuple(dict.fromkeys(("", *anchors)))
+    wanted = {"", *anchors, *_tiles(twin)}
+    anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
     step = Step(_links(assignment.axes), assignment)
     wholes = _Wholes()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
@@ -150,8 +152,13 @@ def _substitute(
     for child in twin.modules():
         check_and_shard_entries(child)
     if donate:
-        module.__dict__["forward"] = _Donated(site)
+        module.__dict__["forward"] = Donated(site)
     return twin
+
+
+def _tiles(module: nn.Module) -> Iterator[str]:
+    """Names of the parts of tiled modules, which are units whatever else is."""
+    return (name for name, child in module.named_modules() if is_tile(child))
 
 
 def _unit_of(
@@ -357,7 +364,7 @@ def _release(parameter: nn.Parameter) -> None:
         set_local(parameter, local.new_empty(0))
 
 
-class _Donated:
+class Donated:
     """The forward of a module whose parameters were given away."""
 
     def __init__(self, site: str) -> None:

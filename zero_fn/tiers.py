@@ -1,7 +1,7 @@
 """Kinds of memory in which training state can rest, as values.
 
     cpu()              memory of the host, pinned where there is an accelerator to copy to
-    nvme("/scratch")   files on a disk, unnamed, read and written past the page cache
+    nvme("/scratch")   files on a disk, or on several, unnamed, read and written past the page cache
 
 A tier says where and how much; making the memory or the file is the business of `storage`.
 """
@@ -38,19 +38,19 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Nvme:
-    """Files in a folder of a local disk.
+    """Files in folders of local disks.
 
     Attributes:
-        path: The folder.
-        limit_nbytes: The most that may be taken by this rank; None is what is free.
+        paths: The folders, one on each disk.
+        limit_nbytes: The most that may be taken by this rank, on all of them; None is what is free.
     """
 
-    path: str
+    paths: tuple[str, ...]
     limit_nbytes: int | None
 
     def __str__(self) -> str:
         limit = "" if self.limit_nbytes is None else f", limit={self.limit_nbytes}"
-        return f"nvme({self.path!r}{limit})"
+        return f"nvme({', '.join(map(repr, self.paths))}{limit})"
 
 
 Tier = Cpu | Nvme
@@ -133,23 +133,33 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
     return Cpu(pinned, None if limit is None else nbytes_of_text(limit, "limit"))
 
 
-def nvme(path: str | os.PathLike[str], *, limit: int | str | None = None) -> Nvme:
-    """A folder of a local disk as a tier.
+def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int | str | None = None) -> Nvme:
+    """A folder of a local disk as a tier; with more paths, folders of several disks that are used as one.
 
     Files in it have no name, so that jobs cannot meet in one, nobody else can open them, and any death of the process
     frees them.
 
     Args:
         path: An existing folder on a local disk; on a network file system it works, slowly.
-        limit: The most bytes this rank may take, as a number or as text: `"200GiB"`. None: what is free.
+        *more: Folders of other disks. What rests in the tier is cut into stripes of 2 MiB that lie on the disks in turn and
+            are read and written at once (RAID-0), so the tier is as large as the smallest of them times their number.
+        limit: The most bytes this rank may take on all disks, as a number or as text: `"200GiB"`. None: what is free.
 
     Returns:
         A value; no file is made.
 
     Raises:
-        TierError: `limit` is not a size.
+        TierError: `limit` is not a size, or a path is given twice.
     """
-    return Nvme(os.fspath(path), None if limit is None else nbytes_of_text(limit, "limit"))
+    paths = tuple(os.fspath(folder) for folder in (path, *more))
+    if len(set(paths)) < len(paths):
+        raise TierError(
+            "nvme() was given a path twice.",
+            paths=", ".join(paths),
+            why="stripes on one disk would wait for one another",
+            fix="name one folder on each disk: zf.nvme('/disk0', '/disk1')",
+        )
+    return Nvme(paths, None if limit is None else nbytes_of_text(limit, "limit"))
 
 
 def nbytes_of_text(size: int | str, name: str) -> int:

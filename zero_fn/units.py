@@ -5,7 +5,8 @@ chosen module belong to the unit of the root. A parameter that several modules s
 that contains all of them, so ties work within and across units.
 
 By default the anchors are the repeated blocks of the model: the members of `ModuleList`, `Sequential` and `ModuleDict`
-containers with at least two members that have parameters; nested containers are looked through, blocks are not.
+containers with at least two members that have parameters; nested containers are looked through, blocks are not. Parts of
+a tiled module (`zero_fn.tiled`) are units beside whatever was chosen.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from zero_fn.errors import LayoutError, PlacementError, UnitError
+from zero_fn.tiled import Tiled, is_tile
 
 __all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters"]
 
@@ -159,7 +161,7 @@ def _repeated_blocks(name: str, module: nn.Module) -> Iterator[str]:
     for child_name, child in children:
         if repeats and type(child) not in _CONTAINERS:
             yield child_name
-        else:
+        elif not isinstance(child, Tiled):  # its parts are units, but no blocks
             yield from _repeated_blocks(child_name, child)
 
 
@@ -177,7 +179,7 @@ def _of_size(module: nn.Module, nbytes: int) -> Iterator[str]:
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
                 own += parameter.numel() * parameter.element_size()
-        is_unit = own >= nbytes and type(child) not in (nn.ModuleList, nn.ModuleDict)
+        is_unit = is_tile(child) or (own >= nbytes and type(child) not in (nn.ModuleList, nn.ModuleDict))
         loose[name] = 0 if is_unit else own
         if is_unit:
             yield name

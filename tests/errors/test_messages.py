@@ -767,7 +767,7 @@ def disk_lost_a_write() -> object:
     spill.reserve(4096)
     spill.write(0, memory).wait()
     spill.write(0, memory.fill_(1)).wait()
-    os.pwrite(spill.file.fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
+    os.pwrite(spill.file.files[0].fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
     return spill.read(0, memory).wait()
 
 
@@ -917,6 +917,84 @@ def streamed_in_pieces_of_a_matrix() -> None:
     zf.streamed(torch.optim.Muon(model.parameters()), zf.cpu())
 
 
+def planned_with_two_optimizers() -> object:
+    with pretended(2) as axis:
+        model = zf.zero1(Model(), axis)
+        return zf.plan(model, torch.optim.AdamW(model.parameters()), optimizer_nbytes_per_element=4)
+
+
+def tier_of_one_path_twice() -> object:
+    return zf.nvme("/disk0", "/disk1", "/disk0")
+
+
+# -- tiles -----------------------------------------------------------------------------------------------------------
+
+
+def tiled_after_a_transform() -> object:
+    with pretended(4) as axis:
+        return zf.tile(zf.shard_params(Model(), axis), where="head.*", parts=2)
+
+
+def tiled_in_too_many_parts() -> object:
+    return zf.tile(Model(), where="head.*", parts=4)
+
+
+def tiled_norm() -> object:
+    return zf.tile(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), where="*", parts=2)
+
+
+def tiled_weight_is_tied() -> object:
+    model = Model()
+    model.layers[1].weight = model.layers[0].weight
+    return zf.tile(model, where="layers.0.weight", parts=2)
+
+
+def tiled_weight_is_on_a_mesh() -> object:
+    with pretended(2) as axis:
+        model = Model()
+        model.head.weight = nn.Parameter(distribute_tensor(model.head.weight.detach(), axis, [Replicate()]))
+        return zf.tile(model, where="head.weight", parts=2)
+
+
+def tiled_parameter_has_hooks() -> object:
+    model = Model()
+    model.head.weight.register_hook(lambda grad: grad)
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_state_dict_has_hooks() -> object:
+    model = Model()
+    model.head.register_load_state_dict_post_hook(lambda *_: None)
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_forward_is_its_own() -> object:
+    model = Model()
+    model.head.forward = abs  # type: ignore[assignment]
+    return zf.tile(model, where="head.*", parts=2)
+
+
+def tiled_embedding_has_a_norm() -> object:
+    return zf.tile(nn.Embedding(8, 4, max_norm=1.0), where="weight", parts=2)
+
+
+def tiled_output_is_cut() -> object:
+    model = zf.tile(Model(), where="layers.0.*", parts=2)
+    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])
+    return model(batch())
+
+
+def untiled_of_shards() -> object:
+    with pretended(2) as axis:
+        model = zf.shard_params(zf.tile(Model(), where="head.*", parts=2), axis)
+        return zf.untiled(model, model.state_dict())
+
+
+def untiled_of_some_parts() -> object:
+    model = zf.tile(Model(), where="head.*", parts=2)
+    return zf.untiled(model, {"head.tiles.1.weight": torch.zeros(1, 4)})
+
+
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
@@ -927,7 +1005,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     UnitError: (
         checkpoints_of_nothing,
         units_class_matches_nothing, units_pattern_matches_nothing, units_are_no_rule, units_of_no_size,
-        units_differ_between_transforms,
+        units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
@@ -937,8 +1015,11 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, launch_no_rank,
         launch_no_thread, launch_no_time, launch_says_which_rank_is_which, buffers_of_no_policy,
         buffers_twice_with_other_policies,
+        tiled_in_too_many_parts, tiled_norm, tiled_parameter_has_hooks, tiled_state_dict_has_hooks,
+        tiled_forward_is_its_own,
     ),
     PlacementError: (
+        tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
@@ -948,10 +1029,12 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
+        tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
@@ -971,7 +1054,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),
     TierError: (
-        streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
+        tier_of_one_path_twice, streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
         planned_disk_was_not_measured, nothing_fits_the_budget,
     ),

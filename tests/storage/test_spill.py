@@ -155,11 +155,11 @@ def test_errors_of_the_kernel_itself_reach_the_caller(spill: Spill) -> None:
     """No injection: the descriptor is closed, as a failed mount would do."""
     slab = filled(PAGE_NBYTES)
     offset = spill.reserve(slab.nbytes)
-    keep = os.dup(spill.file.fd)
-    os.close(spill.file.fd)
+    keep = os.dup(spill.file.files[0].fd)
+    os.close(spill.file.files[0].fd)
     with pytest.raises(StorageError, match="EBADF"):
         spill.write(offset, slab.memory).wait()
-    os.dup2(keep, spill.file.fd)
+    os.dup2(keep, spill.file.files[0].fd)
     os.close(keep)
 
 
@@ -167,7 +167,7 @@ def test_a_file_that_was_cut_raises(spill: Spill) -> None:
     slab = filled(4 * PAGE_NBYTES)
     offset = spill.reserve(slab.nbytes)
     spill.write(offset, slab.memory).wait()
-    os.ftruncate(spill.file.fd, 2 * PAGE_NBYTES)
+    os.ftruncate(spill.file.files[0].fd, 2 * PAGE_NBYTES)
     with pytest.raises(StorageError, match="stopped short") as raised:
         spill.read(offset, slab.memory).wait()
     assert f"{2 * PAGE_NBYTES} B" in str(raised.value.facts["why"])
@@ -175,7 +175,7 @@ def test_a_file_that_was_cut_raises(spill: Spill) -> None:
 
 def edited(spill: Spill, at: int, change: int) -> None:
     """Flips bits of one byte of the file behind the back of its owner."""
-    with open(f"/proc/self/fd/{spill.file.fd}", "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{spill.file.files[0].fd}", "r+b", buffering=0) as file:
         byte = os.pread(file.fileno(), 1, at)[0]
         os.pwrite(file.fileno(), bytes([byte ^ change]), at)
         os.fsync(file.fileno())
@@ -202,7 +202,7 @@ def test_a_lost_write_is_told_from_damage(spill: Spill) -> None:
     spill.write(offset, slab.memory).wait()
     slab.memory.add_(1)
     spill.write(offset, slab.memory).wait()
-    with open(f"/proc/self/fd/{spill.file.fd}", "r+b") as file:
+    with open(f"/proc/self/fd/{spill.file.files[0].fd}", "r+b") as file:
         file.write(old)
     with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
         spill.read(offset, slab.memory).wait()
@@ -280,7 +280,7 @@ def test_jobs_on_one_path_share_no_file(
     one.read(0, first.memory.zero_()).wait()
     assert torch.equal(first.memory, expected)
     for spill in (one, other):
-        status = os.fstat(spill.file.fd)
+        status = os.fstat(spill.file.files[0].fd)
         assert stat.S_IMODE(status.st_mode) == 0o600
         assert status.st_nlink == 0
     assert list(tmp_path.iterdir()) == []
@@ -289,7 +289,7 @@ def test_jobs_on_one_path_share_no_file(
 def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: Carrier) -> None:
     spill = Spill(nvme(tmp_path), "states", carrier)
     spill.reserve(64 * MIB)
-    fd = spill.file.fd
+    fd = spill.file.files[0].fd
     del spill
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)

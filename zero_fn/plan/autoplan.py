@@ -26,12 +26,11 @@ from zero_fn.collectives import transport
 from zero_fn.errors import MeshError, StateError, TierError
 from zero_fn.guarded import Guarded
 from zero_fn.held import Held
-from zero_fn.home import Sharded
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.plan.links import LinkSpeeds
 from zero_fn.plan.predict import plan
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.unit import Unit
+from zero_fn.table import table
 from zero_fn.tiers import Nvme, bytes_text, nbytes_of_text
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 
@@ -120,15 +119,7 @@ class Proposals:
             )
             for proposal in self.all
         ]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
-        right = range(2, 6)
-        lines = [
-            "  ".join(
-                cell.rjust(width) if column in right else cell.ljust(width)
-                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table(rows, right=range(2, 6))
         return "\n".join([f"budget {bytes_text(self.budget)} per rank", *lines])
 
 
@@ -190,7 +181,7 @@ def autoplan(
         raise TierError(
             "autoplan does not know how fast the disk is.",
             tier=tier,
-            fix=f"links = zf.measure_links(mesh, path={tier.path!r})",
+            fix=f"links = zf.measure_links(mesh, path={tier.paths if len(tier.paths) > 1 else tier.paths[0]!r})",
         )
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
@@ -243,7 +234,7 @@ def _proposals(
         name,
         tier=None,
         held=Held(parameters, gradients, states),
-        in_flight=_in_flight(units_of(module)),
+        in_flight=planned.in_flight_nbytes,
         disk=0,
         fits=False,
         compute_s=compute_s,
@@ -305,21 +296,6 @@ def _fitted(proposals: Sequence[Proposal], room: int) -> list[Proposal]:
         fits = proposal.nbytes <= room and (limit is None or proposal.disk <= limit)
         judged.append(replace(proposal, fits=fits))
     return sorted(judged, key=lambda proposal: (not proposal.fits, proposal.step_s))
-
-
-def _in_flight(units: Sequence[Unit]) -> int:
-    """Bytes that are whole at a time beyond what rests: the root, a unit and the one after it, gradients of two units."""
-    gathered = [
-        sum(slot.numel * slot.compute_dtype.itemsize for slot in unit.slots if not slot.is_kept) for unit in units
-    ]
-    reduced = [
-        sum(slot.numel * slot.sum_dtype.itemsize for slot in unit.slots if _is_reduced_at_once(slot)) for unit in units
-    ]
-    return gathered[0] + sum(sorted(gathered[1:])[-2:]) + sum(sorted(reduced)[-2:])
-
-
-def _is_reduced_at_once(slot: Any) -> bool:
-    return not slot.keeps_whole_gradient and slot.home.sharded >= Sharded.GRADS and slot.parameter.requires_grad
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

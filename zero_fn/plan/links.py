@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,8 +51,12 @@ class LinkSpeeds:
         return "\n".join(f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None)
 
 
+Paths = str | Sequence[str]
+"""A folder, or one on each of several disks."""
+
+
 def measure_links(
-    mesh: DeviceMesh | None = None, *, path: str | None = None, nbytes: int | str = "64MiB", rounds: int = 5
+    mesh: DeviceMesh | None = None, *, path: Paths | None = None, nbytes: int | str = "64MiB", rounds: int = 5
 ) -> LinkSpeeds:
     """Measures the memory, a disk, the collectives of an axis and the accelerator's link, each as the library uses it.
 
@@ -63,7 +67,8 @@ def measure_links(
 
     Args:
         mesh: One axis, `mesh["dp"]`; None for a process of its own. All its ranks must call this.
-        path: A folder of the disk to measure; `nbytes` are written there, to a file without a name, and read.
+        path: A folder of the disk to measure, or folders of several that are used as one tier; `nbytes` are written there, to
+            files without a name, and read.
         nbytes: Bytes to move each time, as a number or as text.
         rounds: How often, after a first time that is not counted.
 
@@ -85,7 +90,7 @@ def measure_links(
     return LinkSpeeds(memory, disk_read or None, disk_write or None, sent, to_device or None, from_device or None)
 
 
-def _on_this_rank(links: Guarded | None, axis: Axis | None, path: str | None, size: int, rounds: int) -> list[float]:
+def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, size: int, rounds: int) -> list[float]:
     """Memory, disk read and written, device there and back; 0 for what is not there. Of the slowest rank."""
     _least(links, axis, [1.0])  # all begin together
     failure: StorageError | None = None
@@ -138,13 +143,13 @@ def _ignored(_: Tensor) -> None:
     """A statement in place of an expression."""
 
 
-def _disk_speeds(path: str, size: int, rounds: int) -> tuple[float, float]:
+def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     carrier = chosen_carrier()
     slab = Slab(size, cpu(), "measure_links", forked=False)
     slab.memory.random_(0, 256)
     carrier.register(slab.memory)
     try:
-        spill = Spill(nvme(path), "measure_links", carrier)
+        spill = Spill(nvme(*((path,) if isinstance(path, str) else path)), "measure_links", carrier)
         offset = spill.reserve(slab.nbytes)
         written_s = _median_s(lambda: spill.write(offset, slab.memory).wait(), rounds)
         read_s = _median_s(lambda: spill.read(offset, slab.memory).wait(), rounds)

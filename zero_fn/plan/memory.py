@@ -41,7 +41,7 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
 
     Returns:
         States that `offload(optim=...)` sends to another tier are counted there; the buffers of the streamed optimizer, which
-        depend on it, are not counted.
+        depend on it, are not counted: `streamed.footprint` does.
     """
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
+from torch.optim import Optimizer
 
+from zero_fn.errors import StateError
 from zero_fn.held import Held
+from zero_fn.plan.in_flight import in_flight_nbytes
 from zero_fn.plan.memory import at_rest
+from zero_fn.plan.moved import Moved, add_units
 from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import Enter
+from zero_fn.schedule import Enter, Trace
+from zero_fn.streamed import Footprint, footprint
 
 __all__ = ["Plan", "plan"]
 
@@ -29,12 +34,23 @@ class Plan:
         padding: Bytes that uneven cuts and alignment add to them.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: The same by the name of the data axis they are sent along.
+        moved: Bytes read from and written to other tiers per step, by tier; see `Moved`. Of the states of an optimizer only
+            if one was given; the mean of two steps in a row, since a step begins with what the last one left in buffers.
+        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, beyond what is
+            held: of units that run, are prefetched, stay from forward to backward, or are being reduced.
     """
 
     held: Held
     padding: Held
     sent_nbytes: int
     sent_by_axis: Mapping[str, int]
+    in_flight_nbytes: int
+    moved: Mapping[str, Moved]
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most memory that training state takes at one moment of a step: what is held, its padding, and in flight."""
+        return self.held.total + self.padding.total + self.in_flight_nbytes
 
     def __str__(self) -> str:
         rows = [
@@ -45,48 +61,79 @@ class Plan:
         if self.held.buffers:
             lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of host memory")
         lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
+        lines.append(f"{'in flight':<10} {self.in_flight_nbytes / 1e6:10.3f} MB at most, gathered and being reduced")
+        lines.append(f"{'peak':<10} {self.peak_nbytes / 1e6:10.3f} MB of memory at most, beside activations")
         lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
+        lines += [
+            f"{'moved':<10} {read / 1e6:10.3f} MB read, {written / 1e6:.3f} MB written per step, {tier}"
+            for tier, (read, written) in self.moved.items()
+        ]
         if len(self.sent_by_axis) > 1:
             lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
         return "\n".join(lines)
 
 
-def plan(module: nn.Module, *, optimizer_nbytes_per_element: int = 8, backwards: int = 1) -> Plan:
-    """Predicts the bytes that this rank holds at rest and sends per step. Communicates nothing.
+def plan(
+    module: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    optimizer_nbytes_per_element: int | None = None,
+    backwards: int = 1,
+) -> Plan:
+    """Predicts the bytes that this rank holds, sends, and moves from and to other tiers. Communicates nothing.
 
     Args:
         module: A transformed module; on `meta` too.
-        optimizer_nbytes_per_element: Bytes of optimizer state per element: 8 for Adam in float32, 4 for SGD with momentum.
+        optimizer: Over its parameters, so that the states that it makes and the buffers of a streamed one are counted. A
+            stock one is taken to be streamed, `zf.streamed(optimizer)`, if any state of a parameter is in another tier.
+        optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
+            float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Backwards inside `accumulate` per step.
 
     Returns:
         A `Plan`. The schedule is the one recorded in the last forward, or, before the first, units in registration order.
-        Inputs of the module are taken to need no gradients.
+        Inputs of the module are taken to need no gradients, and all parameters that require gradients to get them. What
+        `clip_grad_norm_`, `state_dict` and other reads of parameters beside the step move is not counted.
 
     Raises:
-        StateError: `module` was not transformed.
+        StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
+        TierError: The optimizer has to be streamed, and nobody said where its states are to be.
     """
     steps = steps_of(module, verb="plan")
     units = units_of(module)
+    if optimizer is not None and optimizer_nbytes_per_element is not None:
+        raise StateError(
+            "plan() was given an optimizer and bytes per element of another one.",
+            optimizer=type(optimizer).__name__,
+            optimizer_nbytes_per_element=optimizer_nbytes_per_element,
+            fix="leave one of them out: plan(model, optimizer)",
+        )
+    per_element = optimizer_nbytes_per_element if optimizer_nbytes_per_element is not None else 8
+    held = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
+    states = footprint(optimizer) if optimizer is not None else Footprint()
+    for step in steps:
+        add_units(step.live_units(), _gathers(step, backwards), states.read, states.written)
     sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
-        at_rest(units, optimizer_nbytes_per_element=optimizer_nbytes_per_element),
+        _with_states(held, states),
         _padding(units),
         sent.total(),
         dict(sent),
+        max(in_flight_nbytes(step, _trace(step), backwards=backwards) for step in steps),
+        {str(tier): Moved(states.read[tier], states.written[tier]) for tier in states.read | states.written},
     )
+
+
+def _with_states(held: Held, states: Footprint) -> Held:
+    tiers = Counter(held.tiers)
+    for tier, nbytes in states.tiers.items():
+        tiers[str(tier)] += nbytes
+    return replace(held, optimizer=held.optimizer + states.memory_nbytes, tiers=dict(tiers))
 
 
 def _sent(step: Step, backwards: int) -> Counter[str]:
     units = step.live_units()
-    trace = step.recorded_trace() or nested_trace([unit.index for unit in units])
-    times = gathers(
-        trace,
-        is_transient=lambda index: step.unit(index).is_transient,
-        stays=lambda index: step.unit(index).reshards_after_backward,
-        is_trained=lambda index: step.unit(index).requires_grad,
-        backwards=backwards,
-    )
+    trace, times = _trace(step), _gathers(step, backwards)
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     total: Counter[str] = Counter()
     for unit in units:
@@ -98,6 +145,20 @@ def _sent(step: Step, backwards: int) -> Counter[str]:
             pads=step.transport.pads,
         )
     return total
+
+
+def _gathers(step: Step, backwards: int) -> Counter[int]:
+    return gathers(
+        _trace(step),
+        is_transient=lambda index: step.unit(index).is_transient,
+        stays=lambda index: step.unit(index).reshards_after_backward,
+        is_trained=lambda index: step.unit(index).requires_grad,
+        backwards=backwards,
+    )
+
+
+def _trace(step: Step) -> Trace:
+    return step.recorded_trace() or nested_trace({unit.index: unit.name for unit in step.live_units()})
 
 
 def _padding(units: list[Unit]) -> Held:

@@ -7,7 +7,7 @@ each. How often a unit is gathered is read off the schedule, by running its even
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from zero_fn.runtime.slot import Slot
 from zero_fn.schedule import (
@@ -22,14 +22,23 @@ from zero_fn.schedule import (
     forward_schedule,
 )
 
-__all__ = ["gathers", "nested_trace", "sent_nbytes"]
+__all__ = ["gathers", "nested_trace", "sent_nbytes", "with_backward"]
 
 
-def nested_trace(units: Sequence[int]) -> Trace:
-    """The trace of a model whose first unit is the root and whose others run one after the other inside it."""
-    root, *blocks = units
-    inner = [bracket for unit in blocks for bracket in (Enter(Use(unit)), Exit(Use(unit)))]
-    return (Enter(Use(root)), *inner, Exit(Use(root)))
+def nested_trace(units: Mapping[int, str]) -> Trace:
+    """The trace of a model whose units run in order, each inside the one that contains it by name; the root is the first."""
+    trace: list[Enter | Exit] = []
+    around: list[int] = []
+    for unit, name in units.items():
+        while around and not _contains(units[around[-1]], name):
+            trace.append(Exit(Use(around.pop())))
+        trace.append(Enter(Use(unit)))
+        around.append(unit)
+    return (*trace, *(Exit(Use(unit)) for unit in reversed(around)))
+
+
+def _contains(outer: str, name: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
 
 
 def gathers(
@@ -55,7 +64,7 @@ def gathers(
             counts[unit] = 1
     gathered: set[int] = set()
     forward = forward_schedule(trace, keeps_last=True)
-    backward = backward_schedule(backward_trace(_with_backward(trace, is_trained)), reduces=lambda _: False)
+    backward = backward_schedule(backward_trace(with_backward(trace, is_trained)), reduces=lambda _: False)
     for _ in range(backwards):
         for events, in_forward in ((forward, True), (backward, False)):
             for event in events:
@@ -68,7 +77,7 @@ def gathers(
     return counts
 
 
-def _with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
+def with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
     """The brackets of the uses whose outputs need gradients: those that end after a trained unit began."""
     begun = False
     taking_part: set[Use] = set()

@@ -2,8 +2,7 @@
 
 Where a parameter has fewer rows than there are ranks, some ranks hold nothing of it. torch's norms refuse an empty tensor
 if p is infinite (2.13), so `clip_grad_norm_(..., norm_type=inf)` raised on those ranks while the others waited for them.
-Here both operations see one zero more on every rank of such a parameter. They are installed by the first transform, in the
-table in which DTensor looks for operations of its own.
+Here both operations see one zero more on every rank of such a parameter. They are installed by the first transform.
 """
 
 from __future__ import annotations
@@ -17,6 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
+from zero_fn.runtime.dtensor_operations import around
+
 __all__ = ["give_empty_shards_a_norm"]
 
 _NORMS = (torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm.default)
@@ -25,21 +26,16 @@ _NORMS = (torch.ops.aten._foreach_norm.Scalar, torch.ops.aten.linalg_vector_norm
 def give_empty_shards_a_norm() -> None:
     """Lets norms with infinite p pass over empty shards. Does nothing the second time."""
     for norm in _NORMS:
-        _operations().setdefault(norm, _norm)
+        around(norm, _norm)
 
 
-def _norm(operation: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _norm(norm: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensors, *others = args
     p = others[0] if others else kwargs.get("ord", 2)
     if abs(p) == inf:
         neutral = 0.0 if p > 0 else inf
         tensors = tree_map(lambda tensor: _with_one_more(tensor, neutral), tensors)
-    operations = _operations()
-    del operations[operation]  # from here on DTensor's own way
-    try:
-        return operation(tensors, *others, **kwargs)
-    finally:
-        operations[operation] = _norm
+    return norm(tensors, *others, **kwargs)
 
 
 def _with_one_more(tensor: object, value: float) -> object:
@@ -57,7 +53,3 @@ def _with_one_more(tensor: object, value: float) -> object:
     local = tensor._local_tensor.reshape(-1)
     longer = torch.cat([local, local.new_full((1,), value)])
     return DTensor(longer, tensor._spec, requires_grad=False)  # type: ignore[no-untyped-call]
-
-
-def _operations() -> dict[Any, Callable[..., Any]]:
-    return DTensor._op_dispatcher._custom_op_handlers

@@ -16,7 +16,7 @@ from zero_fn.runtime.registry import slot_of
 
 F = TypeVar("F", bound=Exception)
 
-__all__ = ["Told", "everywhere", "is_shared", "tell"]
+__all__ = ["Told", "everywhere", "is_cut", "is_shared", "tell"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -87,6 +87,12 @@ def tell(transport: Links, axes: Sequence[Axis], failure: Exception | None, what
 def is_shared(parameters: Iterable[Tensor]) -> bool:
     """Whether other ranks hold these parameters, or other shards of them."""
     return bool(_transports(parameters))
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether this rank has a part of a parameter, and others the rest."""
+    slot = slot_of(parameter)
+    return slot is not None and slot.layout is not None
 
 
 def _transports(parameters: Iterable[Tensor]) -> list[tuple[Links, tuple[Axis, ...]]]:

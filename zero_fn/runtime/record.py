@@ -10,9 +10,10 @@ the size of the unit. Large tensors are cut where vector instructions do not not
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,7 +24,10 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "record_nbytes"]
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nbytes"]
 
 PARCEL_NBYTES = 4 << 20
 _ALIGNMENT_NBYTES = 64
@@ -55,7 +59,8 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
-def _parcels(forms: Sequence[Form]) -> list[Parcel]:
+def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
+    """The parcels that a record of such tensors is cut into."""
     packed = chunks_of(
         [numel for numel, _ in forms],
         [None] * len(forms),
@@ -75,7 +80,7 @@ def _parcels(forms: Sequence[Form]) -> list[Parcel]:
 
 def record_nbytes(forms: Sequence[Form]) -> int:
     """Bytes that a record of such tensors takes, in whole pages."""
-    return sum(parcel.nbytes for parcel in _parcels(forms))
+    return sum(parcel.nbytes for parcel in parcels_of(forms))
 
 
 class Record:
@@ -85,6 +90,7 @@ class Record:
         device: Where they are computed with.
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
+        owner: The unit whose tensors they are, weakly.
     """
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
@@ -97,8 +103,9 @@ class Record:
             place: Of the range, `record_nbytes(forms)` long.
         """
         self.shelf, self.device, self._place = shelf, device, place
+        self.owner: Callable[[], Unit | None] = lambda: None
         self._forms = list(forms)
-        self.parcels = _parcels(forms)
+        self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
         self._offsets = [0] * len(self._forms)
         self._of: list[list[Parcel]] = [[] for _ in self._forms]

@@ -231,6 +231,8 @@ class Step:
         unit.open -= 1
         forward = self._forward
         if forward is None:  # recomputation: the backward frees it
+            if unit.is_tile:  # but all parts of a module must not be there at once
+                self._reshard_in_forward(unit, grad=True)
             return
         forward.failed |= failed
         bracket = Exit(Use(unit.index, use.number))

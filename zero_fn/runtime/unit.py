@@ -54,6 +54,7 @@ from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import Slab
 from zero_fn.tiers import Cpu
+from zero_fn.tiled import is_tile
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Shelved, Step
@@ -402,6 +403,7 @@ class Unit:
             record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
             if record is None:
                 record = Record(self.step.shelf(what), forms, device, self.step.place_for(what, forms))
+                record.owner = weakref.ref(self)
             (self.records if kind == "parameters" else self.gradient_records).append(record)
             for number, slot in enumerate(slots):
                 if kind == "parameters":
@@ -580,6 +582,16 @@ class Unit:
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
         return [*kept, *hosted, *self._buffers, *(self.pinned or ())]
 
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of its gathered parameters that are freed between uses."""
+        return sum(group.numel * group.dtype.itemsize for group in self.groups if group.kept is None)
+
+    @property
+    def local_gradient_nbytes(self) -> int:
+        """Bytes of the whole gradients that a backward makes, and that are freed once they are reduced."""
+        return sum(slot.numel * slot.compute_dtype.itemsize for slot in self.slots if slot.parameter.requires_grad)
+
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
         kept = [group.kept for group in self.groups if group.kept is not None]
@@ -726,6 +738,11 @@ class Unit:
         """The modules that hold the parameters, each once."""
         found = {id(place.module): place.module for slot in self.slots for place in slot.places}
         return list(found.values())
+
+    @property
+    def is_tile(self) -> bool:
+        """Whether it is a part of a tiled module."""
+        return any(map(is_tile, self.modules()))
 
     def __str__(self) -> str:
         return f"unit {self.name or 'root'}"

@@ -8,9 +8,9 @@ import tempfile
 import weakref
 
 from zero_fn.errors import StorageError, TierError
-from zero_fn.tiers import Nvme, bytes_text
+from zero_fn.tiers import bytes_text
 
-__all__ = ["SpillFile"]
+__all__ = ["SpillFile", "too_small"]
 
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
@@ -25,21 +25,20 @@ class SpillFile:
         is_direct: Whether reads and writes pass the page cache by.
     """
 
-    def __init__(self, tier: Nvme, what: str) -> None:
+    def __init__(self, path: str, what: str) -> None:
         """Makes an empty file.
 
         Raises:
             StorageError: The path is missing, is no folder, or cannot be written.
         """
-        self.tier = tier
-        self.name = f"{what} in {tier.path}"
+        self.name = f"{what} in {path}"
         self.nbytes = 0
         try:
-            self.fd, self.is_direct = _opened(tier.path)
+            self.fd, self.is_direct = _opened(path)
         except OSError as error:
             raise StorageError(
-                f"No file can be made in {tier.path!r}.",
-                path=os.path.abspath(tier.path),
+                f"No file can be made in {path!r}.",
+                path=os.path.abspath(path),
                 needed_for=what,
                 why=f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}",
                 fix="give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')",
@@ -50,14 +49,11 @@ class SpillFile:
         """Makes sure that the disk has room for `nbytes` in all, before anything relies on it.
 
         Raises:
-            TierError: It has not, or the limit of the tier is lower. The file is as it was.
+            TierError: It has not. The file is as it was.
             StorageError: The disk failed.
         """
         if nbytes <= self.nbytes:
             return
-        limit = self.tier.limit_nbytes
-        if limit is not None and nbytes > limit:
-            raise self._too_small(nbytes, limit, "the limit of the tier")
         try:
             _allocate(self.fd, self.nbytes, nbytes - self.nbytes)
         except OSError as error:
@@ -70,18 +66,28 @@ class SpillFile:
                     fix="check the disk (dmesg), or choose another path: zf.nvme('/other_disk')",
                 ) from error
             room = os.fstatvfs(self.fd)
-            raise self._too_small(nbytes, room.f_bavail * room.f_frsize + self.nbytes, str(error.strerror)) from error
+            raise too_small(
+                self.name, nbytes, room.f_bavail * room.f_frsize + self.nbytes, str(error.strerror)
+            ) from error
         self.nbytes = nbytes
 
-    def _too_small(self, nbytes: int, room_nbytes: int, bound: str) -> TierError:
-        return TierError(
-            f"{self.name} need {bytes_text(nbytes)} of disk, {bytes_text(room_nbytes)} can be taken.",
-            needs=f"{nbytes} B",
-            can_be_taken=f"{room_nbytes} B",
-            bound=bound,
-            why="room is reserved before anything moves; nothing was lost",
-            fix="free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
-        )
+    def shrink(self, nbytes: int) -> None:
+        """Gives back what was reserved beyond `nbytes`."""
+        if nbytes < self.nbytes:
+            os.ftruncate(self.fd, nbytes)
+            self.nbytes = nbytes
+
+
+def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError:
+    """The error for a disk, or a limit, that leaves less room than is needed."""
+    return TierError(
+        f"{name} need {bytes_text(nbytes)} of disk, {bytes_text(room_nbytes)} can be taken.",
+        needs=f"{nbytes} B",
+        can_be_taken=f"{room_nbytes} B",
+        bound=bound,
+        why="room is reserved before anything moves; nothing was lost",
+        fix="free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
+    )
 
 
 def _allocate(fd: int, offset: int, nbytes: int) -> None:

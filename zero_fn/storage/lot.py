@@ -5,13 +5,13 @@ They pass through three buffers of one slab: one is being filled or emptied whil
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from zero_fn.storage.buffers import Buffers
 from zero_fn.storage.carrier import chosen_carrier
-from zero_fn.storage.slab import Slab, whole_pages
+from zero_fn.storage.slab import whole_pages
 from zero_fn.storage.spill import Spill, Transfer
-from zero_fn.tiers import Cpu, Nvme
+from zero_fn.tiers import Nvme
 
 __all__ = ["Lot"]
 
@@ -27,20 +27,18 @@ class Lot:
         Raises:
             StorageError: The path takes no files.
         """
-        self._carrier = chosen_carrier()
-        self._spill = Spill(tier, what, self._carrier)
         self._what = what
         self._free: dict[int, list[int]] = {}
-        self._slab: Slab | None = None
-        self._views: list[Tensor] = []
+        self._buffers = Buffers()
         self._held: list[int | None] = []  # the place whose bytes each buffer has
         self._transfers: list[Transfer | None] = []
         self._turn = 0
+        self._spill = Spill(tier, what, chosen_carrier())
 
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that the buffers take."""
-        return self._slab.nbytes if self._slab is not None else 0
+        return self._buffers.nbytes
 
     @property
     def file_nbytes(self) -> int:
@@ -60,15 +58,15 @@ class Lot:
         place = free.pop() if free else self._spill.reserve(pages)
         self._forget(place)
         turn = self._next()
-        self._views[turn][: content.numel()].copy_(content)
-        self._held[turn], self._transfers[turn] = place, self._spill.write(place, self._views[turn][:pages])
+        self._buffers.views[turn][: content.numel()].copy_(content)
+        self._held[turn], self._transfers[turn] = place, self._spill.write(place, self._buffers.views[turn][:pages])
         return place
 
     def fetch(self, place: int, nbytes: int) -> None:
         """Begins to read what is at a place, unless a buffer has it."""
         if place not in self._held:
             turn = self._next()
-            view = self._views[turn][: whole_pages(nbytes)]
+            view = self._buffers.views[turn][: whole_pages(nbytes)]
             self._held[turn], self._transfers[turn] = place, self._spill.read(place, view)
 
     def get(self, place: int, out: Tensor) -> None:
@@ -80,15 +78,14 @@ class Lot:
         self.fetch(place, out.numel())
         turn = self._held.index(place)
         self._settle(turn)
-        out.copy_(self._views[turn][: out.numel()])
+        out.copy_(self._buffers.views[turn][: out.numel()])
 
     def free(self, place: int, nbytes: int) -> None:
         """Gives up a place."""
         self._free.setdefault(whole_pages(nbytes), []).append(place)
 
     def __del__(self) -> None:
-        if self._slab is not None:
-            self._release()
+        self._release()
 
     def _next(self) -> int:
         """The buffer whose turn it is, with nothing under way."""
@@ -114,25 +111,20 @@ class Lot:
             self._held[turn] = None
 
     def _make_room(self, nbytes: int) -> None:
-        if self._views and nbytes <= self._views[0].numel():
+        if nbytes <= self._buffers.size:
             return
-        if self._slab is not None:
-            self._release()
-        self._slab = Slab(_BUFFERS * nbytes, Cpu(True, None), f"buffers of {self._what}", forked=False)
-        self._views = list(torch.split(self._slab.memory, nbytes))
+        self._release()
+        self._buffers = Buffers(_BUFFERS, nbytes, f"buffers of {self._what}")
         self._held, self._transfers = [None] * _BUFFERS, [None] * _BUFFERS
-        self._carrier.register(self._slab.memory)
 
     def _release(self) -> None:
         """Gives up the buffers. What is under way ends first; a failure was, or will be, told where it matters."""
-        assert self._slab is not None
         failure = None
-        for turn in range(len(self._views)):
+        for turn in range(len(self._transfers)):
             try:
                 self._settle(turn)
             except Exception as error:  # the others must end too
                 failure = error
-        self._carrier.forget(self._slab.memory)
-        self._slab, self._views = None, []
+        self._buffers, self._held, self._transfers = Buffers(), [], []
         if failure is not None:
             raise failure

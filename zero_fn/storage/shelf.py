@@ -12,9 +12,9 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from zero_fn.storage.buffers import Buffers
 from zero_fn.storage.carrier import chosen_carrier
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.spill import Spill, Transfer
@@ -110,20 +110,14 @@ class _Disk:
 
     def __init__(self, tier: Nvme, what: str) -> None:
         self.tier: Tier = tier
-        self._slab: Slab | None = None
         self._what = what
-        self._carrier = chosen_carrier()
-        self._spill = Spill(tier, what, self._carrier)
-        self._staging_nbytes = 0
+        self._spill = Spill(tier, what, chosen_carrier())
+        self._stagings = Buffers()
         self._free: list[Tensor] = []
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
-        file = self._spill.file
-        return f"{file.tier}, {'direct' if file.is_direct else 'through the page cache'} by {self._carrier}"
-
-    def __del__(self) -> None:
-        self._forget_stagings()
+        return str(self._spill)
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +125,7 @@ class _Disk:
 
     @property
     def host_nbytes(self) -> int:
-        return self._slab.nbytes if self._slab is not None else 0
+        return self._stagings.nbytes
 
     def reserve(self, sizes: list[int]) -> list[int]:
         pages = [whole_pages(nbytes) for nbytes in sizes]
@@ -140,35 +134,22 @@ class _Disk:
             places.append(offset)
             offset += nbytes
         largest = max(pages, default=0)
-        if largest > self._staging_nbytes:
-            self._make_stagings(largest)
+        if largest > self._stagings.size:
+            self._stagings = Buffers(STAGINGS, largest, f"stagings of {self._what}")
+            self._free = list(self._stagings.views)
         return places
-
-    def _make_stagings(self, nbytes: int) -> None:
-        slab = Slab(STAGINGS * nbytes, Cpu(True, None), f"stagings of {self._what}", forked=False)
-        self._forget_stagings()
-        self._slab, self._staging_nbytes = slab, nbytes
-        self._free = list(torch.split(slab.memory, nbytes))
-        self._carrier.register(slab.memory)
-
-    def _forget_stagings(self) -> None:
-        if self._slab is not None:
-            self._carrier.forget(self._slab.memory)
-        self._slab, self._free = None, []
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         with self._lock:
-            if self._free and nbytes <= self._staging_nbytes:
+            if self._free and nbytes <= self._stagings.size:
                 return self._free.pop()[:nbytes]
         return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
 
     def give_back(self, memory: Tensor) -> None:
         with self._lock:
-            slab = self._slab
-            if slab is None or not slab.address <= memory.data_ptr() < slab.address + slab.nbytes:
-                return  # memory out of schedule, or of stagings that were too small
-            start = (memory.data_ptr() - slab.address) // self._staging_nbytes * self._staging_nbytes
-            self._free.append(slab.memory[start : start + self._staging_nbytes])
+            number = self._stagings.number_of(memory)
+            if number is not None:  # else memory out of schedule, or of stagings that were too small
+                self._free.append(self._stagings.views[number])
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         return self._spill.read(place, memory)

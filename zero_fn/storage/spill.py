@@ -8,7 +8,7 @@ The digests of a write are taken while the disk reads the same memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,8 +16,8 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.kernels.checksum import digests
 from zero_fn.storage.carrier import Carrier
-from zero_fn.storage.file import SpillFile
 from zero_fn.storage.request import Request
+from zero_fn.storage.stripes import Extent, Stripes
 from zero_fn.tiers import Nvme
 
 __all__ = ["BLOCK_NBYTES", "Spill", "Transfer", "wait_all"]
@@ -39,10 +39,13 @@ class _Block:
 class Transfer:
     """Blocks on their way to or from the disk. They must be waited for before their memory is used or given up."""
 
-    __slots__ = ("_blocks", "_carrier", "_requests", "_view")
+    __slots__ = ("_blocks", "_carrier", "_extents", "_requests", "_view")
 
-    def __init__(self, carrier: Carrier, requests: list[Request], blocks: list[_Block], view: Tensor) -> None:
-        self._carrier, self._requests, self._blocks, self._view = carrier, requests, blocks, view
+    def __init__(
+        self, carrier: Carrier, requests: list[Request], blocks: list[_Block], extents: list[Extent], view: Tensor
+    ) -> None:
+        self._carrier, self._requests, self._blocks = carrier, requests, blocks
+        self._extents, self._view = extents, view
 
     def wait(self) -> None:
         """Returns when every byte is there, checked if it was read. May be called again.
@@ -56,7 +59,7 @@ class Transfer:
             if request.failure is not None:
                 raise request.failure
         if requests and not requests[0].is_write:
-            for request, block, found in zip(requests, self._blocks, digests(self._view, BLOCK_NBYTES), strict=True):
+            for request, block, found in zip(requests, self._blocks, _digests(self._extents, self._view), strict=True):
                 _require_undamaged(request, block, found)
 
 
@@ -74,10 +77,10 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
 
 
 class Spill:
-    """A file of blocks.
+    """A file of blocks. Printed, it says where it is and how it is read and written.
 
     Attributes:
-        file: The file.
+        file: The file, over all paths of the tier.
     """
 
     def __init__(self, tier: Nvme, what: str, carrier: Carrier) -> None:
@@ -91,9 +94,13 @@ class Spill:
         Raises:
             StorageError: No file can be made there.
         """
-        self.file = SpillFile(tier, what)
+        self.file = Stripes(tier, what)
         self._carrier = carrier
         self._blocks: dict[int, _Block] = {}
+
+    def __str__(self) -> str:
+        how = "direct" if self.file.is_direct else "through the page cache"
+        return f"{self.file.tier}, {how} by {self._carrier}"
 
     def reserve(self, nbytes: int) -> int:
         """Reserves `nbytes` more, in whole pages, and returns their offset.
@@ -112,17 +119,14 @@ class Spill:
             offset: Where in the file, a multiple of the page.
             view: uint8, whole pages of memory; to be left alone until the transfer was waited for.
         """
-        pieces = _pieces(view)
-        requests = [
-            Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=True)
-            for start, piece in pieces
-        ]
+        extents = self._extents(offset, view)
+        requests = _requests(extents, view, is_write=True)
         self._carrier.submit(requests)
-        for (start, piece), digest in zip(pieces, digests(view, BLOCK_NBYTES), strict=True):
-            block = self._blocks.setdefault(offset + start, _Block(piece.numel()))
-            block.nbytes, block.generation = piece.numel(), block.generation + 1
+        for extent, digest in zip(extents, _digests(extents, view), strict=True):
+            block = self._blocks.setdefault(offset + extent.start, _Block(extent.nbytes))
+            block.nbytes, block.generation = extent.nbytes, block.generation + 1
             block.digest, block.digest_before = digest, block.digest
-        return Transfer(self._carrier, requests, [], view)
+        return Transfer(self._carrier, requests, [], extents, view)
 
     def read(self, offset: int, view: Tensor) -> Transfer:
         """Begins to read a range that was written as one.
@@ -131,20 +135,28 @@ class Spill:
             offset: Where it was written.
             view: uint8, as many bytes as were written there.
         """
-        pieces = _pieces(view)
-        blocks = [self._blocks[offset + start] for start, _ in pieces]
-        assert all(block.nbytes == piece.numel() for block, (_, piece) in zip(blocks, pieces, strict=True))
-        requests = [
-            Request(self.file, offset + start, piece.data_ptr(), piece.numel(), is_write=False)
-            for start, piece in pieces
-        ]
+        extents = self._extents(offset, view)
+        blocks = [self._blocks[offset + extent.start] for extent in extents]
+        assert all(block.nbytes == extent.nbytes for block, extent in zip(blocks, extents, strict=True))
+        requests = _requests(extents, view, is_write=False)
         self._carrier.submit(requests)
-        return Transfer(self._carrier, requests, blocks, view)
+        return Transfer(self._carrier, requests, blocks, extents, view)
+
+    def _extents(self, offset: int, view: Tensor) -> list[Extent]:
+        return list(self.file.extents(offset, view.numel(), BLOCK_NBYTES))
 
 
-def _pieces(view: Tensor) -> list[tuple[int, Tensor]]:
-    nbytes = view.numel()
-    return [(start, view[start : min(start + BLOCK_NBYTES, nbytes)]) for start in range(0, nbytes, BLOCK_NBYTES)]
+def _requests(extents: Sequence[Extent], view: Tensor, *, is_write: bool) -> list[Request]:
+    address = view.data_ptr()
+    return [Request(file, at, address + start, nbytes, is_write=is_write) for start, nbytes, file, at in extents]
+
+
+def _digests(extents: Sequence[Extent], view: Tensor) -> list[int]:
+    """The digest of each extent. All but the first and the last are of one size."""
+    if len(extents) < 3:
+        return [digest for start, nbytes, _, _ in extents for digest in digests(view[start : start + nbytes], nbytes)]
+    first = extents[0].nbytes
+    return [*digests(view[:first], first), *digests(view[first:], extents[1].nbytes)]
 
 
 def _require_undamaged(request: Request, block: _Block, found: int) -> None:

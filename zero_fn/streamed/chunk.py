@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.chunks import Piece
+from zero_fn.resting import is_dense
+from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.schema import Schema
-from zero_fn.streamed.store import Store
+from zero_fn.streamed.store import NOWHERE, Store
 
-__all__ = ["Chunk", "Cut", "is_dense", "states_nbytes"]
+__all__ = ["Chunk", "Cut", "name_of", "states_nbytes"]
 
 _ALIGNMENT_NBYTES = 64
 
@@ -108,8 +110,8 @@ class Chunk:
         cuts: The pieces.
         nbytes: Bytes of that range.
         device: Where the parameters are computed with.
-        store: Where its states rest.
         parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
+        store: Where its states rest, once it has room.
         place: Where the store keeps it.
         is_stored: Whether the store holds it: false before the first step.
     """
@@ -117,24 +119,18 @@ class Chunk:
     cuts: Sequence[Cut]
     nbytes: int
     device: torch.device
-    store: Store
     parcel: int | None = None
+    store: Store = NOWHERE
     place: int = 0
     is_stored: bool = False
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are one range of memory without gaps or overlaps."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return expected == tensor.numel()
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a tensor laid out row by row."""
     return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def name_of(parameter: Tensor) -> str:
+    """A parameter as errors show it: with its name, if a transform made it."""
+    slot = slot_of(parameter)
+    return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"

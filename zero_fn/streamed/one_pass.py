@@ -16,7 +16,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from zero_fn.kernels import library
 from zero_fn.kernels.adam import Piece, Rates, by_torch, in_c, rounding
-from zero_fn.streamed.chunk import is_dense
+from zero_fn.resting import is_dense
 
 __all__ = ["arithmetic_of", "steps_in_one_pass"]
 

@@ -10,9 +10,8 @@ so to the rest of a training loop. Such an optimizer refuses to go on until stat
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -20,33 +19,28 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero_fn.chunks import Piece, chunks_of
-from zero_fn.errors import CheckpointError, PlacementError, StateError, TierError
-from zero_fn.resting import local_of, resting_tensor
-from zero_fn.runtime.elementwise import looks_at_whole_tensors, require_elementwise
-from zero_fn.runtime.everywhere import everywhere, is_shared
-from zero_fn.runtime.record import Record
-from zero_fn.runtime.registry import slot_of
-from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.streamed.chunk import Chunk, Cut, is_dense, states_nbytes
-from zero_fn.streamed.one_pass import arithmetic_of, steps_in_one_pass
+from zero_fn.errors import PlacementError, StateError, TierError
+from zero_fn.resting import local_of
+from zero_fn.runtime.elementwise import require_elementwise
+from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
+from zero_fn.streamed.chunk import Chunk, Cut, name_of
+from zero_fn.streamed.joined import join, pieces_of
+from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
-from zero_fn.streamed.schema import Schema, raw_step, replaced, schema_of, schema_of_states
+from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
+from zero_fn.streamed.schema import replaced
+from zero_fn.streamed.stepped import Stepped
 from zero_fn.streamed.store import Ring, Store, store_of
-from zero_fn.tiers import IN_MEMORY, Cpu, Tier, bytes_text, nbytes_of_text
+from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
-
-_BUFFER = "64MiB"
-_LEAST_PART_NBYTES = 64 << 10
-_NOWHERE = store_of(None, "")  # of a chunk that has no room yet
 
 _Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], tuple[Ring, Ring]]
 
 
 def streamed(
-    optimizer: Optimizer, tier: Tier | None = None, *, fraction: float = 1.0, buffer: int | str = _BUFFER
+    optimizer: Optimizer, tier: Tier | None = None, *, fraction: float = 1.0, buffer: int | str = BUFFER_NBYTES
 ) -> Streamed:
     """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
 
@@ -106,7 +100,7 @@ class Streamed(Optimizer):
     def __init__(self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
-        self._fraction, self._buffer_nbytes = fraction, buffer_nbytes
+        self._planner = Planner(inner, tier, fraction, buffer_nbytes)
         self._stores: dict[Tier | None, Store] = {}
         self._torn: str | None = None
         self._is_backwards = False  # the direction of the next step
@@ -136,6 +130,14 @@ class Streamed(Optimizer):
     def resident_nbytes(self) -> int:
         """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
         return sum(store.nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
+
+    def rooms(self) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
+        """Its chunks by the tier and the device of their states; None is the device."""
+        tier_of = {id(store): tier for tier, store in self._stores.items()}
+        found: dict[tuple[Tier | None, torch.device], list[Chunk]] = {}
+        for chunk in self._chunks:
+            found.setdefault((tier_of[id(chunk.store)], chunk.device), []).append(chunk)
+        return found
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
         """Bytes of the room for states in each tier, in whole pages on a disk; None is the device."""
@@ -167,12 +169,19 @@ class Streamed(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """All states and groups in the format of the optimizer inside, read into memory of their own.
 
+        Communicates, over sharded parameters, of which every rank has a part to save: a byte per rank. Over parameters
+        that every rank has whole, one rank may save alone.
+
         Raises:
             StateError: A step has failed half-way.
-            StorageError: The disk failed, or does not hold what was written to it.
+            StorageError: The disk failed on this rank or, of sharded parameters, on another, or does not hold what was
+                written to it.
         """
         self._require_whole("state_dict")
-        with replaced(self.inner, self.param_groups, self._joined()):
+        joined: list[defaultdict[Tensor, dict[str, Any]]] = []
+        cut = [parameter for parameter in self._known if is_cut(parameter)]
+        everywhere(cut, lambda: joined.append(self._joined()), "Reading the states of an optimizer")
+        with replaced(self.inner, self.param_groups, joined[0]):
             return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -221,7 +230,7 @@ class Streamed(Optimizer):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def _step_chunks(self) -> None:
-        stepped = _Stepped(self)
+        stepped = Stepped(self.inner, self._known)
         chunks = [
             chunk for chunk in self._chunks if any(self._known[c.piece.parameter].grad is not None for c in chunk.cuts)
         ]
@@ -247,7 +256,7 @@ class Streamed(Optimizer):
             if grad.layout is not torch.strided:
                 raise PlacementError(
                     "Sparse gradients cannot be streamed.",
-                    parameter=_name(parameter),
+                    parameter=name_of(parameter),
                     fix="compute it with sparse=False: F.embedding(tokens, weight)",
                 )
             if isinstance(parameter, DTensor) and (
@@ -255,7 +264,7 @@ class Streamed(Optimizer):
             ):
                 raise PlacementError(
                     "A gradient does not rest as its parameter does.",
-                    parameter=_name(parameter),
+                    parameter=name_of(parameter),
                     gradient=grad.placements if isinstance(grad, DTensor) else "a plain tensor",
                     fix="let backward compute it, or distribute_tensor(grad, p.device_mesh, p.placements)",
                 )
@@ -266,7 +275,7 @@ class Streamed(Optimizer):
 
     def _require_same_parcel(self, parameter: Tensor, cut: Cut, index: int) -> None:
         place = place_of(parameter)
-        parcel = place.record.parcels[index] if place is not None and index < len(place.record.parcels) else None
+        parcel = place.parcels[index] if place is not None and index < len(place.parcels) else None
         pieces = zip(parcel.pieces, parcel.offsets, strict=True) if parcel is not None else ()
         span = place.number if place is not None else None, cut.piece.start, cut.piece.stop, cut.in_parcel
         if not any((p.parameter, p.start, p.stop, offset) == span for p, offset in pieces):
@@ -276,7 +285,7 @@ class Streamed(Optimizer):
         numel, dtype = self._numels[cut.piece.parameter], self._dtypes[cut.piece.parameter]
         return StateError(
             "A parameter has changed since its optimizer was streamed.",
-            parameter=_name(parameter),
+            parameter=name_of(parameter),
             expected=f"{numel} elements of {str(dtype).removeprefix('torch.')} on this rank",
             why="its states have the shape and dtype it had; nothing was updated",
             fix="cast or replace parameters before the optimizer is built",
@@ -315,7 +324,8 @@ class Streamed(Optimizer):
     def _prepared(self) -> _Prepared:
         """Stores with a copy of all states, the chunks in them, their parameters, and what those pass through."""
         stores: dict[Tier | None, Store] = {}
-        chunks, known = self._planned(self._all_parameters(), 0, stores)
+        known = self._all_parameters()
+        chunks = self._with_room(known, 0, stores)
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
         filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
 
@@ -323,7 +333,7 @@ class Streamed(Optimizer):
             for cut in chunk.cuts:
                 parameter = known[cut.piece.parameter]
                 if parameter in states:
-                    cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
+                    cut.keep(buffer, dict(pieces_of(states[parameter], parameter, cut)))
 
         each_chunk([StoreLane(filled)], filled, fill)
         return stores, chunks, known, rings_for(known)
@@ -335,161 +345,22 @@ class Streamed(Optimizer):
             return
         known = {id(parameter) for parameter in self._known}
         new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
-        chunks, parameters = self._planned(new, len(self._known), self._stores)
-        self._chunks += chunks
-        self._known += parameters
+        self._chunks += self._with_room(new, len(self._known), self._stores)
+        self._known += new
         self._rings = rings_for(self._known)
-        self._numels += [local_of(parameter).numel() for parameter in parameters]
-        self._dtypes += [parameter.dtype for parameter in parameters]
+        self._numels += [local_of(parameter).numel() for parameter in new]
+        self._dtypes += [parameter.dtype for parameter in new]
 
-    def _planned(
-        self, parameters: list[Tensor], first: int, stores: dict[Tier | None, Store]
-    ) -> tuple[list[Chunk], list[Tensor]]:
+    def _with_room(self, parameters: list[Tensor], first: int, stores: dict[Tier | None, Store]) -> list[Chunk]:
         """Chunks for these parameters, which get the numbers from `first` on, and room for them in stores."""
-        for parameter in parameters:
-            follow(parameter)
-        group_of = {id(p): number for number, group in enumerate(self.param_groups) for p in group["params"]}
-        groups = [group_of[id(parameter)] for parameter in parameters]
-        locals_ = [local_of(parameter) for parameter in parameters]
-        schemas = self._schemas(parameters, groups, locals_)
-        wanted = self._tiers_of(parameters)
-        here = [number for number, parameter in enumerate(parameters) if place_of(parameter) is None]
-        packed = chunks_of(
-            [locals_[number].numel() for number in here],
-            [(locals_[number].device, wanted[number]) for number in here],
-            lambda at, numel: states_nbytes(schemas[here[at]], numel),
-            self._chunk_nbytes([states_nbytes(schemas[n], locals_[n].numel()) for n in here], wanted),
-        )
-        chunks = []
-        for pieces in packed:
-            cuts, nbytes = [], 0
-            for piece in pieces:
-                number = here[piece.parameter]
-                if not piece.is_whole:
-                    self._require_cuttable(parameters[number], locals_[number])
-                numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
-                cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
-                nbytes += states_nbytes(schemas[number], piece.numel)
-            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device, _NOWHERE))
-        chunks += self._chunks_away(parameters, first, groups, schemas)
-        # A parcel that mixes tiers goes where the states of its first parameter go.
-        self._find_room(chunks, [wanted[chunk.cuts[0].piece.parameter - first] for chunk in chunks], stores)
-        return chunks, parameters
-
-    def _chunk_nbytes(self, nbytes: list[int], wanted: list[tuple[Tier | None, float]]) -> int:
-        """The most that a chunk may take: a buffer, or where a part stays on the device, so little that the part is met."""
-        if all(fraction == 1 for _, fraction in wanted):
-            return self._buffer_nbytes
-        return min(self._buffer_nbytes, max(sum(nbytes) // 32, _LEAST_PART_NBYTES))
-
-    def _tiers_of(self, parameters: list[Tensor]) -> list[tuple[Tier | None, float]]:
-        """Where the states of each parameter are to rest, and which part of them.
-
-        Raises:
-            TierError: Nobody said.
-        """
-        if self.tier is not None:
-            return [(self.tier, self._fraction)] * len(parameters)
-        slots = [slot_of(parameter) for parameter in parameters]
-        asked = [slot.home.tiers if slot is not None else IN_MEMORY for slot in slots]
-        if parameters and all(tiers.optim is None for tiers in asked):
-            raise TierError(
-                "streamed() was given no tier.",
-                optimizer=type(self.inner).__name__,
-                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
-            )
-        return [(tiers.optim, tiers.fraction) for tiers in asked]
-
-    def _find_room(
-        self, chunks: list[Chunk], wanted: list[tuple[Tier | None, float]], stores: dict[Tier | None, Store]
-    ) -> None:
-        """Gives each chunk a store and a place in it: so many of them in its tier as its fraction says, taking turns."""
-        total: Counter[Tier | None] = Counter()
-        there: Counter[Tier | None] = Counter()
-        chosen: dict[tuple[Tier | None, torch.device], list[Chunk]] = {}
-        for chunk, (tier, fraction) in zip(chunks, wanted, strict=True):
-            total[tier] += chunk.nbytes
-            is_there = there[tier] + chunk.nbytes / 2 <= fraction * total[tier]
-            there[tier] += chunk.nbytes * is_there
-            chosen.setdefault((tier if is_there else None, chunk.device), []).append(chunk)
-        for (tier, device), members in chosen.items():
+        planned = self._planner.planned(parameters, first)
+        for (tier, device), members in planned.rooms.items():
             if tier not in stores:
                 stores[tier] = store_of(tier, f"states of {type(self.inner).__name__}")
             places = stores[tier].reserve([chunk.nbytes for chunk in members], device)
             for chunk, place in zip(members, places, strict=True):
                 chunk.store, chunk.place = stores[tier], place
-
-    def _chunks_away(
-        self, parameters: list[Tensor], first: int, groups: list[int], schemas: list[Schema]
-    ) -> list[Chunk]:
-        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
-        records: dict[Record, dict[int, int]] = {}
-        for number, parameter in enumerate(parameters):
-            place = place_of(parameter)
-            if place is not None:
-                records.setdefault(place.record, {})[place.number] = number
-        chunks = []
-        for record, number_of in records.items():
-            for index, parcel in enumerate(record.parcels):
-                cuts, nbytes = [], 0
-                inside = [
-                    (number_of[piece.parameter], piece, offset)
-                    for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
-                    if piece.parameter in number_of
-                ]
-                for number, piece, offset in sorted(inside, key=lambda found: groups[found[0]]):
-                    if not piece.is_whole:
-                        self._require_cuttable_away(parameters[number])
-                    numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
-                    local = local_of(parameters[number])
-                    cuts.append(Cut(numbered, groups[number], local, schemas[number], nbytes, offset))
-                    nbytes += states_nbytes(schemas[number], piece.numel)
-                if nbytes > self._buffer_nbytes:
-                    raise TierError(
-                        f"A buffer of {bytes_text(self._buffer_nbytes)} is too small for the states of a parcel.",
-                        needs=bytes_text(nbytes),
-                        why="parameters that rest in another tier are stepped in the parcels in which they rest",
-                        fix=f"buffer={nbytes} or more; 64 MiB is a good size",
-                    )
-                if cuts:
-                    chunks.append(Chunk(cuts, nbytes, record.device, _NOWHERE, index))
-        return chunks
-
-    def _require_cuttable_away(self, parameter: Tensor) -> None:
-        if looks_at_whole_tensors(type(self.inner)):
-            raise PlacementError(
-                f"{_name(parameter)} rests in another tier in several parcels, and cannot be stepped in pieces.",
-                optimizer=type(self.inner).__name__,
-                why="it looks at whole matrices or tensors",
-                fix="leave it in memory: zf.offload(model, params=tier, where=...), or use AdamW",
-            )
-
-    def _schemas(self, parameters: list[Tensor], groups: list[int], locals_: list[Tensor]) -> list[Schema]:
-        """The states of each parameter: those that one like it has, else those that a first step would make."""
-        kinds = [(group, local.dtype, local.device) for group, local in zip(groups, locals_, strict=True)]
-        ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
-        found: dict[object, Schema] = {}
-        for kind, parameter in zip(kinds, parameters, strict=True):
-            schema = schema_of_states(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
-            if parameter.numel() > 1 and len(schema) > len(found.get(kind, ())):
-                found[kind] = schema
-        for kind in kinds:
-            if kind not in found:
-                group, dtype, device = kind
-                if not (dtype.is_floating_point or dtype.is_complex):
-                    found[kind] = ()  # never trained
-                    continue
-                found[kind] = schema_of(self.inner, self.param_groups[group], dtype, device, ndims[kind])
-        return [found[kind] for kind in kinds]
-
-    def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:
-        if looks_at_whole_tensors(type(self.inner)) or not is_dense(local):
-            raise PlacementError(
-                f"The states of {_name(parameter)} do not fit a buffer, and cannot be cut.",
-                optimizer=type(self.inner).__name__,
-                why="it looks at whole matrices or tensors" if is_dense(local) else "its elements have gaps in memory",
-                fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
-            )
+        return planned.chunks
 
     def _all_parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -502,154 +373,12 @@ class Streamed(Optimizer):
         """The states of whole parameters, in memory of their own."""
         joined: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
 
-        def join(chunk: Chunk, buffer: Tensor) -> None:
+        def visit(chunk: Chunk, buffer: Tensor) -> None:
             for cut in chunk.cuts:
                 parameter = self._known[cut.piece.parameter]
                 for name, value in cut.states(buffer).items():
-                    _join(joined[parameter], name, value, parameter, cut)
+                    join(joined[parameter], name, value, parameter, cut)
 
         stored = [chunk for chunk in self._chunks if chunk.is_stored]
-        each_chunk([StoreLane(stored)], stored, join, writes=False)
+        each_chunk([StoreLane(stored)], stored, visit, writes=False)
         return defaultdict(dict, {parameter: joined[parameter] for parameter in self._known if parameter in joined})
-
-
-class _Stepped:
-    """One step under way.
-
-    Attributes:
-        count: Chunks whose parameters were, at least in part, updated.
-    """
-
-    def __init__(self, optimizer: Streamed) -> None:
-        self.count = 0
-        self._inner = optimizer.inner
-        self._known = optimizer._known
-        self._groups = optimizer.param_groups  # every chunk begins with what is there now
-        self._scalars = _scalars(vars(optimizer.inner))
-        self._after: dict[int, dict[str, Any]] = {}
-        self._grads: dict[int, Tensor] = {}
-
-    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor, gradients: Tensor) -> None:
-        """Steps the parameters of one chunk.
-
-        Args:
-            chunk: Which.
-            buffer: Their states.
-            parcel: Themselves, if they rest in another tier.
-            gradients: Their gradients, if these do.
-        """
-        self.count += 1
-        states, values, grads = (memory.to(chunk.device) for memory in (buffer, parcel, gradients))
-        state: defaultdict[Any, Any] = defaultdict(dict)
-        groups: list[dict[str, Any]] = []
-        pairs = []
-        for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
-            stand_ins = []
-            for cut in cuts:
-                parameter = self._known[cut.piece.parameter]
-                if parameter.grad is None:
-                    continue
-                is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
-                stand_in = cut.stand_in(
-                    cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
-                    cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
-                    requires_grad=parameter.requires_grad,
-                )
-                own = cut.states(states)
-                if own:
-                    state[stand_in] = own
-                stand_ins.append(stand_in)
-                pairs.append((cut, stand_in))
-            if stand_ins:
-                groups.append({**self._groups[number], "params": stand_ins})
-                self._after[number] = groups[-1]
-        vars(self._inner).update(self._scalars)
-        with replaced(self._inner, groups, state):
-            if not steps_in_one_pass(self._inner):
-                raw_step(self._inner)
-        for cut, stand_in in pairs:
-            cut.keep(states, state.get(stand_in, {}))
-        if states is not buffer:
-            buffer.copy_(states)
-        if values is not parcel:
-            parcel.copy_(values)
-
-    def finish(self) -> None:
-        """Takes over what the optimizer wrote into its groups."""
-        for number, after in self._after.items():
-            own = self._groups[number]
-            own.update({name: value for name, value in after.items() if name != "params"})
-
-    def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
-        assert parameter.grad is not None
-        grad, local = local_of(parameter.grad), local_of(parameter)
-        if cut.piece.is_whole or grad.stride() == local.stride():
-            return grad
-        number = cut.piece.parameter
-        if number not in self._grads:  # the gradient lies in another order: once for all pieces
-            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._grads = {number: laid.copy_(grad)}
-        return self._grads[number]
-
-
-def _scalars(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, int | float)}
-
-
-def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: Cut) -> Iterator[tuple[str, Any]]:
-    """The states of a piece, cut from those of its parameter."""
-    local = local_of(parameter)
-    for name, value in states.items():
-        if not isinstance(value, Tensor):
-            yield name, value
-            continue
-        own = local_of(value)
-        if own.shape != local.shape or (name not in cut.fields and own.numel() <= 1):
-            if name in cut.fields:
-                raise CheckpointError(
-                    f"The state {name!r} does not fit its parameter.",
-                    parameter=f"{_name(parameter)}, {list(local.shape)} of it on this rank",
-                    state=list(own.shape),
-                    fix="load states that were saved with this layout, or through torch.distributed.checkpoint",
-                )
-            yield name, own.clone()
-            continue
-        if not cut.piece.is_whole and own.stride() != local.stride():
-            own = torch.empty_strided(local.shape, local.stride(), dtype=own.dtype, device=own.device).copy_(own)
-        yield name, cut.of(own)
-
-
-def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: Cut) -> None:
-    """Puts the state of a piece where it belongs in that of its parameter."""
-    local = local_of(parameter)
-    if not isinstance(value, Tensor):
-        states[name] = value
-    elif value.shape != cut.shape or (name not in cut.fields and local.numel() <= 1):
-        states[name] = value.clone()
-    else:
-        if name not in states:
-            whole = torch.empty_strided(
-                local.shape, cut.stride if cut.piece.is_whole else local.stride(), dtype=value.dtype
-            )
-            whole = whole.to(local.device)
-            states[name] = (
-                resting_tensor(whole, _spec(parameter, value.dtype)) if isinstance(parameter, DTensor) else whole
-            )
-        cut.of(local_of(states[name])).copy_(value)
-
-
-def _spec(parameter: DTensor, dtype: torch.dtype) -> Any:
-    spec = parameter._spec
-    if dtype == parameter.dtype:
-        return spec
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-    assert spec.tensor_meta is not None
-    return DTensorSpec(
-        spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, dtype)
-    )
-
-
-def _name(parameter: Tensor) -> str:
-    slot = slot_of(parameter)
-    return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from zero_fn.resting import local_of
-from zero_fn.runtime.record import Record
+from zero_fn.runtime.record import Parcel, Record, parcels_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Transfer
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
+from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["Gradients", "Values", "follow", "place_of", "rings_for"]
+__all__ = ["Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def place_of(parameter: Tensor) -> TierTensor | None:
-    """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped."""
+class Place(NamedTuple):
+    """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped.
+
+    Attributes:
+        record: What the parcels belong to: a record, or on `meta` what stands for it.
+        number: Of the tensor in the record.
+        parcels: Those of the record.
+        device: Where it is computed with.
+    """
+
+    record: Hashable
+    number: int
+    parcels: Sequence[Parcel]
+    device: torch.device
+
+
+def place_of(parameter: Tensor) -> Place | None:
+    """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
+    away = _away(parameter)
+    if away is not None:
+        return Place(away.record, away.number, away.record.parcels, away.record.device)
+    slot = slot_of(parameter)
+    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    what = next(slot.shelved(), None) if slot is not None else None
+    if slot is None or unit is None or what is None or not parameter.is_meta:
+        return None
+    members = [other for other in unit.slots if what in other.shelved()]
+    return Place((unit, what), members.index(slot), parcels_of(unit.forms_away()[what]), torch.device("cpu"))
+
+
+def _away(parameter: Tensor) -> TierTensor | None:
     local = local_of(parameter)
     if isinstance(local, TierTensor):
         return local
@@ -37,24 +68,31 @@ def follow(parameter: Tensor) -> None:
         unit.readopt()
 
 
+def parcels_away(parameters: Iterable[Tensor]) -> dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]]:
+    """The parcels of units that have any of these parameters, or their gradients, in another tier: by kind and unit."""
+    found: dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]] = {"parameters": {}, "gradients": {}}
+    for parameter in parameters:
+        slot = slot_of(parameter)
+        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        for what in slot.shelved() if slot is not None and unit is not None else ():
+            kind, tier = what
+            if (unit, tier) not in found[kind] and unit is not None:
+                found[kind][unit, tier] = tier, parcels_of(unit.forms_away()[what])
+    return found
+
+
 def rings_for(parameters: Iterable[Tensor]) -> tuple[Ring, Ring]:
     """Buffers for the parcels of parameters and of their gradients.
 
     Raises:
         TierError: There is not so much memory.
     """
-    values: set[Record] = set()
-    gradients: set[Record] = set()
-    for parameter in parameters:
-        slot = slot_of(parameter)
-        for place, found in ((local_of(parameter), values), (slot.gradient_away if slot else None, gradients)):
-            if isinstance(place, TierTensor) and not place.record.is_addressable:
-                found.add(place.record)
-    return _ring(values, "parameters"), _ring(gradients, "gradients")
+    away = parcels_away(parameters)
+    return _ring(away["parameters"].values(), "parameters"), _ring(away["gradients"].values(), "gradients")
 
 
-def _ring(records: set[Record], what: str) -> Ring:
-    sizes = [parcel.nbytes for record in records for parcel in record.parcels]
+def _ring(records: Iterable[tuple[Tier, Sequence[Parcel]]], what: str) -> Ring:
+    sizes = [parcel.nbytes for tier, parcels in records for parcel in parcels if not isinstance(tier, Cpu)]
     return Ring(len(sizes), max(sizes, default=0), what)
 
 
@@ -105,7 +143,7 @@ class Gradients(_Parcels):
         for cut in chunk.cuts:
             parameter = self._known[cut.piece.parameter]
             grad = local_of(parameter.grad) if parameter.grad is not None else None
-            place = place_of(parameter)
+            place = _away(parameter)
             if not isinstance(grad, TierTensor):
                 continue
             if place is None or grad.number != place.number or not grad.record.is_like(place.record):

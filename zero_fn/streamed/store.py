@@ -7,10 +7,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Slab, Spill, Transfer, chosen_carrier, whole_pages
+from zero_fn.storage import Buffers, Slab, Spill, Transfer, chosen_carrier, whole_pages
 from zero_fn.tiers import Cpu, Nvme, Tier, bytes_text
 
-__all__ = ["BUFFERS", "Ring", "Store", "store_of"]
+__all__ = ["BUFFERS", "NOWHERE", "Ring", "Store", "ring_form", "store_of"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
@@ -93,6 +93,10 @@ class _Device:
         """Nothing to do: chunks are where they rest."""
 
 
+NOWHERE: Store = _Device()
+"""Of chunks that have no room yet."""
+
+
 class _Memory:
     """Chunks are stepped where they rest."""
 
@@ -135,8 +139,13 @@ class _Memory:
         """Nothing to do: chunks are where they rest."""
 
 
-class Ring:
-    """Buffers of one slab, taken in turn, which the kernel reads and writes directly."""
+def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
+    """How many buffers a ring for so many chunks has, and of how many bytes."""
+    return min(count, BUFFERS), whole_pages(largest_nbytes)
+
+
+class Ring(Buffers):
+    """Buffers that are taken in turn."""
 
     def __init__(self, count: int, largest_nbytes: int, what: str) -> None:
         """Takes as many buffers as chunks, but at most four, each as large as the largest.
@@ -144,30 +153,11 @@ class Ring:
         Raises:
             TierError: There is not so much memory.
         """
-        self.count, self.size = min(count, BUFFERS), whole_pages(largest_nbytes)
-        self._views: tuple[Tensor, ...] = ()
-        self._carrier = chosen_carrier()
-        self._slab: Slab | None = None
-        if self.count and self.size:
-            self._slab = Slab(self.size * self.count, Cpu(True, None), f"buffers of {what}", forked=False)
-            self._views = torch.split(self._slab.memory, self.size)
-            self._carrier.register(self._slab.memory)
-
-    def __del__(self) -> None:
-        if getattr(self, "_slab", None) is not None:
-            self._carrier.forget(self._slab.memory)  # type: ignore[union-attr]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of host memory."""
-        return self._slab.nbytes if self._slab is not None else 0
-
-    def __str__(self) -> str:
-        return f"{self.count} buffer{'s' * (self.count > 1)} of {bytes_text(self.size)}"
+        super().__init__(*ring_form(count, largest_nbytes), f"buffers of {what}")
 
     def buffer(self, turn: int, nbytes: int) -> Tensor:
         """Memory for that many bytes, in whole pages."""
-        return self._views[turn % self.count][: whole_pages(nbytes)] if nbytes else _NOTHING
+        return self.views[turn % self.count][: whole_pages(nbytes)] if nbytes else _NOTHING
 
 
 class _Disk:
@@ -178,13 +168,10 @@ class _Disk:
         self._what = what
         self._chunks = self._largest_nbytes = 0
         self._ring = Ring(0, 0, what)
-        self._carrier = chosen_carrier()
-        self._spill = Spill(tier, what, self._carrier)
+        self._spill = Spill(tier, what, chosen_carrier())
 
     def __str__(self) -> str:
-        file = self._spill.file
-        how = "direct" if file.is_direct else "through the page cache"
-        return f"{bytes_text(file.nbytes)} in {file.tier}, {how} by {self._carrier}, {self._ring}"
+        return f"{bytes_text(self.room_nbytes)} in {self._spill}, {self._ring}"
 
     @property
     def nbytes(self) -> int:

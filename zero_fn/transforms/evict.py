@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of, resting_tensor, set_local
+from zero_fn.resting import is_dense, local_of, resting_tensor, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.streamed.chunk import is_dense
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.store import Store, store_of
 from zero_fn.tiers import Cpu, Tier, bytes_text

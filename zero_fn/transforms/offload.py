@@ -9,6 +9,7 @@ from torch import nn
 from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
 from zero_fn.home import Home
+from zero_fn.runtime.tier_norms import agree_on_norms
 from zero_fn.substitute import assignment_of, substitute
 from zero_fn.tiers import Cpu, Nvme, Tier, Tiers
 from zero_fn.transforms.selection import Where, selected
@@ -54,7 +55,8 @@ def offload(
     Shapes: those that the other transforms give.
 
     Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every
-    rank. Over several ranks, one byte per rank with each gather, by which all ranks learn that a disk has failed. From the
+    rank. Over several ranks, one byte per rank with each gather, and with each norm and scaling of `clip_grad_norm_` over
+    tensors in a tier, by which all ranks learn that a disk has failed. From the
     tier are read, per rank and step, the bytes that it owns, once for the forward and once for the backward of each unit.
 
     Args:
@@ -96,6 +98,8 @@ def offload(
             optim=optim,
             fix='zf.offload(model, optim=zf.nvme("/local_nvme"), fraction=0.5): half of them, in bytes',
         )
+    if grads is not None or params is not None:
+        agree_on_norms()
     tiers = Tiers(params, grads, optim, fraction)
     home = Home(tiers=tiers)
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}

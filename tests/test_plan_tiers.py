@@ -1,0 +1,172 @@
+"""What `plan` says of other tiers, and what is there: memory of the host to the page, bytes moved to the byte."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.groups import alone
+from tests.models import Language
+from tests.ranks import Ranks, axis
+from zero_fn.storage import Slab, Spill
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, lr=0.01, amsgrad=True),
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.05),
+}
+
+
+def tokens(seed: int) -> Tensor:
+    return torch.randint(37, (2, 5), generator=torch.Generator().manual_seed(seed))
+
+
+class Slabs:
+    """Bytes of the slabs made inside the block that are alive, now and at most."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.now = self.peak = 0
+        made = Slab.__init__
+
+        def counted(slab: Slab, *args: Any, **kwargs: Any) -> None:
+            made(slab, *args, **kwargs)
+            self.now += slab.nbytes
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(slab.memory.untyped_storage(), self._drop, slab.nbytes)
+
+        patch.setattr(Slab, "__init__", counted)
+
+    def _drop(self, nbytes: int) -> None:
+        self.now -= nbytes
+
+
+def stepped(model: Any, optimizer: Any, steps: int) -> None:
+    for step in range(steps):
+        optimizer.zero_grad()
+        model(tokens(step)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("states", "name"),
+    [("optim", "adamw"), ("params optim", "adagrad"), ("params grads optim", "amsgrad"), ("grads optim", "sgd")],
+)
+def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, states: str
+) -> None:
+    """At rest and at the peak of a step: no buffer beside those that were planned."""
+    disk = zf.nvme(tmp_path)
+    slabs = Slabs(monkeypatch)
+    model: Any = zf.offload(Language(dim=64, blocks=4), **dict.fromkeys(states.split(), disk))
+    stock = OPTIMIZERS[name](model.parameters())
+    planned = zf.plan(model, stock)
+    optimizer = zf.streamed(stock)
+    stepped(model, optimizer, 2)
+    measured = zf.held(model, optimizer)
+    assert dict(measured.tiers) == dict(planned.held.tiers)
+    assert measured.buffers == planned.held.buffers
+    assert measured.optimizer == planned.held.optimizer
+    assert zf.plan(model, optimizer).held == planned.held
+    assert slabs.now == slabs.peak == planned.held.buffers + planned.held.optimizer
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.4])
+@pytest.mark.parametrize("tier", ["nvme", "cpu"])
+def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, fraction: float) -> None:
+    optim = zf.nvme(tmp_path) if tier == "nvme" else zf.cpu()
+    model: Any = zf.offload(Language(dim=200), optim=optim, fraction=fraction)
+    stock = torch.optim.AdamW(model.parameters())
+    planned = zf.plan(model, stock).held if tier == "nvme" else None
+    optimizer = zf.streamed(stock)
+    stepped(model, optimizer, 1)
+    measured = zf.held(model, optimizer)
+    assert zf.plan(model, optimizer).held.optimizer == measured.optimizer
+    assert dict(zf.plan(model, optimizer).held.tiers) == dict(measured.tiers)
+    assert planned is None or (planned.optimizer, dict(planned.tiers)) == (measured.optimizer, dict(measured.tiers))
+
+
+def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for verb in ("read", "write"):
+        own = getattr(Spill, verb)
+
+        def counted(spill: Spill, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
+            counts[str(spill.file.tier), verb] += view.numel()
+            return own(spill, offset, view)
+
+        patch.setattr(Spill, verb, counted)
+    step()
+    patch.undo()
+    return counts
+
+
+@pytest.mark.parametrize("states", ["optim", "params optim", "params grads optim"])
+def test_a_step_moves_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str) -> None:
+    """Of two steps in a row the mean: chunks that the last step left in buffers are not read."""
+    tiers = {kind: zf.nvme(tmp_path, limit=f"{i + 1}GiB") for i, kind in enumerate(states.split())}
+    model: Any = zf.offload(nn.Sequential(*(nn.Linear(300, 300) for _ in range(10))), **tiers)
+    model[3].weight.requires_grad_(False)
+    stock = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
+    optimizer = zf.streamed(stock, buffer="2MiB")
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 300)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    step()
+    planned = zf.plan(model, optimizer)
+    assert planned.moved
+    counts = moved_in(lambda: (step(), step())[0], monkeypatch)
+    for tier, (read, written) in planned.moved.items():
+        assert (counts[tier, "read"], counts[tier, "write"]) == (2 * read, 2 * written), tier
+        assert tier in str(planned)
+    assert sum(counts.values()) == sum(2 * (read + written) for read, written in planned.moved.values())
+
+
+def test_every_rank_plans_its_own_part(ranks: Ranks, tmp_path: Path) -> None:
+    def program(path: str) -> bool:
+        model: Any = zf.zero3(Language(dim=64), axis())
+        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path), optim=zf.nvme(path))
+        stock = torch.optim.AdamW(model.parameters())
+        planned = zf.plan(model, stock).held
+        optimizer = zf.streamed(stock)
+        stepped(model, optimizer, 1)
+        measured = zf.held(model, optimizer)
+        return (measured.total, dict(measured.tiers)) == (planned.total, dict(planned.tiers))
+
+    assert all(ranks(2).run(program, str(tmp_path)))
+
+
+def test_a_model_on_meta_is_planned_as_it_will_be(tmp_path: Path) -> None:
+    tiers = {kind: zf.nvme(tmp_path) for kind in ("params", "grads", "optim")}
+    with torch.device("meta"):
+        model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    model = zf.offload(model, **tiers)
+    planned = zf.plan(model, torch.optim.AdamW(model.parameters()))
+    model = zf.materialize(model, "cpu")
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()))
+    found = zf.plan(model, optimizer)
+    assert (found.held, found.moved) == (planned.held, planned.moved)
+
+
+def test_a_stock_optimizer_in_memory_is_planned_by_its_states() -> None:
+    with alone() as mesh:
+        model: Any = zf.zero3(Language(), mesh)
+        for name, make in OPTIMIZERS.items():
+            optimizer = make(model.parameters())
+            planned = zf.plan(model, optimizer)
+            stepped(model, optimizer, 1)
+            assert zf.held(model, optimizer).optimizer == planned.held.optimizer, name
+            assert planned.peak_nbytes == planned.held.total + planned.padding.total + planned.in_flight_nbytes

@@ -1,0 +1,52 @@
+"""Bytes that a step moves from and to other tiers, from schedules and the parcels of units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from zero_fn.runtime.record import Parcel, parcels_of
+from zero_fn.runtime.unit import Unit
+from zero_fn.tiers import Tier
+
+__all__ = ["Moved", "add_units"]
+
+
+class Moved(NamedTuple):
+    """Bytes per step, in whole pages.
+
+    Attributes:
+        read: From the tier.
+        written: To it.
+    """
+
+    read: int
+    written: int
+
+
+def add_units(
+    units: list[Unit], times_gathered: Mapping[int, int], read: Counter[Tier], written: Counter[Tier]
+) -> None:
+    """Adds what forward and backward move: parameters are read for each gather, gradients written once.
+
+    Args:
+        units: Of one step.
+        times_gathered: How often each is gathered, by number.
+        read, written: By tier.
+    """
+    for unit in units:
+        for (kind, tier), forms in unit.forms_away().items():
+            parcels = parcels_of(forms)
+            if kind == "parameters":
+                read[tier] += times_gathered[unit.index] * sum(parcel.nbytes for parcel in parcels)
+                continue
+            trained = [slot.parameter.requires_grad for slot in unit.slots if (kind, tier) in slot.shelved()]
+            for parcel in parcels:
+                some = _trained_pieces(parcel, trained)
+                written[tier] += parcel.nbytes if any(some) else 0
+                read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
+
+
+def _trained_pieces(parcel: Parcel, trained: list[bool]) -> list[bool]:
+    return [trained[piece.parameter] for piece in parcel.pieces]

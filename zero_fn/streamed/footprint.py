@@ -1,0 +1,110 @@
+"""What the states of an optimizer will take, and what a streamed step will move: arithmetic on its chunks.
+
+A step reads and writes every chunk of a disk, but for those that the last step left in the buffers of their store, which it
+begins with. It goes back and forth, so that is the first chunks in one step and the last ones in the next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_fn.resting import local_of
+from zero_fn.runtime.registry import slot_of
+from zero_fn.storage import whole_pages
+from zero_fn.streamed.chunk import Chunk
+from zero_fn.streamed.optimizer import Streamed
+from zero_fn.streamed.parcels import parcels_away
+from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
+from zero_fn.streamed.store import BUFFERS, ring_form
+from zero_fn.tiers import Cpu, Nvme, Tier, is_away
+
+__all__ = ["Footprint", "footprint"]
+
+Rooms = Mapping[tuple[Tier | None, torch.device], Sequence[Chunk]]
+
+
+@dataclass(slots=True)
+class Footprint:
+    """Bytes of an optimizer on this rank.
+
+    Attributes:
+        memory_nbytes: States in memory of the device, or in its own as a tier, and buffers of host memory.
+        tiers: States in other tiers, in whole pages.
+        read, written: Bytes that a step moves from and to each tier: states, parameters and gradients. Of two steps in a
+            row, the mean.
+    """
+
+    memory_nbytes: int = 0
+    tiers: Counter[Tier] = field(default_factory=Counter)
+    read: Counter[Tier] = field(default_factory=Counter)
+    written: Counter[Tier] = field(default_factory=Counter)
+
+
+def footprint(optimizer: Optimizer) -> Footprint:
+    """What a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory.
+
+    Args:
+        optimizer: A streamed one; or a stock one, which is taken to be streamed without a tier, `zf.streamed(optimizer)`,
+            if any of its parameters has a state in another tier.
+
+    Raises:
+        TierError: Parameters or gradients rest in another tier, and nobody said where the states are to be.
+        PlacementError: The optimizer does not treat every element alone, and has to be streamed.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, Streamed):
+        return _streamed(parameters, optimizer.rooms())
+    slots = map(slot_of, parameters)
+    planner = Planner(optimizer, None, 1.0, BUFFER_NBYTES)
+    if any(slot is not None and slot.must_be_streamed for slot in slots):
+        return _streamed(parameters, planner.planned(parameters, 0).rooms)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    schemas = planner.schemas(trained)
+    sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in s) for p, s in zip(trained, schemas, strict=True))
+    return Footprint(sum(sizes))
+
+
+def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
+    found = Footprint()
+    on_disk: dict[Tier, list[Chunk]] = {}
+    for (tier, device), chunks in rooms.items():
+        if isinstance(tier, Nvme):
+            on_disk.setdefault(tier, []).extend(chunks)
+            continue
+        nbytes = sum(chunk.nbytes for chunk in chunks)
+        found.memory_nbytes += nbytes if tier is None else max(whole_pages(nbytes), whole_pages(1))
+        if tier is not None and is_away(tier, device.type):
+            found.tiers[tier] += nbytes
+            found.read[tier] += nbytes
+            found.written[tier] += nbytes
+    for tier, chunks in on_disk.items():
+        sizes = [whole_pages(chunk.nbytes) for chunk in chunks]
+        count, size = ring_form(len(sizes), max(sizes))
+        found.memory_nbytes += count * size
+        found.tiers[tier] += sum(sizes)
+        found.written[tier] += sum(sizes)
+        kept = sum(sizes[:BUFFERS]) + sum(sizes[-BUFFERS:])
+        found.read[tier] += sum(sizes) - min(kept // 2, sum(sizes))
+    _add_parcels(found, parameters)
+    return found
+
+
+def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
+    """The way of parameters and gradients in other tiers through the step."""
+    for kind, by_record in parcels_away(parameters).items():
+        largest = count = 0
+        for tier, parcels in by_record.values():
+            nbytes = sum(parcel.nbytes for parcel in parcels)
+            found.read[tier] += nbytes
+            found.written[tier] += nbytes if kind == "parameters" else 0
+            if not isinstance(tier, Cpu):
+                largest = max(largest, *(parcel.nbytes for parcel in parcels))
+                count += len(parcels)
+        count, size = ring_form(count, largest)
+        found.memory_nbytes += count * size

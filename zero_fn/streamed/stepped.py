@@ -1,0 +1,108 @@
+"""One step of an optimizer over chunks: its own arithmetic on pieces of parameters, with states from a buffer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_fn.resting import local_of
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.streamed.chunk import Chunk, Cut
+from zero_fn.streamed.one_pass import steps_in_one_pass
+from zero_fn.streamed.schema import raw_step, replaced
+
+__all__ = ["Stepped"]
+
+
+class Stepped:
+    """One step under way.
+
+    Attributes:
+        count: Chunks whose parameters were, at least in part, updated.
+    """
+
+    def __init__(self, inner: Optimizer, known: Sequence[Tensor]) -> None:
+        """Begins a step.
+
+        Args:
+            inner: The optimizer whose arithmetic it is.
+            known: Its parameters, by number.
+        """
+        self.count = 0
+        self._inner, self._known = inner, known
+        self._groups: list[dict[str, Any]] = inner.param_groups  # every chunk begins with what is there now
+        self._scalars = _scalars(vars(inner))
+        self._after: dict[int, dict[str, Any]] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor, gradients: Tensor) -> None:
+        """Steps the parameters of one chunk.
+
+        Args:
+            chunk: Which.
+            buffer: Their states.
+            parcel: Themselves, if they rest in another tier.
+            gradients: Their gradients, if these do.
+        """
+        self.count += 1
+        states, values, grads = (memory.to(chunk.device) for memory in (buffer, parcel, gradients))
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        pairs = []
+        for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
+            stand_ins = []
+            for cut in cuts:
+                parameter = self._known[cut.piece.parameter]
+                if parameter.grad is None:
+                    continue
+                is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
+                stand_in = cut.stand_in(
+                    cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
+                    cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
+                    requires_grad=parameter.requires_grad,
+                )
+                own = cut.states(states)
+                if own:
+                    state[stand_in] = own
+                stand_ins.append(stand_in)
+                pairs.append((cut, stand_in))
+            if stand_ins:
+                groups.append({**self._groups[number], "params": stand_ins})
+                self._after[number] = groups[-1]
+        vars(self._inner).update(self._scalars)
+        with replaced(self._inner, groups, state):
+            if not steps_in_one_pass(self._inner):
+                raw_step(self._inner)
+        for cut, stand_in in pairs:
+            cut.keep(states, state.get(stand_in, {}))
+        if states is not buffer:
+            buffer.copy_(states)
+        if values is not parcel:
+            parcel.copy_(values)
+
+    def finish(self) -> None:
+        """Takes over what the optimizer wrote into its groups."""
+        for number, after in self._after.items():
+            own = self._groups[number]
+            own.update({name: value for name, value in after.items() if name != "params"})
+
+    def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
+        assert parameter.grad is not None
+        grad, local = local_of(parameter.grad), local_of(parameter)
+        if cut.piece.is_whole or grad.stride() == local.stride():
+            return grad
+        number = cut.piece.parameter
+        if number not in self._grads:  # the gradient lies in another order: once for all pieces
+            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
+            self._grads = {number: laid.copy_(grad)}
+        return self._grads[number]
+
+
+def _scalars(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if isinstance(value, int | float)}

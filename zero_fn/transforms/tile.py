@@ -1,0 +1,267 @@
+"""Huge linears and embeddings in parts, whose weight never exists whole (memory-centric tiling)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.registry import Replacement, call_site, note_replacement
+from zero_fn.substitute import Donated
+from zero_fn.tiled import Tiled, TiledEmbedding, TiledLinear, is_tile
+from zero_fn.transforms.selection import Where, selected
+from zero_fn.units import Shared, shared_parameters
+
+__all__ = ["tile", "untiled"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
+    """Runs huge linears and embeddings in parts, so that the gathered weight never exists whole.
+
+        model = zf.tile(model, where="lm_head.*", parts=8)
+        model = zf.shard_params(model, mesh["dp"])
+
+    A linear is cut by the rows of its weight, its output features; an embedding by its rows, the vocabulary. Each part is a
+    unit of its own, whatever `units=` says: gathered before it runs and freed after, forward and backward, and its gradient
+    reduced alone. So at most two parts are there at once, one that runs and one that is prefetched, and
+    `zf.plan(model).in_flight_nbytes` is that much smaller. It saves memory where a transform frees gathered parameters
+    (`shard_params`, or `offload(params=)` at any stage), and little elsewhere.
+
+    Numbers: each element of the output is the same dot product as without tiles. A BLAS may sum it in an order that depends
+    on the shape of the matrix, so it is the same to the bit, or up to the rounding of one dot product; so are gradients of
+    parameters. The gradient of the input is added up over the parts, from the last to the first, and the same up to the
+    rounding of a dot product of `out_features` terms, whatever `parts` is. An embedding gives the same to the bit. Of a tiled
+    model the stage and the tier never change the numbers, as of any other.
+
+    Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias`, in `named_parameters`, `state_dict` and the
+    states of optimizers alike. `load_state_dict` takes the names of the model that was not tiled too. `untiled` gives whole
+    tensors those names again.
+
+    Communicates nothing itself. The transform after it sends the same bytes in `parts` times as many collectives; where
+    `checkpoint_activations` recomputes a module that holds tiles, each is gathered once more in backward.
+
+    Args:
+        module: A module that no transform returned: tiling comes first. Parameters on `meta` are cut on `meta`, and
+            `materialize` then draws the values of one part after the other.
+        where: Which parameters, as names or patterns of them, or a function of name and parameter; the linears and
+            embeddings that own them are tiled, with their bias.
+        parts: Into how many parts; rows differ by one at most.
+        donate: Let parts be views of the parameters instead of copies, and keep all other parameters; `module` can no longer
+            run.
+
+    Returns:
+        A new module with the type and the outputs of `module`. `module` is unchanged and still runs (unless donated).
+
+    Raises:
+        LayoutError: `parts` is less than 2 or more than the rows; `where` selects nothing, or parameters of other modules
+            than `nn.Linear` and `nn.Embedding`; or one with a forward, or with hooks of parameters, of its own.
+        PlacementError: The weight lies on an axis of a mesh, or the gradient is not by rows (`max_norm`,
+            `scale_grad_by_freq`, `sparse`).
+        UnitError: The weight is tied to another: parts would have to stay gathered for both.
+        StateError: A transform came first.
+
+    Source:
+        ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.3.
+    """
+    _require_first(module)
+    chosen = _owners(module, where)
+    for name, child in chosen.items():
+        _require_tileable(name, child)
+        rows = len(child.weight)  # type: ignore[arg-type]
+        if not isinstance(parts, int) or isinstance(parts, bool) or not 2 <= parts <= rows:
+            raise LayoutError(
+                "A module cannot be cut into that many parts.",
+                parts=parts,
+                module=f"{name or 'root'}: {child}",
+                rows=rows,
+                fix=f"parts=2 to {rows}: as many as bring the bytes of a part below what may be gathered at once",
+            )
+    memo: dict[int, Any] = {}
+    if donate:
+        memo.update((id(parameter), parameter) for parameter in module.parameters())
+    site = call_site("tile")
+    for name, child in chosen.items():
+        memo[id(child)] = _tiled(name, child, parts, site, donate=donate)
+    for child in chosen.values():
+        _carry_over(child, memo[id(child)], memo)
+    twin: M = copy.deepcopy(module, memo)
+    if donate:
+        module.__dict__["forward"] = Donated(site)
+    return twin
+
+
+def untiled(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """A state_dict with the names and shapes of the model that was not tiled.
+
+        whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        torch.save(zf.untiled(model, whole), "model.pt")
+
+    Communicates nothing.
+
+    Args:
+        module: A tiled model, transformed or not.
+        state_dict: Of it, with whole tensors. Entries that are not there (on ranks that were given none) are passed over.
+
+    Returns:
+        A new dict. Parts are concatenated, which copies them; other entries are the same objects.
+
+    Raises:
+        CheckpointError: A part is a shard, or some parts of a parameter are missing.
+    """
+    found = dict(state_dict)
+    for name, child in module.named_modules():
+        if not isinstance(child, Tiled):
+            continue
+        for attribute in child.whole_shapes():
+            path = f"{name}.".lstrip(".")
+            keys = [f"{path}tiles.{number}.{attribute}" for number in range(len(child.tiles))]
+            missing = [key for key in keys if key not in found]
+            if len(missing) == len(keys):
+                continue
+            if missing:
+                raise CheckpointError(
+                    f"The state_dict has some parts of {path}{attribute} only.",
+                    missing=", ".join(missing),
+                    fix="pass the state_dict of the whole tiled model",
+                )
+            found[f"{path}{attribute}"] = _whole([found.pop(key) for key in keys], f"{path}{attribute}")
+    return found
+
+
+def _whole(parts: list[Tensor], name: str) -> Tensor:
+    for part in parts:
+        if isinstance(part, DTensor) and not all(placement.is_replicate() for placement in part.placements):
+            raise CheckpointError(
+                f"The parts of {name} are shards, and the whole would have to be gathered.",
+                placements=part.placements,
+                fix="get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                "torch.distributed.checkpoint.state_dict has whole tensors",
+            )
+    return torch.cat([part._local_tensor if isinstance(part, DTensor) else part for part in parts])
+
+
+def _require_first(module: nn.Module) -> None:
+    if isinstance(module.__dict__.get("forward"), Donated):
+        module.forward()
+    units = units_of(module)
+    if units:
+        raise StateError(
+            "tile() was given a module that is transformed already.",
+            module=type(module).__name__,
+            why="its parameters rest in units that would have to be gathered whole to be cut",
+            fix="tile first: model = zf.shard_params(zf.tile(model, where=..., parts=...), mesh['dp'])",
+        )
+
+
+def _owners(module: nn.Module, where: Where) -> dict[str, nn.Module]:
+    """The modules that own the selected parameters, by name."""
+    modules = dict(module.named_modules())
+    chosen: dict[str, nn.Module] = {}
+    for shared in selected(shared_parameters(module), where):
+        for name, attribute in shared.places:
+            _require_untied(shared, modules)
+            owner = modules[name]
+            if type(owner) not in (nn.Linear, nn.Embedding):
+                raise LayoutError(
+                    "tile() cuts nn.Linear and nn.Embedding, and where= selects a parameter of another module.",
+                    parameter=f"{name}.{attribute}".lstrip("."),
+                    module="a part of a tiled module" if is_tile(owner) else type(owner).__name__,
+                    fix="name them: where='lm_head.*', or where=lambda name, p: name in ('head.weight', 'emb.weight')",
+                )
+            chosen[name] = owner
+    for shared in shared_parameters(module):
+        if any(name in chosen for name, _ in shared.places):
+            _require_untied(shared, modules)
+    return chosen
+
+
+def _require_untied(shared: Shared, modules: dict[str, nn.Module]) -> None:
+    if len({id(modules[name]) for name, _ in shared.places}) > 1:
+        raise UnitError(
+            "A tied weight cannot be tiled.",
+            places=", ".join(f"{name}.{attribute}".lstrip(".") for name, attribute in shared.places),
+            why="its parts would belong to the unit that contains all of these modules, and stay gathered while it runs",
+            fix="leave it out of where=, or untie it: head.weight = nn.Parameter(head.weight.detach().clone())",
+        )
+
+
+def _require_tileable(name: str, child: nn.Module) -> None:
+    for attribute, parameter in child.named_parameters(recurse=False):
+        if isinstance(parameter, DTensor):
+            raise PlacementError(
+                "tile() cuts whole weights, and this one lies on a mesh.",
+                parameter=f"{name}.{attribute}".lstrip("."),
+                placements=parameter.placements,
+                fix='tile first, then parallelize the parts: {"head.tiles.*": RowwiseParallel()}',
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise LayoutError(
+                "A parameter with hooks cannot be tiled.",
+                parameter=f"{name}.{attribute}".lstrip("."),
+                why="a hook sees the gradient of the whole, and there will be one for each part",
+                fix="register hooks on the parts, after tile()",
+            )
+    if any(getattr(child, hooks) for hooks in _HOOKS_OF_STATE):
+        raise LayoutError(
+            "A module whose state_dict has hooks cannot be tiled.",
+            module=f"{name or 'root'}: {child}",
+            why="they would look for the entries of the whole",
+            fix="register hooks after tile()",
+        )
+    if "forward" in child.__dict__:
+        raise LayoutError(
+            "A module with a forward of its own cannot be tiled.",
+            module=f"{name or 'root'}: {child}",
+            forward=repr(child.__dict__["forward"]).partition(" at 0x")[0],
+            fix="tile first, then apply what replaces forwards",
+        )
+    if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):
+        raise PlacementError(
+            "An embedding that looks at all its tokens cannot be tiled.",
+            module=f"{name or 'root'}: {child}",
+            fix="build it without max_norm and scale_grad_by_freq",
+        )
+
+
+def _tiled(name: str, child: nn.Module, parts: int, site: str, *, donate: bool) -> Tiled:
+    rows = len(child.weight)  # type: ignore[arg-type]
+    sizes = [rows // parts + (number < rows % parts) for number in range(parts)]
+    made: Tiled
+    if isinstance(child, nn.Linear):
+        made = TiledLinear(child, sizes)
+    else:
+        assert isinstance(child, nn.Embedding)
+        made = TiledEmbedding(child, sizes)
+    for attribute, whole in child.named_parameters(recurse=False):
+        for part, start, count in made.rows():
+            values = whole.detach().narrow(0, start, count)
+            own = nn.Parameter(values if donate else values.clone(), requires_grad=whole.requires_grad)
+            vars(own).update(vars(whole))
+            part.register_parameter(attribute, own)
+        note_replacement(whole, Replacement(f"{name}.tiles.0.{attribute}".lstrip("."), own, site))
+    return made
+
+
+_HOOKS = (
+    "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
+)  # fmt: skip
+_HOOKS_OF_STATE = (
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+)  # fmt: skip
+
+
+def _carry_over(child: nn.Module, made: Tiled, memo: dict[int, Any]) -> None:
+    """What users wrote on the module, and the hooks they gave it, stay with it."""
+    for attribute, value in child.__dict__.items():
+        if attribute in _HOOKS or attribute not in made.__dict__:
+            made.__dict__[attribute] = copy.deepcopy(value, memo)
+    for module in made.modules():
+        module.training = child.training
