@@ -185,6 +185,10 @@ class Guarded:
         """Whether `Segment.whole` must have room for `n` full pieces."""
         return self._raw.pads
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments, for many all-gathers of the same memory."""
+        return self._raw.prepared(segments)
+
     def all_gather(self, segments: Sequence[Segment], what: str) -> Watched:
         """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
         numel = sum([segment.numel for segment in segments])

@@ -32,33 +32,33 @@ class Native:
         self._gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return _Prepared(segments, self._rank, self._size)
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if not segments:
             return Pending()
+        plan = segments if isinstance(segments, _Prepared) else _Prepared(segments, self._rank, self._size)
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
-        messages: list[tuple[Tensor, list[Segment]]] = []
-        together, apart = self._sorted(segments)
-        for pack in together:
-            own = torch.cat([segment.own(self._rank) for segment in pack])
-            message = own.new_empty(own.numel() * self._size)
-            wholes.append(message)
-            pieces.append(own)
-            messages.append((message, pack))
-        for segment in apart:
-            wholes.append(segment.by_rank(self._size).view(-1))
-            pieces.append(self._padded_own(segment))
-        nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
-        if not _travels_as_it_is({whole.dtype for whole in wholes}):
+        for own, _, _ in plan.packs:
+            piece = torch.cat(own)
+            pieces.append(piece)
+            wholes.append(piece.new_empty(piece.numel() * self._size))
+        messages = wholes.copy()
+        for segment, whole, piece in plan.apart:
+            if segment.source is not None and piece is not segment.source:
+                segment.piece(self._rank).copy_(segment.source)
+            wholes.append(whole)
+            pieces.append(piece)
+        if not plan.travels_as_it_is:
             wholes, pieces = [w.view(torch.uint8) for w in wholes], [piece.view(torch.uint8) for piece in pieces]
 
         def unpack() -> None:
-            for message, pack in messages:
-                sizes = [segment.piece_numel for segment in pack]
-                outs = [segment.by_rank(self._size) for segment in pack]
+            for message, (_, sizes, outs) in zip(messages, plan.packs, strict=True):
                 torch.split_with_sizes_copy(message.view(self._size, -1), sizes, 1, out=outs)
 
-        count("all-gather", nbytes * (self._size - 1))
+        count("all-gather", plan.nbytes * (self._size - 1))
         return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if messages else None, (pieces, wholes))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
@@ -100,17 +100,6 @@ class Native:
         count("reduce-scatter", sum([total.numel() * total.element_size() for total in sums]) * (self._size - 1))
         return Pending(works, divide if sums else None, (inputs, contributions))
 
-    def _sorted(self, segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
-        """What travels in one message each, and what alone: pieces that are large, uneven or in place already."""
-        together: dict[torch.dtype, list[Segment]] = {}
-        apart: list[Segment] = []
-        for segment in segments:
-            if segment.source is not None and self._is_even(segment) and segment.is_small:
-                together.setdefault(segment.dtype, []).append(segment)
-            else:
-                apart.append(segment)
-        return list(together.values()), apart
-
     def _sorted_contributions(
         self, contributions: Sequence[Contribution]
     ) -> tuple[list[list[Contribution]], list[Contribution]]:
@@ -119,22 +108,11 @@ class Native:
         apart: list[Contribution] = []
         for contribution in contributions:
             addend = contribution.addend
-            if addend.is_small and self._is_even(addend) and not addend.dtype.is_complex:
+            if addend.is_small and _is_even(addend, self._size) and not addend.dtype.is_complex:
                 together.setdefault((addend.dtype, contribution.sum_dtype), []).append(contribution)
             else:
                 apart.append(contribution)
         return list(together.values()), apart
-
-    def _is_even(self, segment: Segment) -> bool:
-        return segment.numel == segment.piece_numel * self._size
-
-    def _padded_own(self, segment: Segment) -> Tensor:
-        """This rank's piece with room for a full one."""
-        if segment.source is not None:
-            if self._is_even(segment):
-                return segment.source  # the backend writes it into `whole` with those of the peers
-            segment.piece(self._rank).copy_(segment.source)
-        return segment.padded_piece(self._rank)
 
     def _padded_whole(self, contribution: Contribution) -> Tensor:
         """The addend in the dtype of the sum, with room for full pieces."""
@@ -159,6 +137,46 @@ class Native:
 
     def give_up(self) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
+
+
+class _Prepared(list[Segment]):
+    """The segments of an all-gather, with what is cut from them.
+
+    Attributes:
+        nbytes: Of one rank's pieces.
+        packs: What travels in one message each: this rank's pieces, their sizes, and where those of all ranks go.
+        apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
+    """
+
+    __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
+
+    def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
+        super().__init__(segments)
+        together: dict[torch.dtype, list[Segment]] = {}
+        self.apart: list[tuple[Segment, Tensor, Tensor]] = []
+        for segment in segments:
+            is_even = _is_even(segment, size)
+            if segment.source is not None and is_even and segment.is_small:
+                together.setdefault(segment.dtype, []).append(segment)
+                continue
+            # Of an even piece the backend itself writes this rank's into `whole`.
+            rests_apart = segment.source is not None and is_even
+            own = segment.own(rank) if rests_apart else segment.padded_piece(rank)
+            self.apart.append((segment, segment.by_rank(size).view(-1), own))
+        self.packs = [
+            (
+                [segment.own(rank) for segment in pack],
+                [segment.piece_numel for segment in pack],
+                [segment.by_rank(size) for segment in pack],
+            )
+            for pack in together.values()
+        ]
+        self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
+        self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+
+
+def _is_even(segment: Segment, size: int) -> bool:
+    return segment.numel == segment.piece_numel * size
 
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:

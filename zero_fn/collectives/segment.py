@@ -219,6 +219,9 @@ class Transport(Protocol):
     pads: bool
     """Whether `Segment.whole` must have room for `n` full pieces."""
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments, for many all-gathers of the same memory: what is cut from them is cut now, once."""
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         """Fills each segment from the pieces of all ranks."""
 

@@ -42,26 +42,22 @@ from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
 from zero_fn.runtime.everywhere import Told, tell
+from zero_fn.runtime.gathered import Gathered, Group
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.registry import Replacement, note_replacement
-from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.storage import Slab
-from zero_fn.tiers import Cpu
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Shelved, Step
     from zero_fn.runtime.whole_graph import Plan
 
-__all__ = ["Group", "Phase", "Unit"]
-
-_MAPPED_NBYTES = 1 << 20
+__all__ = ["Phase", "Unit"]
 
 
 class Phase(Enum):
@@ -70,77 +66,6 @@ class Phase(Enum):
     AT_REST = auto()
     GATHERING = auto()
     GATHERED = auto()
-
-
-class Group:
-    """Parameters of one compute dtype that are gathered into one buffer.
-
-    Attributes:
-        slots: Its parameters.
-        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
-        kept: The buffer, where it stays in memory between uses; None where it is allocated for each use.
-    """
-
-    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
-        self.slots, self.dtype, self.device = slots, dtype, device
-        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
-        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
-        for slot, offset in zip(slots, offsets, strict=True):
-            slot.offset = offset
-        self.kept = self.allocate() if is_kept else None
-        self._segments: list[Segment] | None = None  # of the kept buffer, which stays
-
-    def allocate(self) -> Tensor:
-        """A buffer for the whole group.
-
-        Of parameters in another tier it is mapped and unmapped by itself: a heap would cut activations from the hole that the
-        last buffer left, take new memory for the next one, and so grow with the model.
-        """
-        nbytes = self.numel * self.dtype.itemsize
-        if self.device.type == "cpu" and nbytes >= _MAPPED_NBYTES and any(slot.is_away for slot in self.slots):
-            slab = Slab(nbytes, Cpu(False, None), "gathered parameters", forked=False)
-            return slab.memory[:nbytes].view(self.dtype)
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
-
-    def fill_own(self, buffer: Tensor, *, has_failed: bool = False) -> None:
-        """Copies what this rank holds into its place, where it does not rest there and the all-gather does not copy it.
-
-        Args:
-            buffer: Of the group.
-            has_failed: What rests in another tier could not be read.
-        """
-        sources, places = [], []
-        for slot in self.slots:
-            if slot.hosted is not None:
-                sources.append(slot.hosted.narrow(0, 0, slot.host_numel))
-                places.append(self.host_range(buffer, slot))
-            elif isinstance(slot.flat, TierTensor):
-                if not has_failed:
-                    sources.append(slot.flat.record.values(slot.flat.number))
-                    places.append(self.own_range(buffer, slot))
-            elif not slot.is_source and (self.kept is None or slot.compute_dtype != slot.dtype):
-                sources.append(slot.flat)
-                places.append(self.own_range(buffer, slot))
-        if sources:
-            torch._foreach_copy_(places, sources)
-
-    def segments(self, buffer: Tensor) -> list[Segment]:
-        """What the all-gather fills, in a buffer of the group."""
-        if self._segments is not None:
-            return self._segments
-        found = [slot.segment_in(buffer) for slot in self.slots if slot.layout is not None]
-        if self.kept is not None:
-            self._segments = found
-        return found
-
-    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of what this rank holds of one parameter at rest."""
-        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
-
-    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of this rank's part on the first axis."""
-        assert slot.layout is not None
-        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
 
 
 class Unit:
@@ -197,7 +122,8 @@ class Unit:
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
         self.gradients = Gradients(slots)
-        self._buffers: list[Tensor] = []
+        self._gathered: Gathered | None = None
+        self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
         self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
@@ -280,7 +206,7 @@ class Unit:
         self.is_evicted = True
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
             return  # it is in another tier already
-        self.groups, self.is_transient = [], False
+        self.groups, self.is_transient, self._spare = [], False, None
         self._hosted, self._hosts_are_current = [], False
         for slot in self.slots:
             if isinstance(slot.flat, TierTensor):
@@ -345,7 +271,7 @@ class Unit:
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
-        twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
+        twin.groups, twin._gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
         twin._hosted, twin._hosts_are_current = [], False
         twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
@@ -360,7 +286,7 @@ class Unit:
 
     def _lay_out(self, devices: list[torch.device]) -> None:
         """Chooses the gather groups and points each slot's `flat` at fresh memory."""
-        self._memory = None
+        self._memory = self._spare = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
@@ -457,15 +383,14 @@ class Unit:
         self._load()
         if self._hosted and not self._hosts_are_current:
             self._gather_hosts()
-        segments: list[Segment] = []
-        for index, group in enumerate(self.groups):
-            buffer = group.allocate() if group.kept is None else group.kept
-            self._buffers.append(buffer)
-            if group.kept is None:
-                remember_buffer(buffer, self, index)
-            group.fill_own(buffer, has_failed=self._failure is not None)
-            segments += group.segments(buffer)
-        self._pending = self.transport.all_gather(segments, self._gathering) if segments else None
+        gathered, self._spare = self._spare, None
+        if gathered is None:
+            gathered = Gathered(self, self.slots, self.groups, self.transport)
+        else:
+            gathered.renew()
+        self._gathered = gathered
+        gathered.fill_own(has_failed=self._failure is not None)
+        self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
         self._let_go()
         if self.records:
@@ -545,10 +470,9 @@ class Unit:
             return
         self.finish_gathering()
         self._failure = None
-        for group, buffer in zip(self.groups, self._buffers, strict=True):
-            if group.kept is None:
-                forget_buffer(buffer)
-        self._buffers = []
+        gathered, self._gathered = self._gathered, None
+        if gathered is not None and gathered.free():
+            self._spare = gathered
         self.phase = Phase.AT_REST
 
     def tensors(self) -> list[Tensor]:
@@ -558,13 +482,8 @@ class Unit:
                 whole.to(slot.compute_dtype) if slot.compute_dtype != whole.dtype else whole.data
                 for slot, whole in zip(self.slots, self.pinned, strict=True)
             ]
-        assert self.phase is Phase.GATHERED, f"unit {self.name!r} is {self.phase}"
-        return [
-            slot.local.data
-            if slot.group is None
-            else self._buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset).data
-            for slot in self.slots
-        ]
+        assert self.phase is Phase.GATHERED and self._gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self._gathered.tensors()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
@@ -572,13 +491,15 @@ class Unit:
             self.phase is not Phase.GATHERED or self.backward_entry is None
         ):  # backward has come, or this is the first it sees
             self.step.demand(self)
-        return self._buffers[group]
+        assert self._gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self._gathered.buffers[group]
 
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         kept = [group.kept for group in self.groups if group.kept is not None]
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
-        return [*kept, *hosted, *self._buffers, *(self.pinned or ())]
+        gathered = self._gathered.buffers if self._gathered is not None else ()
+        return [*kept, *hosted, *gathered, *(self.pinned or ())]
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""

@@ -1,0 +1,162 @@
+"""The memory of gathered parameters: one buffer per compute dtype of a unit, and what is cut from it.
+
+[Note: memory that comes and goes] Cutting the buffers of a unit into parameters and into the pieces that travel costs the
+host more than an all-gather of small parameters. So it is done once: when a unit is resharded its buffers lose their memory,
+not their views, and the next gather gives them memory again (`UntypedStorage.resize_`, as FSDP does). That is sound
+only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
+storage are, and torch counts what refers to a storage: if there is more than the views cut here, the buffers are dropped
+as they are, and whoever holds a part of them keeps an ordinary tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero_fn.collectives import Segment
+from zero_fn.hierarchy import Links
+from zero_fn.layout import aligned_offsets
+from zero_fn.runtime.saved import remember_buffer
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import Slab
+from zero_fn.tiers import Cpu
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["Gathered", "Group"]
+
+_MAPPED_NBYTES = 1 << 20
+
+_references = torch._C._storage_Use_Count
+
+
+class Group:
+    """Parameters of one compute dtype that are gathered into one buffer.
+
+    Attributes:
+        slots: Its parameters.
+        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
+        kept: The buffer, where it stays in memory between uses; None where it has memory during each use only.
+    """
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+        self.slots, self.dtype, self.device = slots, dtype, device
+        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
+        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
+        for slot, offset in zip(slots, offsets, strict=True):
+            slot.offset = offset
+        self.kept = self.allocate() if is_kept else None
+
+    def allocate(self) -> Tensor:
+        """A buffer for the whole group.
+
+        Of parameters in another tier it is mapped and unmapped by itself: a heap would cut activations from the hole that the
+        last buffer left, take new memory for the next one, and so grow with the model.
+        """
+        nbytes = self.numel * self.dtype.itemsize
+        if self.is_mapped:
+            slab = Slab(nbytes, Cpu(False, None), "gathered parameters", forked=False)
+            return slab.memory[:nbytes].view(self.dtype)
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether its buffer is a mapping of its own."""
+        nbytes = self.numel * self.dtype.itemsize
+        return self.device.type == "cpu" and nbytes >= _MAPPED_NBYTES and any(slot.is_away for slot in self.slots)
+
+    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of what this rank holds of one parameter at rest."""
+        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
+
+    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of this rank's part on the first axis."""
+        assert slot.layout is not None
+        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
+
+
+class Gathered:
+    """The gathered parameters of a unit. [Note: memory that comes and goes]
+
+    Attributes:
+        buffers: One for each group.
+        segments: What the all-gather fills, as the transport takes it.
+    """
+
+    __slots__ = ("__weakref__", "_away", "_copied", "_freed", "_views", "buffers", "segments")
+
+    def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
+        """Allocates the buffers that do not stay in memory, and cuts all of them."""
+        with torch.inference_mode(False):  # they outlive the forward that asks for them
+            self.buffers = [group.allocate() if group.kept is None else group.kept for group in groups]
+            self._views = [
+                slot.local if slot.group is None else self.buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset)
+                for slot in slots
+            ]
+            segments = [
+                slot.segment_in(buffer)
+                for group, buffer in zip(groups, self.buffers, strict=True)
+                for slot in group.slots
+                if slot.layout is not None
+            ]
+            self.segments = transport.prepared(segments)
+            self._cut_own(groups)
+        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
+        for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
+            if group.kept is not None:
+                continue
+            remember_buffer(buffer, self, unit, number)
+            if type(buffer) is not Tensor or group.is_mapped:
+                self._freed = None  # a simulated tensor, or memory that is not the allocator's
+            elif self._freed is not None:
+                storage = buffer.untyped_storage()
+                self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
+
+    def _cut_own(self, groups: Sequence[Group]) -> None:
+        """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
+        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._away: list[tuple[Tensor, TierTensor]] = []
+        for group, buffer in zip(groups, self.buffers, strict=True):
+            for slot in group.slots:
+                if slot.hosted is not None:
+                    self._copied[0].append(group.host_range(buffer, slot))
+                    self._copied[1].append(slot.hosted.narrow(0, 0, slot.host_numel))
+                elif isinstance(slot.flat, TierTensor):
+                    self._away.append((group.own_range(buffer, slot), slot.flat))
+                elif not slot.is_source and (group.kept is None or slot.compute_dtype != slot.dtype):
+                    self._copied[0].append(group.own_range(buffer, slot))
+                    self._copied[1].append(slot.flat)
+
+    def fill_own(self, *, has_failed: bool = False) -> None:
+        """Copies what this rank holds into its place. `has_failed`: what rests in another tier could not be read."""
+        if self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+        if self._away and not has_failed:
+            places = [place for place, _ in self._away]
+            torch._foreach_copy_(places, [own.record.values(own.number) for _, own in self._away])
+
+    def tensors(self) -> list[Tensor]:
+        """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
+        return [view.data for view in self._views]
+
+    def free(self) -> bool:
+        """Takes the memory from the buffers. False if someone else holds a part of it, who then keeps it: to be dropped."""
+        if self._freed is None:
+            return False
+        for storage, _, references in self._freed:
+            if _references(storage._cdata) != references:
+                return False
+        for storage, _, _ in self._freed:
+            storage.resize_(0)
+        return True
+
+    def renew(self) -> None:
+        """Gives the buffers memory again."""
+        assert self._freed is not None, "buffers that cannot be freed were kept"
+        for storage, nbytes, _ in self._freed:
+            storage.resize_(nbytes)
