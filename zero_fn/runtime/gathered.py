@@ -6,12 +6,17 @@ not their views, and the next gather gives them memory again (`UntypedStorage.re
 only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
 storage are, and torch counts what refers to a storage: if there is more than the views cut here, the buffers are dropped
 as they are, and whoever holds a part of them keeps an ordinary tensor.
+
+[Note: tensors that are lent] For checkpoints inside a unit the names show gathered parameters in every backward, through an
+autograd node of their own. These tensors too are made once, and go on from step to step, unless somebody holds or has
+changed one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -80,15 +85,40 @@ class Group:
         return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
 
 
+class Lent:
+    """Gathered parameters with history that are shown again and again. [Note: tensors that are lent]
+
+    Attributes:
+        tensors: One for each slot.
+        trained: For each slot, whether it was trained when they were made.
+        use: What their node belongs to; it must not hold the unit, which holds this.
+    """
+
+    __slots__ = ("_state", "tensors", "trained", "use")
+
+    def __init__(self, tensors: list[Tensor], trained: list[bool], use: Any) -> None:
+        self.tensors, self.trained, self.use = tensors, trained, use
+        self._state = self._state_now()
+
+    def is_untouched(self) -> bool:
+        """Whether nobody else holds one of the tensors, and nobody has changed one."""
+        return self._state_now() == self._state
+
+    def _state_now(self) -> list[tuple[int, int, int, object]]:
+        # A tensor may be held from Python, or from C++ alone, by the graph that a recomputation made.
+        return [(getrefcount(t), t._use_count(), t._version, t._backward_hooks) for t in self.tensors]
+
+
 class Gathered:
     """The gathered parameters of a unit. [Note: memory that comes and goes]
 
     Attributes:
         buffers: One for each group.
         segments: What the all-gather fills, as the transport takes it.
+        lent: Tensors that are shown again in the next backward, if there are any.
     """
 
-    __slots__ = ("__weakref__", "_away", "_copied", "_freed", "_views", "buffers", "segments")
+    __slots__ = ("__weakref__", "_away", "_copied", "_freed", "_views", "buffers", "lent", "segments")
 
     def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
         """Allocates the buffers that do not stay in memory, and cuts all of them."""
@@ -106,6 +136,7 @@ class Gathered:
             ]
             self.segments = transport.prepared(segments)
             self._cut_own(groups)
+        self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
         for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
             if group.kept is not None:
@@ -144,16 +175,33 @@ class Gathered:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
         return [view.data for view in self._views]
 
+    def lend(self, lent: Lent | None) -> None:
+        """Keeps tensors on the buffers to be shown again, in place of those there were."""
+        for sign, other in ((-1, self.lent), (1, lent)):
+            storages = [tensor.untyped_storage()._cdata for tensor in other.tensors] if other is not None else []
+            self._freed = [
+                (storage, nbytes, references + sign * storages.count(storage._cdata))
+                for storage, nbytes, references in self._freed or ()
+            ]
+        self.lent = lent
+
     def free(self) -> bool:
         """Takes the memory from the buffers. False if someone else holds a part of it, who then keeps it: to be dropped."""
         if self._freed is None:
             return False
+        if self.lent is not None and not self.lent.is_untouched():
+            self.lend(None)
         for storage, _, references in self._freed:
             if _references(storage._cdata) != references:
                 return False
         for storage, _, _ in self._freed:
             storage.resize_(0)
         return True
+
+    @property
+    def lends(self) -> bool:
+        """Whether tensors on it may go on from step to step."""
+        return self._freed is not None
 
     def renew(self) -> None:
         """Gives the buffers memory again."""

@@ -33,7 +33,7 @@ from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.everywhere import tell
-from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
+from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
 from zero_fn.runtime.record import Form, Record, record_nbytes
@@ -593,8 +593,7 @@ class Step:
     def _prepare_recomputation(self, unit: Unit, began_at: object) -> None:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
         if unit.backward_entry is None:
-            with torch.enable_grad():
-                unit.shadow_for_backward(gather(UnitUse(unit, -1)), began_at)
+            unit.shadow_for_backward(gather_again(unit), began_at)
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""

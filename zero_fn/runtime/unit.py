@@ -86,6 +86,7 @@ class Unit:
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
+        gathered: The memory of the gathered parameters, from the gather until they are freed.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
@@ -122,7 +123,7 @@ class Unit:
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
         self.gradients = Gradients(slots)
-        self._gathered: Gathered | None = None
+        self.gathered: Gathered | None = None
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
         self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
@@ -271,7 +272,7 @@ class Unit:
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
-        twin.groups, twin._gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
+        twin.groups, twin.gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
         twin._hosted, twin._hosts_are_current = [], False
         twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
@@ -388,7 +389,7 @@ class Unit:
             gathered = Gathered(self, self.slots, self.groups, self.transport)
         else:
             gathered.renew()
-        self._gathered = gathered
+        self.gathered = gathered
         gathered.fill_own(has_failed=self._failure is not None)
         self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
@@ -470,7 +471,7 @@ class Unit:
             return
         self.finish_gathering()
         self._failure = None
-        gathered, self._gathered = self._gathered, None
+        gathered, self.gathered = self.gathered, None
         if gathered is not None and gathered.free():
             self._spare = gathered
         self.phase = Phase.AT_REST
@@ -482,8 +483,8 @@ class Unit:
                 whole.to(slot.compute_dtype) if slot.compute_dtype != whole.dtype else whole.data
                 for slot, whole in zip(self.slots, self.pinned, strict=True)
             ]
-        assert self.phase is Phase.GATHERED and self._gathered is not None, f"unit {self.name!r} is {self.phase}"
-        return self._gathered.tensors()
+        assert self.phase is Phase.GATHERED and self.gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self.gathered.tensors()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
@@ -491,14 +492,14 @@ class Unit:
             self.phase is not Phase.GATHERED or self.backward_entry is None
         ):  # backward has come, or this is the first it sees
             self.step.demand(self)
-        assert self._gathered is not None, f"unit {self.name!r} is {self.phase}"
-        return self._gathered.buffers[group]
+        assert self.gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self.gathered.buffers[group]
 
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         kept = [group.kept for group in self.groups if group.kept is not None]
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
-        gathered = self._gathered.buffers if self._gathered is not None else ()
+        gathered = self.gathered.buffers if self.gathered is not None else ()
         return [*kept, *hosted, *gathered, *(self.pinned or ())]
 
     def padding_nbytes(self) -> tuple[int, int]:
