@@ -39,7 +39,7 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     # which deepcopy fails on (2.13). So one that has an offset is made over a tensor at offset 0 and moved.
     if not local.storage_offset():
         return on_spec(local, spec)
-    tensor = on_spec(_nothing(local.dtype, local.device), spec)
+    tensor = DTensor.__new__(DTensor, _nothing(local.dtype, local.device), spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment
+from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
 from zero_fn.traffic import count
 
 __all__ = ["Native"]
@@ -62,6 +62,7 @@ class Native:
         return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if messages else None, (pieces, wholes))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
+        plan = self._plan(contributions)
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
@@ -72,14 +73,16 @@ class Native:
             inputs.setdefault(total.dtype, []).append(_real(whole))
             outputs.setdefault(total.dtype, []).append(_real(total))
 
-        together, apart = self._sorted_contributions(contributions)
-        for pack in together:
-            dtype, sizes = pack[0].sum_dtype, [contribution.addend.piece_numel for contribution in pack]
-            message = torch._chunk_cat([contribution.addend.in_chunks() for contribution in pack], 0, self._size)
-            total = message.new_empty(sum(sizes), dtype=dtype)
-            written.append(([contribution.out for contribution in pack], total, sizes))
-            issue(message.view(-1).to(dtype), total)
-        for contribution in apart:
+        for pack in plan.packs:
+            message = torch._chunk_cat([contributions[at].addend.in_chunks() for at in pack.at], 0, self._size)
+            if pack.place is not None:
+                total = contributions[pack.at[0]].memory.as_strided(*pack.place)
+            else:
+                total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
+                written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
+            issue(message.view(-1).to(pack.dtype), total)
+        for at in plan.apart:
+            contribution = contributions[at]
             out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
             whole, total = self._padded_whole(contribution), out
             if out.dtype != dtype or out.numel() != piece_numel:
@@ -100,19 +103,14 @@ class Native:
         count("reduce-scatter", sum([total.numel() * total.element_size() for total in sums]) * (self._size - 1))
         return Pending(works, divide if sums else None, (inputs, contributions))
 
-    def _sorted_contributions(
-        self, contributions: Sequence[Contribution]
-    ) -> tuple[list[list[Contribution]], list[Contribution]]:
-        """The same for a reduction."""
-        together: dict[tuple[torch.dtype, torch.dtype], list[Contribution]] = {}
-        apart: list[Contribution] = []
-        for contribution in contributions:
-            addend = contribution.addend
-            if addend.is_small and _is_even(addend, self._size) and not addend.dtype.is_complex:
-                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(contribution)
-            else:
-                apart.append(contribution)
-        return list(together.values()), apart
+    def _plan(self, contributions: Sequence[Contribution]) -> _Plan:
+        """How they travel; found out once where there will be more of them."""
+        if not isinstance(contributions, Contributions):
+            return _Plan(contributions, self._size)
+        plan: _Plan | None = contributions.memo.get(Native)
+        if plan is None:
+            plan = contributions.memo[Native] = _Plan(contributions, self._size)
+        return plan
 
     def _padded_whole(self, contribution: Contribution) -> Tensor:
         """The addend in the dtype of the sum, with room for full pieces."""
@@ -173,6 +171,56 @@ class _Prepared(list[Segment]):
         ]
         self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
         self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+
+
+class _Plan:
+    """How contributions travel, by their numbers.
+
+    Attributes:
+        packs: Those in one message each: small, even and of the same dtypes.
+        apart: Those that travel alone.
+    """
+
+    __slots__ = ("apart", "packs")
+
+    def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
+        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        self.apart: list[int] = []
+        for at, contribution in enumerate(contributions):
+            addend = contribution.addend
+            if addend.is_small and _is_even(addend, size) and not addend.dtype.is_complex:
+                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(at)
+            else:
+                self.apart.append(at)
+        self.packs = [_Pack(contributions, numbers) for numbers in together.values()]
+
+
+class _Pack:
+    """Contributions that travel in one message.
+
+    Attributes:
+        at: Their numbers.
+        sizes: Elements of the pieces.
+        dtype: Of the sum.
+        place: Size, stride and offset of the one range of memory that the means fill, if they do: then the sum is made there.
+    """
+
+    __slots__ = ("at", "dtype", "place", "sizes")
+
+    def __init__(self, contributions: Sequence[Contribution], at: list[int]) -> None:
+        chosen = [contributions[number] for number in at]
+        self.at, self.dtype = at, chosen[0].sum_dtype
+        self.sizes = [contribution.addend.piece_numel for contribution in chosen]
+        self.place: tuple[tuple[int], tuple[int], int] | None = None
+        memory, place = chosen[0].memory, chosen[0].place
+        if place is None or memory.dtype != self.dtype:
+            return
+        end = place[0]
+        for contribution, size in zip(chosen, self.sizes, strict=True):
+            if contribution.memory is not memory or contribution.place != (end, size):
+                return
+            end += size
+        self.place = (sum(self.sizes),), (1,), place[0]
 
 
 def _is_even(segment: Segment, size: int) -> bool:

@@ -18,6 +18,7 @@ from zero_fn.collectives.waiting import wait_for
 __all__ = [
     "PACKED_NBYTES",
     "Contribution",
+    "Contributions",
     "Pending",
     "Route",
     "Rows",
@@ -163,14 +164,38 @@ class Contribution:
 
     Attributes:
         addend: Segment with this rank's addend everywhere. It is only read.
-        out: Receives the mean: as many elements as this rank's piece.
+        memory, place: Where the mean goes: the tensor, or this range of its storage (first element, number of elements).
         sum_dtype: Dtype of the running sum.
     """
 
-    __slots__ = ("addend", "out", "sum_dtype")
+    __slots__ = ("addend", "memory", "place", "sum_dtype")
 
-    def __init__(self, addend: Segment, out: Tensor, sum_dtype: torch.dtype) -> None:
-        self.addend, self.out, self.sum_dtype = addend, out, sum_dtype
+    def __init__(
+        self, addend: Segment, out: Tensor, sum_dtype: torch.dtype, place: tuple[int, int] | None = None
+    ) -> None:
+        self.addend, self.memory, self.sum_dtype, self.place = addend, out, sum_dtype, place
+
+    @property
+    def out(self) -> Tensor:
+        """Receives the mean: as many elements as this rank's piece. Cut when it is asked for."""
+        if self.place is None:
+            return self.memory
+        start, numel = self.place
+        return self.memory.as_strided((numel,), (1,), start)
+
+
+class Contributions(list[Contribution]):
+    """Contributions of which there will be more, of the same sizes, dtypes and places, in each step.
+
+    Attributes:
+        memo: Where a transport keeps what it has found out about them, by its class.
+    """
+
+    __slots__ = ("memo",)
+
+    def __init__(self, memo: dict[type, Any]) -> None:
+        super().__init__()
+        self.memo = memo
 
 
 _dropped: deque[object] = deque(maxlen=1024)

@@ -101,7 +101,7 @@ def gather_again(unit: Unit) -> list[Tensor]:
         with torch.enable_grad():
             lent = Lent(_gathered(use), trained, use)
         gathered.lend(lent)
-    lent.use.generation, lent.use.has_arrived = unit.generation, False
+    lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
     return lent.tensors
 
 

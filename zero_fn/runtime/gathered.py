@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Segment
 from zero_fn.hierarchy import Links
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.saved import remember_buffer
@@ -92,17 +91,21 @@ class Lent:
         tensors: One for each slot.
         trained: For each slot, whether it was trained when they were made.
         use: What their node belongs to; it must not hold the unit, which holds this.
+        is_shown: Whether they have been shown since it was known that they are untouched.
     """
 
-    __slots__ = ("_state", "tensors", "trained", "use")
+    __slots__ = ("_state", "is_shown", "tensors", "trained", "use")
 
     def __init__(self, tensors: list[Tensor], trained: list[bool], use: Any) -> None:
         self.tensors, self.trained, self.use = tensors, trained, use
         self._state = self._state_now()
+        self.is_shown = False
 
     def is_untouched(self) -> bool:
-        """Whether nobody else holds one of the tensors, and nobody has changed one."""
-        return self._state_now() == self._state
+        """Whether nobody else holds one of the tensors, and nobody has changed one. They are not shown now."""
+        if self.is_shown and self._state_now() == self._state:
+            self.is_shown = False
+        return not self.is_shown
 
     def _state_now(self) -> list[tuple[int, int, int, object]]:
         # A tensor may be held from Python, or from C++ alone, by the graph that a recomputation made.
@@ -125,7 +128,9 @@ class Gathered:
         with torch.inference_mode(False):  # they outlive the forward that asks for them
             self.buffers = [group.allocate() if group.kept is None else group.kept for group in groups]
             self._views = [
-                slot.local if slot.group is None else self.buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset)
+                slot.local
+                if slot.group is None
+                else self.buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset)
                 for slot in slots
             ]
             segments = [

@@ -60,7 +60,9 @@ class Place:
     @property
     def registered(self) -> nn.Parameter | None:
         """The parameter that the module has now under this name."""
-        return self.module._parameters.get(self.attribute)
+        module = self._module()
+        assert module is not None, f"the module that holds {self.attribute!r} is gone"
+        return module._parameters.get(self.attribute)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` the registered one."""
@@ -127,6 +129,7 @@ class Slot:
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
+        is_reduced_at_once: Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it.
         layout: How it is cut over the first axis, None where it rests replicated (by its home, or because it has no rows).
         sublayout: How the part of this rank is cut over the second axis, None if it is not.
         flat: This rank's elements of the resting parameter, flat, in storage order.
@@ -195,6 +198,7 @@ class Slot:
             and sharded[1] < Sharded.PARAMS
         )
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
+        self.is_reduced_at_once = self.layout is not None or self.size == 1
         self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
         self.route: Route | None = None
@@ -233,11 +237,6 @@ class Slot:
         for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
             if tier is not None and is_away(tier, self._device_type):
                 yield kind, tier
-
-    @property
-    def is_reduced_at_once(self) -> bool:
-        """Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
-        return self.layout is not None or self.size == 1
 
     @property
     def is_gradient_away(self) -> bool:
@@ -319,8 +318,8 @@ class Slot:
 
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
-        registered = self.places[0].registered
-        if registered is not self.parameter:
+        registered = self.parameter
+        if self.places[0].registered is not registered:
             return False
         if len(self.places) > 1 and any(place.registered is not registered for place in self.places):
             return False

@@ -166,6 +166,8 @@ class Step:
 
     def _put_gradients_away(self, unit: Unit) -> None:
         """Begins to write gradients that rest in another tier, one unit at a time. A failure is kept until all are told."""
+        if not unit.gradient_records:
+            return
         for record, values in unit.gradients_to_put_away():
             try:
                 if self._writing is not None:
@@ -203,8 +205,7 @@ class Step:
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         if self._forward.grad:
             unit.last_entry = weakref.ref(entry)
-        bracket = Enter(Use(unit.index, use.number))
-        events = self._forward.note(bracket, use)
+        events = self._forward.note(Enter, use)
         try:
             for event in events:
                 self._run(event)
@@ -220,7 +221,7 @@ class Step:
 
     def _give_up_entering(self, forward: ForwardPass, use: UnitUse) -> None:
         forward.failed = True
-        forward.note(Exit(Use(use.unit.index, use.number)), use)
+        forward.note(Exit, use)
         if forward.depth == 0:
             self._end_forward(forward)
 
@@ -233,9 +234,8 @@ class Step:
         if forward is None:  # recomputation: the backward frees it
             return
         forward.failed |= failed
-        bracket = Exit(Use(unit.index, use.number))
         on_schedule = forward.is_on_schedule
-        before = forward.note(bracket, use)
+        before = forward.note(Exit, use)
         is_outermost = forward.depth == 0
         if not failed:
             for event in (*before, *forward.after()):
@@ -481,43 +481,46 @@ class Step:
             self._run(event)
 
     def _run(self, event: Event) -> None:
+        kind = type(event)
         if isinstance(event, Enter | Exit):
             return
         unit = self.unit(event.unit)
-        match event:
-            case Fetch():
-                unit.fetch()
-            case Unshard():
-                unit.unshard()
-            case Await():
-                unit.await_gathered()
-            case Reshard():
-                if self._forward is not None:
-                    self._reshard_in_forward(unit, grad=self._forward.grad)
-                elif not unit.open and unit.is_transient:
-                    unit.reshard()
-                elif not unit.open:
-                    # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
-                    unit.leave_backward()
-            case Reduce():
-                assert self._backward is not None
-                exact = self._backward.uses_of(unit.index) > 1
-                self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
-            case Settle():
-                assert self._backward is not None
-                self._settle(*self._backward.reductions.pop(0))
+        if kind is Unshard:
+            unit.unshard()
+        elif kind is Await:
+            unit.await_gathered()
+        elif kind is Reshard:
+            if self._forward is not None:
+                self._reshard_in_forward(unit, grad=self._forward.grad)
+            elif not unit.open and unit.is_transient:
+                unit.reshard()
+            elif not unit.open:
+                # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
+                unit.leave_backward()
+        elif kind is Reduce:
+            assert self._backward is not None
+            exact = self._backward.uses_of(unit.index) > 1
+            self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
+        elif kind is Settle:
+            assert self._backward is not None
+            self._settle(*self._backward.reductions.pop(0))
+        else:
+            assert kind is Fetch, f"no such event: {event}"
+            unit.fetch()
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
         reduction.wait()
         self._undecided.append((unit, reduction))
+        is_settled = True
         for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
             if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
                 self._add(slot, grad)
+            elif not reduction.is_frozen(slot):
+                is_settled = False
         self._put_gradients_away(unit)
-        slots = zip(unit.slots, reduction.has_local, strict=True)
-        if all((has_local and slot.is_reduced_at_once) or reduction.is_frozen(slot) for slot, has_local in slots):
+        if is_settled:
             reduction.release()
 
     def _add(self, slot: Slot, grad: Tensor) -> None:
@@ -538,8 +541,10 @@ class Step:
         for _, reduction in undecided:
             reduction.wait_regathered()  # all, before a hook of the user may raise
         for unit, reduction in undecided:
-            for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-                has_any = next(union)
+            present = [next(union) for _ in unit.slots]
+            if reduction.is_released:
+                continue
+            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, present, strict=True):
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
                     self._add(slot, grad)

@@ -34,7 +34,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.collectives import Segment
 from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
@@ -45,6 +44,7 @@ from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered, Group
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
+from zero_fn.runtime.names import Names
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.registry import Replacement, note_replacement
@@ -122,11 +122,11 @@ class Unit:
         self._told: Told | None = None
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
-        self.gradients = Gradients(slots)
+        self.gradients, self._names = Gradients(slots), Names(slots)
         self.gathered: Gathered | None = None
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
-        self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
+        self._memory: tuple[list[bool], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
         self.is_evicted = False
@@ -278,7 +278,7 @@ class Unit:
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
-        twin.gradients = Gradients(twin.slots)
+        twin.gradients, twin._names = Gradients(twin.slots), Names(twin.slots)
         for slot in twin.slots:
             slot.unit = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
@@ -381,7 +381,8 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
-        self._load()
+        if self.records:
+            self._load()
         if self._hosted and not self._hosts_are_current:
             self._gather_hosts()
         gathered, self._spare = self._spare, None
@@ -393,8 +394,8 @@ class Unit:
         gathered.fill_own(has_failed=self._failure is not None)
         self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
-        self._let_go()
         if self.records:
+            self._let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
 
     @property
@@ -446,8 +447,8 @@ class Unit:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
         """
         self.finish_gathering()
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
             self.reshard()
             raise failure
 
@@ -465,8 +466,10 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        self.leave_backward()
-        self._let_go()
+        if self.backward_entry is not None:
+            self.leave_backward()
+        if self.records:
+            self._let_go()
         if self.phase is Phase.AT_REST:
             return
         self.finish_gathering()
@@ -516,7 +519,7 @@ class Unit:
 
     def gradient_memory(self) -> GradientMemory:
         """The layout of the gradients of the parameters that are trained now."""
-        trained = tuple(slot.parameter.requires_grad for slot in self.slots)
+        trained = [slot.parameter.requires_grad for slot in self.slots]
         if self._memory is None or self._memory[0] != trained:
             memory = GradientMemory([slot for slot, flag in zip(self.slots, trained, strict=True) if flag])
             self._memory = (trained, memory)
@@ -614,9 +617,7 @@ class Unit:
     @uncompiled
     def shadow(self, tensors: list[Tensor]) -> None:
         """Lets modules see `tensors` under the names of the parameters."""
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            for place in slot.places:
-                place.shadow(tensor)
+        self._names.show(tensors)
 
     def shadow_for_backward(self, tensors: list[Tensor], entry: object) -> None:
         """As `shadow`, until the unit is resharded, for the backward of a forward that began at `entry`."""
@@ -633,11 +634,9 @@ class Unit:
     def unshadow(self) -> None:
         """Undoes `shadow`."""
         if self._backward_tensors:
-            self.shadow(self._backward_tensors)
-            return
-        for slot in self.slots:
-            for place in slot.places:
-                place.unshadow()
+            self._names.show(self._backward_tensors)
+        else:
+            self._names.hide()
 
     @property
     def requires_grad(self) -> bool:
