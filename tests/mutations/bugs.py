@@ -198,8 +198,8 @@ BUGS: tuple[Bug, ...] = (
         "native-swapped-rank",
         "collectives/native.py",
         "whose piece a rank sends, on other backends than gloo",
-        "segment.padded_piece(self._rank)",
-        "segment.padded_piece(self._size - 1 - self._rank)",
+        "else segment.padded_piece(rank)",
+        "else segment.padded_piece(size - 1 - rank)",
         _COLLECTIVES,
     ),
     # -- layout -----------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "gather-range-of-rank-0",
-        "runtime/unit.py",
+        "runtime/gathered.py",
         "where the own shard lies in the gathered buffer",
         "(slot.local_numel,), (1,), slot.offset + slot.start)",
         "(slot.local_numel,), (1,), slot.offset)",

@@ -74,7 +74,7 @@ class _Again(UnitUse):
         super().__init__(unit, -1)
 
     @property
-    def unit(self) -> Unit:  # type: ignore[override]
+    def unit(self) -> Unit:
         unit = self._unit()
         assert unit is not None, "backward is in a unit that is gone"
         return unit

@@ -109,7 +109,10 @@ class Lent:
 
     def _state_now(self) -> list[tuple[int, int, int, object]]:
         # A tensor may be held from Python, or from C++ alone, by the graph that a recomputation made.
-        return [(getrefcount(t), t._use_count(), t._version, t._backward_hooks) for t in self.tensors]
+        return [
+            (getrefcount(t), t._use_count(), t._version, t._backward_hooks)  # type: ignore[attr-defined]
+            for t in self.tensors
+        ]
 
 
 class Gathered:

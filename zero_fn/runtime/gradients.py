@@ -182,8 +182,8 @@ class _Range:
 class GradientMemory:
     """The gradient memory of the trained slots of a unit: one buffer per dtype.
 
-    Ranges begin on aligned boundaries, but for those whose pieces travel in one message: these lie back to back, as they do in
-    the message, so that they can be summed where they rest.
+    Ranges begin on aligned boundaries, but for those whose pieces travel in one message: these lie back to back, as in the
+    message, so that they can be summed where they rest.
 
     Attributes:
         ranges: Where each slot has its gradient.
