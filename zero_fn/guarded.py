@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
-from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives import Contribution, Contributions, Pending, Segment, Transport
 from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError
 from zero_fn.mesh import Axis
@@ -197,7 +197,10 @@ class Guarded:
 
     def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
         """Writes into each `out` the mean over ranks of this rank's piece."""
-        numel = sum([contribution.addend.numel for contribution in contributions])
+        if isinstance(contributions, Contributions):
+            numel = contributions.numel
+        else:
+            numel = sum([contribution.addend.numel for contribution in contributions])
         event, mark = self._begin("reduce-scatter of ", what, numel)
         return self._issued(event, self._raw.reduce_scatter, contributions, mark)
 

@@ -63,6 +63,10 @@ class Native:
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         plan = self._plan(contributions)
+        if isinstance(contributions, Contributions):
+            rows = contributions.rows
+        else:
+            rows = [contribution.addend.in_chunks() for contribution in contributions]
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
@@ -74,7 +78,7 @@ class Native:
             outputs.setdefault(total.dtype, []).append(_real(total))
 
         for pack in plan.packs:
-            message = torch._chunk_cat([contributions[at].addend.in_chunks() for at in pack.at], 0, self._size)
+            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size)
             if pack.place is not None:
                 total = contributions[pack.at[0]].memory.as_strided(*pack.place)
             else:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -184,18 +184,37 @@ class Contribution:
         return self.memory.as_strided((numel,), (1,), start)
 
 
-class Contributions(list[Contribution]):
+class Contributions(Sequence[Contribution]):
     """Contributions of which there will be more, of the same sizes, dtypes and places, in each step.
 
     Attributes:
+        rows: The addends, one tensor each, in such a shape that pieces are cut along the first dim.
+        numel: Elements of all of them.
         memo: Where a transport keeps what it has found out about them, by its class.
     """
 
-    __slots__ = ("memo",)
+    __slots__ = ("_make", "memo", "numel", "rows")
 
-    def __init__(self, memo: dict[type, Any]) -> None:
-        super().__init__()
-        self.memo = memo
+    def __init__(
+        self, rows: list[Tensor], make: Callable[[int, Tensor], Contribution], numel: int, memo: dict[type, Any]
+    ) -> None:
+        """Names them; `make` makes one, from its number and rows, when a transport asks for it."""
+        self.rows, self.numel, self.memo = rows, numel, memo
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Contribution: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Contribution]: ...
+
+    def __getitem__(self, at: int | slice) -> Contribution | list[Contribution]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self.rows))[at]]
+        return self._make(at, self.rows[at])
 
 
 _dropped: deque[object] = deque(maxlen=1024)
@@ -321,8 +340,8 @@ class Sum:
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
         self._outs, self._rank = [contribution.out for contribution in run], rank
         dtype = run[0].sum_dtype
-        if len(run) == 1 and run[0].out.dtype == dtype:
-            self._total = run[0].out
+        if len(run) == 1 and self._outs[0].dtype == dtype:
+            self._total = self._outs[0]
             piece = run[0].addend.piece(rank)
             if piece.data_ptr() != self._total.data_ptr():
                 self._total.view(piece.shape).copy_(piece)

@@ -205,10 +205,17 @@ class GradientMemory:
             for slot, offset in zip(apart + dense, offsets, strict=bool(dense)):
                 self.ranges[slot] = _Range(slot, len(self._buffers), offset, slot.gradient_room)
             self._buffers.append((total, dtype, device))
+        self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.numel]
+        self._numel = sum(slot.numel for slot, _ in self._reduced)
 
-    def contributions(self, *, exact: bool) -> Contributions:
-        """An empty list for the contributions of all slots, `exact` or not."""
-        return Contributions(self._memos[exact])
+    def contributions(self, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Contributions:
+        """The contributions of all slots with elements, in order, `exact` or not, to sums in `buffers`."""
+
+        def make(at: int, rows: Tensor) -> Contribution:
+            slot, place = self._reduced[at]
+            return Contribution(slot.addend(rows), buffers[place.buffer], slot.sum_dtype, place.out)
+
+        return Contributions(rows, make, self._numel, self._memos[exact])
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
@@ -254,17 +261,17 @@ class Reduction:
         self._transport, self._memory, self._unit = transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
         self._regathered: Waits | None = None
-        contributions = memory.contributions(exact=exact)
+        rows: list[Tensor] = []
         for slot, grad in zip(slots, local, strict=True):
-            place = memory.ranges.get(slot)
-            if place is None or not slot.numel:
+            if slot not in memory.ranges or not slot.numel:
                 continue
             dtype = slot.sum_dtype if exact else slot.compute_dtype
             if grad is None:
-                addend = slot.segment(torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device))
-            else:
-                addend = slot.addend(grad if grad.dtype == dtype else grad.to(dtype))
-            contributions.append(Contribution(addend, self._buffers[place.buffer], slot.sum_dtype, place.out))
+                grad = torch.zeros(slot.shape, dtype=dtype, device=slot.flat.device)
+            elif grad.dtype != dtype:
+                grad = grad.to(dtype)
+            rows.append(slot.rows_of(grad))
+        contributions = memory.contributions(rows, self._buffers, exact=exact)
         self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
     def wait(self) -> None:

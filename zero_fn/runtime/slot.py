@@ -357,14 +357,15 @@ class Slot:
         """This rank's part of the parameter on all axes, as a view."""
         return self.owned(local_part(full, self.model))
 
-    def addend(self, grad: Tensor) -> Segment:
-        """A whole gradient, as collectives take it; its elements are not copied if they can be cut where they are."""
+    def rows_of(self, grad: Tensor) -> Tensor:
+        """A whole gradient in such a shape that pieces are cut along the first dim; it is not copied if that can be helped."""
         if self.layout is not None:
-            rows = grad if self._in_order else grad.permute(self.layout.order)
-            return Rows(rows, self.layout.shard_rows, self.route)
-        return self.segment(
-            grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
-        )
+            return grad if self._in_order else grad.permute(self.layout.order)
+        return grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
+
+    def addend(self, rows: Tensor) -> Segment:
+        """What `rows_of` gave, as collectives take it."""
+        return Rows(rows, self.layout.shard_rows, self.route) if self.layout is not None else self.segment(rows)
 
     def whole_view(self, flat: Tensor) -> Tensor:
         """The whole parameter on a flat range in storage order."""
