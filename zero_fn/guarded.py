@@ -153,7 +153,8 @@ class Watched:
             LostRankError: A rank is lost.
             DisagreementError: A rank is at another collective.
         """
-        self._guarded.require_unbroken()
+        if self._guarded.failure is not None:
+            raise self._guarded.failure
         try:
             self._pending.wait()
         except (PeerLost, OutOfStep) as failure:
@@ -224,10 +225,10 @@ class Guarded:
         """After a failure elsewhere: tells the peers that nothing more will come."""
         self._raw.give_up()
 
-    def require_unbroken(self) -> None:
-        """Raises the failure of an earlier operation again."""
-        if self._history.failure is not None:
-            raise self._history.failure
+    @property
+    def failure(self) -> ZeroError | None:
+        """Of an earlier operation, to be raised again."""
+        return self._history.failure
 
     def broken(self, failure: PeerLost | OutOfStep, event: _Event) -> ZeroError:
         """The error for a failed operation, with the last events of every rank. [Note: last words]"""
@@ -243,12 +244,13 @@ class Guarded:
         return self._history.failure
 
     def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
-        self.require_unbroken()
+        history = self._history
+        if history.failure is not None:
+            raise history.failure
         text = operation + what
         mark = self._marks.get(text)
         if mark is None:
             mark = self._marks[text] = crc32(text.encode())
-        history = self._history
         event = _Event(history.count, text, numel, check)
         history.count += 1
         if _compares:

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_fn as zf
 from tests.composition.grids import (
@@ -131,7 +130,7 @@ def _in_flight() -> None:
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
     freed: list[bool] = []
-    earlier: list[StorageWeakRef] = []
+    earlier: list[torch.UntypedStorage] = []
 
     def look(module: nn.Module, *_: object) -> None:
         weight = module.weight
@@ -141,8 +140,8 @@ def _in_flight() -> None:
         memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
-        freed.extend(storage.expired() for storage in earlier)
-        earlier[:] = [StorageWeakRef(weight.to_local().untyped_storage())]
+        freed.extend(not storage.nbytes() for storage in earlier)
+        earlier[:] = [weight.to_local().untyped_storage()]
 
     for block in model.blocks:  # type: ignore[union-attr]
         block.up.register_forward_pre_hook(look)

@@ -41,11 +41,9 @@ class Native:
         plan = segments if isinstance(segments, _Prepared) else _Prepared(segments, self._rank, self._size)
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
-        for own, _, _ in plan.packs:
-            piece = torch.cat(own)
-            pieces.append(piece)
-            wholes.append(piece.new_empty(piece.numel() * self._size))
-        messages = wholes.copy()
+        for pack in plan.packs:
+            pieces.append(torch.cat(pack.own))
+            wholes.append(pack.begin())
         for segment, whole, piece in plan.apart:
             if segment.source is not None and piece is not segment.source:
                 segment.piece(self._rank).copy_(segment.source)
@@ -55,11 +53,11 @@ class Native:
             wholes, pieces = [w.view(torch.uint8) for w in wholes], [piece.view(torch.uint8) for piece in pieces]
 
         def unpack() -> None:
-            for message, (_, sizes, outs) in zip(messages, plan.packs, strict=True):
-                torch.split_with_sizes_copy(message.view(self._size, -1), sizes, 1, out=outs)
+            for pack in plan.packs:
+                pack.finish()
 
         count("all-gather", plan.nbytes * (self._size - 1))
-        return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if messages else None, (pieces, wholes))
+        return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if plan.packs else None, (pieces, wholes))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         plan = self._plan(contributions)
@@ -146,7 +144,7 @@ class _Prepared(list[Segment]):
 
     Attributes:
         nbytes: Of one rank's pieces.
-        packs: What travels in one message each: this rank's pieces, their sizes, and where those of all ranks go.
+        packs: What travels in one message each.
         apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
     """
 
@@ -165,16 +163,46 @@ class _Prepared(list[Segment]):
             rests_apart = segment.source is not None and is_even
             own = segment.own(rank) if rests_apart else segment.padded_piece(rank)
             self.apart.append((segment, segment.by_rank(size).view(-1), own))
-        self.packs = [
-            (
-                [segment.own(rank) for segment in pack],
-                [segment.piece_numel for segment in pack],
-                [segment.by_rank(size) for segment in pack],
-            )
-            for pack in together.values()
-        ]
+        self.packs = [_Message(segments, rank, size) for segments in together.values()]
         self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
         self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+
+
+class _Message:
+    """Segments that are gathered in one message. It has memory from the all-gather until its pieces are in their places.
+
+    Attributes:
+        own: This rank's pieces.
+    """
+
+    __slots__ = ("_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own")
+
+    def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
+        self.own = [segment.own(rank) for segment in segments]
+        self._sizes = [segment.piece_numel for segment in segments]
+        self._outs = [segment.by_rank(size) for segment in segments]
+        self._whole = self.own[0].new_empty(size * sum(self._sizes))
+        self._parts = self._whole.view(size, -1).split(self._sizes, 1)
+        # A simulated tensor has no storage of its own, and keeps its memory.
+        self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
+        self._nbytes = self._whole.nbytes
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+    def begin(self) -> Tensor:
+        """Receives the pieces of all ranks, those of one rank back to back."""
+        if self._storage is not None:
+            self._storage.resize_(self._nbytes)
+        return self._whole
+
+    def finish(self) -> None:
+        """Copies the pieces to their places."""
+        if self._whole.device.type == "cpu":
+            torch._foreach_copy_(self._outs, self._parts)
+        else:  # one kernel, which a foreach over pieces with gaps between them is not
+            torch.split_with_sizes_copy(self._whole.view(len(self._outs[0]), -1), self._sizes, 1, out=self._outs)
+        if self._storage is not None:
+            self._storage.resize_(0)
 
 
 class _Plan:

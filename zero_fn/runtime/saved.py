@@ -11,7 +11,7 @@ unpacking in backward finds the buffer gathered again, or gathers it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -48,11 +48,12 @@ def remember_buffer(buffer: Tensor, gathered: Gathered, unit: Unit, group: int) 
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "offset", "size", "spec", "stride", "unit")
+    __slots__ = ("group", "place", "spec", "unit")
 
-    def __init__(self, unit: Unit, group: int, tensor: Tensor, spec: DTensorSpec | None) -> None:
-        self.unit, self.group, self.spec = unit, group, spec
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    def __init__(
+        self, unit: Unit, group: int, place: tuple[Sequence[int], Sequence[int], int], spec: DTensorSpec | None
+    ) -> None:
+        self.unit, self.group, self.place, self.spec = unit, group, place, spec
 
 
 def _find(tensor: Tensor) -> _Packed | None:
@@ -67,7 +68,9 @@ def _find(tensor: Tensor) -> _Packed | None:
     if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
         return None
     unit = entry[0]()
-    return None if unit is None else _Packed(unit, entry[1], tensor, spec)
+    if unit is None:
+        return None
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
 @uncompiled
@@ -84,7 +87,7 @@ def _pack(tensor: Tensor) -> Tensor | _Packed:
 def _unpack(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, _Packed):
         buffer = packed.unit.buffer_for_backward(packed.group)
-        view = buffer.as_strided(packed.size, packed.stride, packed.offset)
+        view = buffer.as_strided(*packed.place)
         return view if packed.spec is None else on_spec(view, packed.spec)
     return packed
 

@@ -319,10 +319,10 @@ class Slot:
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
         registered = self.parameter
-        if self.places[0].registered is not registered:
-            return False
-        if len(self.places) > 1 and any(place.registered is not registered for place in self.places):
-            return False
+        for place in self.places:
+            module = place._module()
+            if module is None or module._parameters.get(place.attribute) is not registered:
+                return False
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local
         if isinstance(registered, TierTensor):

@@ -484,7 +484,8 @@ class Step:
         kind = type(event)
         if isinstance(event, Enter | Exit):
             return
-        unit = self.unit(event.unit)
+        unit = self.units[event.unit]()
+        assert unit is not None, f"unit {event.unit} is gone"
         if kind is Unshard:
             unit.unshard()
         elif kind is Await:
@@ -516,7 +517,10 @@ class Step:
             if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                self._add(slot, grad)
+                if slot.gradient_away is None:
+                    settle(slot, grad)
+                else:
+                    self._add(slot, grad)
             elif not reduction.is_frozen(slot):
                 is_settled = False
         self._put_gradients_away(unit)

@@ -184,8 +184,12 @@ class Unit:
         self.swapped = {}
         if self.leaves is not None:
             return
-        if self.pinned is None and all(slot.is_current() for slot in self.slots):
-            return
+        if self.pinned is None:
+            for slot in self.slots:
+                if not slot.is_current():
+                    break
+            else:
+                return
         if self.is_evicted:
             raise StateError(
                 "The model is evicted: its parameters are not in memory.",
@@ -446,7 +450,8 @@ class Unit:
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
         """
-        self.finish_gathering()
+        if self.phase is Phase.GATHERING:
+            self.finish_gathering()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             self.reshard()
@@ -472,7 +477,8 @@ class Unit:
             self._let_go()
         if self.phase is Phase.AT_REST:
             return
-        self.finish_gathering()
+        if self.phase is Phase.GATHERING:
+            self.finish_gathering()
         self._failure = None
         gathered, self.gathered = self.gathered, None
         if gathered is not None and gathered.free():
