@@ -17,7 +17,17 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zero_fn.mesh import Axis
 
-__all__ = ["local_of", "on_spec", "resting_parameter", "resting_spec", "resting_tensor", "set_local", "spec_on"]
+__all__ = [
+    "local_of",
+    "moved",
+    "nothing",
+    "on_spec",
+    "resting_parameter",
+    "resting_spec",
+    "resting_tensor",
+    "set_local",
+    "spec_on",
+]
 
 
 def resting_spec(
@@ -39,7 +49,12 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     # which deepcopy fails on (2.13). So one that has an offset is made over a tensor at offset 0 and moved.
     if not local.storage_offset():
         return on_spec(local, spec)
-    tensor = DTensor.__new__(DTensor, _nothing(local.dtype, local.device), spec, requires_grad=False)
+    return moved(local, spec, nothing(local.dtype, local.device))
+
+
+def moved(local: Tensor, spec: DTensorSpec, empty: Tensor) -> DTensor:
+    """The same for a tensor at any offset; `empty` is `nothing` of its dtype and device, looked up by the caller."""
+    tensor = DTensor.__new__(DTensor, empty, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
 
@@ -51,7 +66,8 @@ def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements, for `moved`."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)
 

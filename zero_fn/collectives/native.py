@@ -57,7 +57,9 @@ class Native:
                 pack.finish()
 
         count("all-gather", plan.nbytes * (self._size - 1))
-        return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if plan.packs else None, (pieces, wholes))
+        return Pending(
+            [_work(self._gather(wholes, pieces), pieces[0])], unpack if plan.packs else None, (pieces, wholes)
+        )
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         plan = self._plan(contributions)

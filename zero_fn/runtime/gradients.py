@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_fn.collectives import PACKED_NBYTES, Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.layout import aligned_offsets
-from zero_fn.resting import local_of, resting_tensor
+from zero_fn.resting import local_of, moved, nothing
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
@@ -164,12 +164,14 @@ class _Range:
         offset, numel: Its range of the buffer, in elements.
         out: First element and number of elements that the reduction of this rank's piece fills.
         resting: Size, stride and offset of the gradient as it rests.
+        empty: A tensor without elements of its dtype and device.
     """
 
-    __slots__ = ("buffer", "numel", "offset", "out", "resting")
+    __slots__ = ("buffer", "empty", "numel", "offset", "out", "resting")
 
     def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
         self.buffer, self.offset, self.numel = buffer, offset, numel
+        self.empty = nothing(slot.dtype, slot.flat.device)
         start, out_numel = 0, slot.local_numel
         if slot.layout is None:
             start, out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
@@ -266,6 +268,9 @@ class Reduction:
             if slot not in memory.ranges or not slot.numel:
                 continue
             dtype = slot.sum_dtype if exact else slot.compute_dtype
+            if grad is not None and grad.dtype is dtype and slot.is_in_order:
+                rows.append(grad)
+                continue
             if grad is None:
                 grad = torch.zeros(slot.shape, dtype=dtype, device=slot.flat.device)
             elif grad.dtype != dtype:
@@ -312,7 +317,7 @@ class Reduction:
         if place is None:
             return None
         view = self._buffers[place.buffer].as_strided(*place.resting)
-        return view if slot.spec is None else resting_tensor(view, slot.spec)
+        return view if slot.spec is None else moved(view, slot.spec, place.empty)
 
 
 def _lies_dense(slot: Slot) -> bool:

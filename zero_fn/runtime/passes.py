@@ -11,6 +11,8 @@ from torch.autograd import Variable
 
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
+    BRACKETS,
+    Action,
     Await,
     Enter,
     Event,
@@ -67,8 +69,8 @@ class ForwardPass:
         self._counts[unit] = number + 1
         return number
 
-    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Sequence[Event]:
-        """Records a bracket. Returns the events to run before it; none once the pass has left the schedule."""
+    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Sequence[Action]:
+        """Records a bracket. Returns what to do before it; none once the pass has left the schedule."""
         unit, number = use.unit.index, use.number
         legs, at = self._legs, self._at
         bracket: Enter | Exit | None = None
@@ -93,8 +95,8 @@ class ForwardPass:
         """Whether the pass has done what the schedule foresaw."""
         return self._legs is not None
 
-    def after(self) -> Sequence[Event]:
-        """The events right after the last bracket that do not wait."""
+    def after(self) -> Sequence[Action]:
+        """What to do right after the last bracket that do not wait."""
         return self._legs[self._at - 1].after if self._legs is not None else ()
 
     def relative_trace(self) -> Trace:
@@ -240,17 +242,17 @@ class BackwardPass:
         self._entered.add(use)
         self._arrived.add(use)
 
-    def next_event(self) -> Event | None:
-        """The next event that is more than a bracket, or None if it must wait for autograd."""
-        events, gates = self._events, self._script.gates
-        while self._cursor < len(events):
-            gate = gates[self._cursor]
+    def next_action(self) -> Action | None:
+        """What comes next beside brackets, or None if it must wait for autograd."""
+        for at in range(self._cursor, len(self._events)):
+            event, gate = self._events[at], self._script.gates[at]
             if gate is not None and not self.closing and self._must_wait(gate):
+                self._cursor = at
                 return None
-            event = events[self._cursor]
-            self._cursor += 1
-            if event is not gate:
+            if not isinstance(event, BRACKETS):
+                self._cursor = at + 1
                 return event
+        self._cursor = len(self._events)
         return None
 
     def _must_wait(self, gate: Enter | Exit) -> bool:

@@ -130,6 +130,7 @@ class Slot:
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
         is_reduced_at_once: Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it.
+        is_in_order: Whether it is cut along its first dim, and its dims lie in order.
         layout: How it is cut over the first axis, None where it rests replicated (by its home, or because it has no rows).
         sublayout: How the part of this rank is cut over the second axis, None if it is not.
         flat: This rank's elements of the resting parameter, flat, in storage order.
@@ -199,7 +200,7 @@ class Slot:
         )
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
         self.is_reduced_at_once = self.layout is not None or self.size == 1
-        self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
+        self.is_in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
         self.route: Route | None = None
         if len(grid.axes) > 1:
@@ -360,7 +361,7 @@ class Slot:
     def rows_of(self, grad: Tensor) -> Tensor:
         """A whole gradient in such a shape that pieces are cut along the first dim; it is not copied if that can be helped."""
         if self.layout is not None:
-            return grad if self._in_order else grad.permute(self.layout.order)
+            return grad if self.is_in_order else grad.permute(self.layout.order)
         return grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
 
     def addend(self, rows: Tensor) -> Segment:

@@ -40,6 +40,7 @@ from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
+    Action,
     Await,
     Enter,
     Event,
@@ -205,14 +206,14 @@ class Step:
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         if self._forward.grad:
             unit.last_entry = weakref.ref(entry)
-        events = self._forward.note(Enter, use)
+        before = self._forward.note(Enter, use)
         try:
-            for event in events:
-                self._run(event)
+            for action in before:
+                self._run(action)
             unit.unshard()
             unit.await_gathered()
-            for event in self._forward.after():
-                self._run(event)
+            for action in self._forward.after():
+                self._run(action)
         except StorageError:  # on every rank alike: what was entered is left again
             self._give_up_entering(self._forward, use)
             raise
@@ -238,8 +239,8 @@ class Step:
         before = forward.note(Exit, use)
         is_outermost = forward.depth == 0
         if not failed:
-            for event in (*before, *forward.after()):
-                self._run(event)
+            for action in (*before, *forward.after()):
+                self._run(action)
             if not on_schedule and not is_outermost:
                 self._reshard_in_forward(unit)
         if is_outermost:
@@ -477,15 +478,12 @@ class Step:
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
-        while (event := backward.next_event()) is not None:
-            self._run(event)
+        while (action := backward.next_action()) is not None:
+            self._run(action)
 
-    def _run(self, event: Event) -> None:
-        kind = type(event)
-        if isinstance(event, Enter | Exit):
-            return
-        unit = self.units[event.unit]()
-        assert unit is not None, f"unit {event.unit} is gone"
+    def _run(self, action: Action) -> None:
+        kind, unit = type(action), self.units[action.unit]()
+        assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
             unit.unshard()
         elif kind is Await:
@@ -506,7 +504,7 @@ class Step:
             assert self._backward is not None
             self._settle(*self._backward.reductions.pop(0))
         else:
-            assert kind is Fetch, f"no such event: {event}"
+            assert kind is Fetch, f"no such action: {action}"
             unit.fetch()
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
