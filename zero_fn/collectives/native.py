@@ -184,7 +184,7 @@ class _Message:
         self._sizes = [segment.piece_numel for segment in segments]
         self._outs = [segment.by_rank(size) for segment in segments]
         self._whole = self.own[0].new_empty(size * sum(self._sizes))
-        self._parts = self._whole.view(size, -1).split(self._sizes, 1)
+        self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, and keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
         self._nbytes = self._whole.nbytes

@@ -51,7 +51,7 @@ class _Packed:
     __slots__ = ("group", "place", "spec", "unit")
 
     def __init__(
-        self, unit: Unit, group: int, place: tuple[Sequence[int], Sequence[int], int], spec: DTensorSpec | None
+        self, unit: Unit, group: int, place: tuple[Sequence[int], Sequence[int], Any], spec: DTensorSpec | None
     ) -> None:
         self.unit, self.group, self.place, self.spec = unit, group, place, spec
 

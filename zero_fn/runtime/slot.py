@@ -359,7 +359,7 @@ class Slot:
         return self.owned(local_part(full, self.model))
 
     def rows_of(self, grad: Tensor) -> Tensor:
-        """A whole gradient in such a shape that pieces are cut along the first dim; it is not copied if that can be helped."""
+        """A whole gradient in such a shape that pieces are cut along the first dim; copied only where it must be."""
         if self.layout is not None:
             return grad if self.is_in_order else grad.permute(self.layout.order)
         return grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)

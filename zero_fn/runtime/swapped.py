@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values", "whole_value"]
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOTHING = nullcontext()
 _peek = torch._C._functorch.peek_interpreter_stack
