@@ -42,7 +42,7 @@ class Native:
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
         for pack in plan.packs:
-            pieces.append(torch.cat(pack.own))
+            pieces.append(pack.own if pack.own is not None else torch.cat(pack.pieces))
             wholes.append(pack.begin())
         for segment, whole, piece in plan.apart:
             if segment.source is not None and piece is not segment.source:
@@ -174,16 +174,18 @@ class _Message:
     """Segments that are gathered in one message. It has memory from the all-gather until its pieces are in their places.
 
     Attributes:
-        own: This rank's pieces.
+        pieces: This rank's pieces.
+        own: The same in one range of memory, if they lie back to back.
     """
 
-    __slots__ = ("_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own")
+    __slots__ = ("_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
-        self.own = [segment.own(rank) for segment in segments]
+        self.pieces = [segment.own(rank) for segment in segments]
+        self.own = _back_to_back(self.pieces)
         self._sizes = [segment.piece_numel for segment in segments]
         self._outs = [segment.by_rank(size) for segment in segments]
-        self._whole = self.own[0].new_empty(size * sum(self._sizes))
+        self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, and keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
@@ -205,6 +207,17 @@ class _Message:
             torch.split_with_sizes_copy(self._whole.view(len(self._outs[0]), -1), self._sizes, 1, out=self._outs)
         if self._storage is not None:
             self._storage.resize_(0)
+
+
+def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
+    """The one range of memory that these flat pieces fill, in this order, if they do."""
+    first = pieces[0]
+    end = first.storage_offset()
+    for piece in pieces:
+        if piece.untyped_storage()._cdata != first.untyped_storage()._cdata or piece.storage_offset() != end:
+            return None
+        end += piece.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
 
 
 class _Plan:

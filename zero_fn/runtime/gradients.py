@@ -15,16 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import PACKED_NBYTES, Contribution, Contributions
+from zero_fn.collectives import Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
-from zero_fn.layout import aligned_offsets
 from zero_fn.resting import local_of, moved, nothing
+from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
@@ -182,10 +181,7 @@ class _Range:
 
 
 class GradientMemory:
-    """The gradient memory of the trained slots of a unit: one buffer per dtype.
-
-    Ranges begin on aligned boundaries, but for those whose pieces travel in one message: these lie back to back, as in the
-    message, so that they can be summed where they rest.
+    """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says.
 
     Attributes:
         ranges: Where each slot has its gradient.
@@ -199,13 +195,9 @@ class GradientMemory:
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
         for (dtype, device), members in by_dtype.items():
-            dense = [slot for slot in members if _lies_dense(slot)]
-            apart = [slot for slot in members if not _lies_dense(slot)]
-            numels = [slot.gradient_room for slot in apart] + [sum(slot.gradient_room for slot in dense)]
-            *offsets, total = aligned_offsets(numels, dtype.itemsize)
-            offsets += accumulate([offsets.pop(), *(slot.gradient_room for slot in dense[:-1])])
-            for slot, offset in zip(apart + dense, offsets, strict=bool(dense)):
-                self.ranges[slot] = _Range(slot, len(self._buffers), offset, slot.gradient_room)
+            offsets, total = dense_offsets(members, [slot.gradient_room for slot in members], dtype.itemsize)
+            for slot in members:
+                self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.gradient_room)
             self._buffers.append((total, dtype, device))
         self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.numel]
         self._numel = sum(slot.numel for slot, _ in self._reduced)
@@ -318,12 +310,6 @@ class Reduction:
             return None
         view = self._buffers[place.buffer].as_strided(*place.resting)
         return view if slot.spec is None else moved(view, slot.spec, place.empty)
-
-
-def _lies_dense(slot: Slot) -> bool:
-    """Whether the gradient is a small, even piece of its own. The same on every rank."""
-    is_even = slot.sublayout is None and slot.numel == slot.piece_numel * slot.size
-    return not slot.keeps_whole_gradient and is_even and slot.piece_numel * slot.dtype.itemsize < PACKED_NBYTES
 
 
 def settle(slot: Slot, grad: Tensor) -> None:

@@ -537,16 +537,17 @@ class Step:
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
             return
-        union = iter(self._any(local, "which parameters have gradients"))
+        union = self._any(local, "which parameters have gradients")
         for _, reduction in undecided:
             reduction.regather()
         for _, reduction in undecided:
             reduction.wait_regathered()  # all, before a hook of the user may raise
+        end = 0
         for unit, reduction in undecided:
-            present = [next(union) for _ in unit.slots]
+            start, end = end, end + len(unit.slots)
             if reduction.is_released:
                 continue
-            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, present, strict=True):
+            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
                     self._add(slot, grad)

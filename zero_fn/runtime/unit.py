@@ -40,6 +40,7 @@ from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
+from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered, Group
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
@@ -318,10 +319,10 @@ class Unit:
         self._lay_out_hosts(devices)
         self._lay_out_records(away)
         for (dtype, device), slots in own.items():
-            *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
+            starts, numel = dense_offsets(slots, [slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
-            for slot, offset in zip(slots, offsets, strict=True):
-                slot.flat = buffer.narrow(0, offset, slot.local_numel)
+            for slot in slots:
+                slot.flat = buffer.narrow(0, starts[slot], slot.local_numel)
 
     def _lay_out_records(self, away: dict[tuple[Shelved, torch.device], list[Slot]]) -> None:
         """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
