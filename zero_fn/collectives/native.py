@@ -72,19 +72,19 @@ class Native:
         sums: list[Tensor] = []
         written: list[tuple[list[Tensor], Tensor, list[int]]] = []  # outs, the sums they take, pieces of these
 
-        def issue(whole: Tensor, total: Tensor) -> None:
+        def issue(whole: Tensor, total: Tensor, dtype: torch.dtype) -> None:
             sums.append(total)
-            inputs.setdefault(total.dtype, []).append(_real(whole))
-            outputs.setdefault(total.dtype, []).append(_real(total))
+            inputs.setdefault(dtype, []).append(whole)
+            outputs.setdefault(dtype, []).append(total)
 
         for pack in plan.packs:
-            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size)
-            if pack.place is not None:
-                total = contributions[pack.at[0]].memory.as_strided(*pack.place)
+            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size).view(-1)
+            if pack.place is not None and isinstance(contributions, Contributions):
+                total = contributions.buffers[pack.buffer].as_strided(*pack.place)
             else:
                 total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
                 written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
-            issue(message.view(-1).to(pack.dtype), total)
+            issue(message if pack.is_as_summed else message.to(pack.dtype), total, pack.dtype)
         for at in plan.apart:
             contribution = contributions[at]
             out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
@@ -92,7 +92,7 @@ class Native:
             if out.dtype != dtype or out.numel() != piece_numel:
                 total = whole.new_empty(piece_numel)
                 written.append(([out], total, [piece_numel]))
-            issue(whole, total)
+            issue(_real(whole), _real(total), dtype)
         works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
@@ -104,7 +104,7 @@ class Native:
                 parts = total.split_with_sizes(sizes) if len(outs) > 1 else (total.narrow(0, 0, outs[0].numel()),)
                 torch._foreach_copy_(outs, parts)
 
-        count("reduce-scatter", sum([total.numel() * total.element_size() for total in sums]) * (self._size - 1))
+        count("reduce-scatter", sum([total.nbytes for total in sums]) * (self._size - 1))
         return Pending(works, divide if sums else None, (inputs, contributions))
 
     def _plan(self, contributions: Sequence[Contribution]) -> _Plan:
@@ -249,19 +249,24 @@ class _Pack:
         at: Their numbers.
         sizes: Elements of the pieces.
         dtype: Of the sum.
+        is_as_summed: Whether the addends have that dtype too.
         place: Size, stride and offset of the one range of memory that the means fill, if they do: then the sum is made there.
+        buffer: The number of the buffer that this range is in.
     """
 
-    __slots__ = ("at", "dtype", "place", "sizes")
+    __slots__ = ("at", "buffer", "dtype", "is_as_summed", "place", "sizes")
 
     def __init__(self, contributions: Sequence[Contribution], at: list[int]) -> None:
         chosen = [contributions[number] for number in at]
         self.at, self.dtype = at, chosen[0].sum_dtype
         self.sizes = [contribution.addend.piece_numel for contribution in chosen]
+        self.is_as_summed = chosen[0].addend.dtype == self.dtype
         self.place: tuple[tuple[int], tuple[int], int] | None = None
+        self.buffer = 0
         memory, place = chosen[0].memory, chosen[0].place
-        if place is None or memory.dtype != self.dtype:
+        if place is None or memory.dtype != self.dtype or not isinstance(contributions, Contributions):
             return
+        self.buffer = next(i for i, buffer in enumerate(contributions.buffers) if buffer is memory)
         end = place[0]
         for contribution, size in zip(chosen, self.sizes, strict=True):
             if contribution.memory is not memory or contribution.place != (end, size):

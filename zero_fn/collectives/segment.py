@@ -189,17 +189,23 @@ class Contributions(Sequence[Contribution]):
 
     Attributes:
         rows: The addends, one tensor each, in such a shape that pieces are cut along the first dim.
+        buffers: What the places of the means are in.
         numel: Elements of all of them.
         memo: Where a transport keeps what it has found out about them, by its class.
     """
 
-    __slots__ = ("_make", "memo", "numel", "rows")
+    __slots__ = ("_make", "buffers", "memo", "numel", "rows")
 
     def __init__(
-        self, rows: list[Tensor], make: Callable[[int, Tensor], Contribution], numel: int, memo: dict[type, Any]
+        self,
+        rows: list[Tensor],
+        buffers: list[Tensor],
+        make: Callable[[int, Tensor], Contribution],
+        numel: int,
+        memo: dict[type, Any],
     ) -> None:
         """Names them; `make` makes one, from its number and rows, when a transport asks for it."""
-        self.rows, self.numel, self.memo = rows, numel, memo
+        self.rows, self.buffers, self.numel, self.memo = rows, buffers, numel, memo
         self._make = make
 
     def __len__(self) -> int:

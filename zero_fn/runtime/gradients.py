@@ -209,7 +209,7 @@ class GradientMemory:
             slot, place = self._reduced[at]
             return Contribution(slot.addend(rows), buffers[place.buffer], slot.sum_dtype, place.out)
 
-        return Contributions(rows, make, self._numel, self._memos[exact])
+        return Contributions(rows, buffers, make, self._numel, self._memos[exact])
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
