@@ -6,6 +6,8 @@ of the ranks; the whole is compared with one process in float64, where only erro
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -130,7 +132,7 @@ def _in_flight() -> None:
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
     freed: list[bool] = []
-    earlier: list[torch.UntypedStorage] = []
+    earlier: list[weakref.ref[torch.UntypedStorage]] = []
 
     def look(module: nn.Module, *_: object) -> None:
         weight = module.weight
@@ -140,8 +142,8 @@ def _in_flight() -> None:
         memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
-        freed.extend(not storage.nbytes() for storage in earlier)
-        earlier[:] = [weight.to_local().untyped_storage()]
+        freed.extend((storage := reference()) is None or not storage.nbytes() for reference in earlier)
+        earlier[:] = [weakref.ref(weight.to_local().untyped_storage())]
 
     for block in model.blocks:  # type: ignore[union-attr]
         block.up.register_forward_pre_hook(look)

@@ -200,8 +200,8 @@ class Gathered:
         if self.lent is not None and not self.lent.is_untouched():
             self.lend(None)
         for storage, _, references in self._freed:
-            if _references(storage._cdata) != references:
-                return False
+            if _references(storage._cdata) != references or not storage.resizable():
+                return False  # or it was shown to numpy, whose arrays must not lose their memory
         for storage, _, _ in self._freed:
             storage.resize_(0)
         return True

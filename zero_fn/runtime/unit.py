@@ -573,6 +573,11 @@ class Unit:
         self.gradients.forget_dropped()
         return not self.gradients.is_empty
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
+        return self.open > 0 or self.pinned is not None or self.leaves is not None or self.has_pending()
+
     def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
         """Issues the reduction of these gradients."""
         return Reduction(self.slots, self.gradient_memory(), grads, self.transport, str(self), exact=True)
