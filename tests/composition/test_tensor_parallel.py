@@ -132,7 +132,10 @@ def _in_flight() -> None:
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
     freed: list[bool] = []
-    earlier: list[weakref.ref[torch.UntypedStorage]] = []
+    used: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def are_freed() -> list[bool]:
+        return [(storage := reference()) is None or not storage.nbytes() for reference in used]
 
     def look(module: nn.Module, *_: object) -> None:
         weight = module.weight
@@ -142,16 +145,18 @@ def _in_flight() -> None:
         memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
-        freed.extend((storage := reference()) is None or not storage.nbytes() for reference in earlier)
-        earlier[:] = [weakref.ref(weight.to_local().untyped_storage())]
+        freed.extend(are_freed())
+        used.append(weakref.ref(weight.to_local().untyped_storage()))
 
     for block in model.blocks:  # type: ignore[union-attr]
         block.up.register_forward_pre_hook(look)
     for number in range(2):
         loss_of(model, number, 0).backward()
+        freed.extend(are_freed())
+        used.clear()
     assert seen == [Tensor] * 4
-    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs.
-    assert freed == [True] * 3
+    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward.
+    assert freed == [True] * 6
 
 
 def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:
