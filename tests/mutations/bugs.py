@@ -196,7 +196,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "native-swapped-rank",
-        "collectives/native.py",
+        "collectives/messages.py",
         "whose piece a rank sends, on other backends than gloo",
         "else segment.padded_piece(rank)",
         "else segment.padded_piece(size - 1 - rank)",

@@ -5,7 +5,8 @@ host more than an all-gather of small parameters. So it is done once: when a uni
 not their views, and the next gather gives them memory again (`UntypedStorage.resize_`, as FSDP does). That is sound
 only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
 storage are, and torch counts what refers to a storage: if there is more than the views cut here, the buffers are dropped
-as they are, and whoever holds a part of them keeps an ordinary tensor.
+as they are, and whoever holds a part of them keeps an ordinary tensor. On CUDA memory is freed in the order of the stream, as
+when a tensor dies; this has not run on a device.
 
 [Note: tensors that are lent] For checkpoints inside a unit the names show gathered parameters in every backward, through an
 autograd node of their own. These tensors too are made once, and go on from step to step, unless somebody holds or has
