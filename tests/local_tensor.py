@@ -87,8 +87,8 @@ class LocalTensors:
             stack.enter_context(patch.object(LocalTensor, "data_ptr", _addresses, create=True))
             stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", _address_or_identity, create=True))
             # A tensor that is kept from one world would have the ranks of that world in the next.
-            stack.callback(zero_fn.resting._nothing.cache_clear)
-            zero_fn.resting._nothing.cache_clear()
+            stack.callback(zero_fn.resting.nothing.cache_clear)
+            zero_fn.resting.nothing.cache_clear()
             mode = stack.enter_context(LocalTensorMode(n))
             yield World(mesh, mode)
 

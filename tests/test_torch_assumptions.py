@@ -552,3 +552,63 @@ def test_split_with_sizes_copy_writes_what_ranks_sent_into_strided_wholes() -> N
     torch.split_with_sizes_copy(message, [2, 3], 1, out=[wholes[0].view(2, 2), wholes[1].view(2, 3)])
     assert wholes[0].tolist() == [0, 1, 5, 6]
     assert wholes[1].tolist() == [2, 3, 4, 7, 8, 9]
+
+
+def test_a_storage_counts_what_refers_to_it() -> None:
+    memory = torch.empty(8)
+    storage = memory.untyped_storage()
+
+    def count() -> int:
+        return torch._C._storage_Use_Count(storage._cdata)
+
+    before = count()
+    view = memory.as_strided((2,), (1,), 4)
+    assert count() == before + 1
+    other = view.data
+    assert count() == before + 2
+    del view, other
+    assert count() == before
+
+
+def test_views_see_the_memory_that_a_storage_is_given_again() -> None:
+    memory = torch.ones(8)
+    view, storage = memory[4:], memory.untyped_storage()
+    storage.resize_(0)
+    assert storage.nbytes() == 0
+    storage.resize_(32)
+    memory.fill_(3.0)
+    assert view.tolist() == [3.0] * 4
+
+
+def test_a_storage_that_numpy_has_seen_says_that_it_cannot_be_resized() -> None:
+    memory = torch.ones(8)
+    assert memory.untyped_storage().resizable()
+    memory.numpy()
+    assert not memory.untyped_storage().resizable()
+
+
+def test_a_tensor_counts_who_holds_it_outside_of_python() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    before = leaf._use_count()  # type: ignore[attr-defined]
+    saved = leaf * leaf
+    assert leaf._use_count() > before  # type: ignore[attr-defined]
+    del saved
+    assert leaf._use_count() == before  # type: ignore[attr-defined]
+
+
+def test_a_node_without_saved_tensors_runs_in_any_number_of_backwards() -> None:
+    class Shown(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, given: list[Tensor], leaf: Tensor) -> tuple[Tensor, ...]:
+            return tuple(given)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+            return None, sum(grads)  # type: ignore[return-value]
+
+    leaf = torch.ones(2, requires_grad=True)
+    shown = Shown.apply([torch.ones(2), torch.ones(2)], leaf)  # type: ignore[no-untyped-call]
+    for times in (1, 2):
+        (shown[0] + 2 * shown[1]).sum().backward()
+        assert leaf.grad is not None
+        assert leaf.grad.tolist() == [3.0 * times] * 2

@@ -30,7 +30,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
-from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives import Contribution, Contributions, Pending, Segment, Transport
 from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError
 from zero_fn.mesh import Axis
@@ -153,7 +153,8 @@ class Watched:
             LostRankError: A rank is lost.
             DisagreementError: A rank is at another collective.
         """
-        self._guarded.require_unbroken()
+        if self._guarded.failure is not None:
+            raise self._guarded.failure
         try:
             self._pending.wait()
         except (PeerLost, OutOfStep) as failure:
@@ -185,6 +186,10 @@ class Guarded:
         """Whether `Segment.whole` must have room for `n` full pieces."""
         return self._raw.pads
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments, for many all-gathers of the same memory."""
+        return self._raw.prepared(segments)
+
     def all_gather(self, segments: Sequence[Segment], what: str) -> Watched:
         """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
         numel = sum([segment.numel for segment in segments])
@@ -193,7 +198,10 @@ class Guarded:
 
     def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
         """Writes into each `out` the mean over ranks of this rank's piece."""
-        numel = sum([contribution.addend.numel for contribution in contributions])
+        if isinstance(contributions, Contributions):
+            numel = contributions.numel
+        else:
+            numel = sum([contribution.addend.numel for contribution in contributions])
         event, mark = self._begin("reduce-scatter of ", what, numel)
         return self._issued(event, self._raw.reduce_scatter, contributions, mark)
 
@@ -217,10 +225,10 @@ class Guarded:
         """After a failure elsewhere: tells the peers that nothing more will come."""
         self._raw.give_up()
 
-    def require_unbroken(self) -> None:
-        """Raises the failure of an earlier operation again."""
-        if self._history.failure is not None:
-            raise self._history.failure
+    @property
+    def failure(self) -> ZeroError | None:
+        """Of an earlier operation, to be raised again."""
+        return self._history.failure
 
     def broken(self, failure: PeerLost | OutOfStep, event: _Event) -> ZeroError:
         """The error for a failed operation, with the last events of every rank. [Note: last words]"""
@@ -236,12 +244,13 @@ class Guarded:
         return self._history.failure
 
     def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
-        self.require_unbroken()
+        history = self._history
+        if history.failure is not None:
+            raise history.failure
         text = operation + what
         mark = self._marks.get(text)
         if mark is None:
             mark = self._marks[text] = crc32(text.encode())
-        history = self._history
         event = _Event(history.count, text, numel, check)
         history.count += 1
         if _compares:

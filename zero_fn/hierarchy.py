@@ -62,6 +62,10 @@ class Hierarchy:
         """Whether `Segment.whole` must have room for `n` full pieces."""
         return any(member.pads for member in self._members)
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments: which of them an axis takes is decided in each all-gather."""
+        return segments
+
     def all_gather(self, segments: Sequence[Segment], what: str) -> Hops:
         """Fills each segment from the pieces of all ranks on its route."""
         with self.telling_others():

@@ -20,6 +20,8 @@ from zero_fn.mesh import Axis
 __all__ = [
     "is_dense",
     "local_of",
+    "moved",
+    "nothing",
     "on_spec",
     "resting_parameter",
     "resting_spec",
@@ -48,7 +50,12 @@ def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     # which deepcopy fails on (2.13). So one that has an offset is made over a tensor at offset 0 and moved.
     if not local.storage_offset():
         return on_spec(local, spec)
-    tensor = on_spec(_nothing(local.dtype, local.device), spec)
+    return moved(local, spec, nothing(local.dtype, local.device))
+
+
+def moved(local: Tensor, spec: DTensorSpec, empty: Tensor) -> DTensor:
+    """The same for a tensor at any offset; `empty` is `nothing` of its dtype and device, looked up by the caller."""
+    tensor = DTensor.__new__(DTensor, empty, spec, requires_grad=False)
     tensor._local_tensor = local
     return tensor
 
@@ -60,7 +67,8 @@ def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 @cache
-def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor without elements, for `moved`."""
     with torch.inference_mode(False):
         return torch.empty(0, dtype=dtype, device=device)
 

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 __all__ = [
+    "BRACKETS",
+    "Action",
     "Await",
     "Enter",
     "Event",
@@ -108,7 +110,12 @@ class Settle:
     unit: int
 
 
-Event = Fetch | Unshard | Await | Enter | Exit | Reshard | Reduce | Settle
+Action = Fetch | Unshard | Await | Reshard | Reduce | Settle
+"""What is done to a unit around its brackets."""
+
+BRACKETS = Enter, Exit
+
+Event = Action | Enter | Exit
 Trace = tuple[Enter | Exit, ...]
 
 
@@ -147,9 +154,9 @@ class Leg(NamedTuple):
         after: What runs right after the bracket, up to the first event that waits.
     """
 
-    before: tuple[Event, ...]
+    before: tuple[Action, ...]
     bracket: Enter | Exit
-    after: tuple[Event, ...]
+    after: tuple[Action, ...]
 
 
 def legs(events: Sequence[Event]) -> tuple[Leg, ...]:
@@ -162,9 +169,14 @@ def legs(events: Sequence[Event]) -> tuple[Leg, ...]:
         assert isinstance(bracket, Enter | Exit)
         waits = (j for j in range(i + 1, following) if isinstance(events[j], Await))
         end = next(waits, following)
-        found.append(Leg(tuple(events[start:i]), bracket, tuple(events[i + 1 : end])))
+        found.append(Leg(_actions(events[start:i]), bracket, _actions(events[i + 1 : end])))
         start = end
     return tuple(found)
+
+
+def _actions(events: Sequence[Event]) -> tuple[Action, ...]:
+    """Events between two brackets."""
+    return tuple(event for event in events if not isinstance(event, BRACKETS))
 
 
 def backward_trace(trace: Trace) -> Trace:

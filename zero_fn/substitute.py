@@ -282,7 +282,7 @@ def _require_rest(module: nn.Module, verb: str) -> None:
     for unit in units_of(module):
         unit.step.recover()
         unit.readopt()
-        if unit.open or unit.step.accumulating or unit.pinned is not None:
+        if unit.is_in_use or unit.step.accumulating:
             raise StateError(
                 f"{verb} was called while the module is in use.",
                 unit=unit.name or "root",

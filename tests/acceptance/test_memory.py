@@ -17,7 +17,7 @@ from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.unit import Group
+from zero_fn.runtime.gathered import Group
 
 
 class Storages:
@@ -44,7 +44,7 @@ class Storages:
     @property
     def alive(self) -> int:
         """How many still have memory."""
-        return sum(1 for reference in self.seen if reference() is not None)
+        return sum(1 for reference in self.seen if (storage := reference()) is not None and storage.nbytes())
 
 
 def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -6,6 +6,8 @@ of the ranks; the whole is compared with one process in float64, where only erro
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,7 +15,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.multiprocessing.reductions import StorageWeakRef
 
 import zero_fn as zf
 from tests.composition.grids import (
@@ -131,7 +132,10 @@ def _in_flight() -> None:
     model = zf.zero3(parallelized(mesh["tp"], "columns"), mesh["dp"])
     seen: list[object] = []
     freed: list[bool] = []
-    earlier: list[StorageWeakRef] = []
+    used: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def are_freed() -> list[bool]:
+        return [(storage := reference()) is None or not storage.nbytes() for reference in used]
 
     def look(module: nn.Module, *_: object) -> None:
         weight = module.weight
@@ -141,16 +145,18 @@ def _in_flight() -> None:
         memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
-        freed.extend(storage.expired() for storage in earlier)
-        earlier[:] = [StorageWeakRef(weight.to_local().untyped_storage())]
+        freed.extend(are_freed())
+        used.append(weakref.ref(weight.to_local().untyped_storage()))
 
     for block in model.blocks:  # type: ignore[union-attr]
         block.up.register_forward_pre_hook(look)
     for number in range(2):
         loss_of(model, number, 0).backward()
+        freed.extend(are_freed())
+        used.clear()
     assert seen == [Tensor] * 4
-    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs.
-    assert freed == [True] * 3
+    # Autograd remembers addresses, not DTensors: a block is freed before the next one runs, and both after backward.
+    assert freed == [True] * 6
 
 
 def test_a_placed_parameter_is_a_view_in_flight_and_freed_after(ranks: Ranks) -> None:

@@ -28,8 +28,11 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(x)))
 
 
+_resize = torch.UntypedStorage.resize_
+
+
 class Storages(TorchDispatchMode):
-    """Bytes of the storages made inside the block that are alive, now and at most."""
+    """Bytes of the storages made, or given memory, inside the block that are alive, now and at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,13 +46,29 @@ class Storages(TorchDispatchMode):
         made = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             if type(tensor) is Tensor and tensor.untyped_storage()._cdata not in given:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._alive:
-                    self._alive[storage._cdata] = storage.nbytes()
-                    self.now += storage.nbytes()
-                    self.peak = max(self.peak, self.now)
-                    weakref.finalize(storage, self._drop, storage._cdata)
+                self._note(tensor.untyped_storage())
         return made
+
+    def __enter__(self) -> Storages:
+        def resized(storage: torch.UntypedStorage, nbytes: int) -> None:
+            _resize(storage, nbytes)
+            if storage._cdata in self._alive or nbytes:
+                self._note(storage)
+
+        torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = _resize  # type: ignore[method-assign]
+        super().__exit__(*error)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._alive:
+            weakref.finalize(storage, self._drop, storage._cdata)
+        self.now += storage.nbytes() - self._alive.get(storage._cdata, 0)
+        self._alive[storage._cdata] = storage.nbytes()
+        self.peak = max(self.peak, self.now)
 
     def _drop(self, key: int) -> None:
         self.now -= self._alive.pop(key, 0)

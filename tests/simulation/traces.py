@@ -50,6 +50,9 @@ class Recorded:
         self._inner, self._note = inner, note
         self.pads = inner.pads
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return self._inner.prepared(segments)
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         self._note(("all-gather", mark, *map(_shape, segments)))  # type: ignore[operator]
         return self._inner.all_gather(segments, mark)

@@ -17,10 +17,31 @@ import torch.distributed as dist
 from zero_fn.collectives.alone import Alone
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
-from zero_fn.collectives.segment import Contribution, Pending, Route, Rows, Segment, Transport
+from zero_fn.collectives.segment import (
+    PACKED_NBYTES,
+    Contribution,
+    Contributions,
+    Pending,
+    Route,
+    Rows,
+    Segment,
+    Transport,
+)
 from zero_fn.mesh import Axis
 
-__all__ = ["BY_BACKEND", "Alone", "Contribution", "Pending", "Route", "Rows", "Segment", "Transport", "transport"]
+__all__ = [
+    "BY_BACKEND",
+    "PACKED_NBYTES",
+    "Alone",
+    "Contribution",
+    "Contributions",
+    "Pending",
+    "Route",
+    "Rows",
+    "Segment",
+    "Transport",
+    "transport",
+]
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
 """The transport of a backend, from group, rank and size; `Native` for every other."""

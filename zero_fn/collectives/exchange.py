@@ -39,6 +39,9 @@ class Exchange:
         # In this order no rank is the first target of all others.
         self._peers = [((rank + step) % size, (rank - step) % size) for step in range(1, size)]
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return segments
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         tag = GATHER | mark & MARK_BITS
         works: list[Work] = []

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment
+from zero_fn.collectives.messages import Gathering, Reducing
+from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
 from zero_fn.traffic import count
 
 __all__ = ["Native"]
@@ -32,60 +33,67 @@ class Native:
         self._gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return Gathering(segments, self._rank, self._size)
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if not segments:
             return Pending()
+        plan = segments if isinstance(segments, Gathering) else Gathering(segments, self._rank, self._size)
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
-        messages: list[tuple[Tensor, list[Segment]]] = []
-        together, apart = self._sorted(segments)
-        for pack in together:
-            own = torch.cat([segment.own(self._rank) for segment in pack])
-            message = own.new_empty(own.numel() * self._size)
-            wholes.append(message)
-            pieces.append(own)
-            messages.append((message, pack))
-        for segment in apart:
-            wholes.append(segment.by_rank(self._size).view(-1))
-            pieces.append(self._padded_own(segment))
-        nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
-        if not _travels_as_it_is({whole.dtype for whole in wholes}):
+        for pack in plan.packs:
+            pieces.append(pack.own if pack.own is not None else torch.cat(pack.pieces))
+            wholes.append(pack.begin())
+        for segment, whole, piece in plan.apart:
+            if segment.source is not None and piece is not segment.source:
+                segment.piece(self._rank).copy_(segment.source)
+            wholes.append(whole)
+            pieces.append(piece)
+        if not plan.travels_as_it_is:
             wholes, pieces = [w.view(torch.uint8) for w in wholes], [piece.view(torch.uint8) for piece in pieces]
 
         def unpack() -> None:
-            for message, pack in messages:
-                sizes = [segment.piece_numel for segment in pack]
-                outs = [segment.by_rank(self._size) for segment in pack]
-                torch.split_with_sizes_copy(message.view(self._size, -1), sizes, 1, out=outs)
+            for pack in plan.packs:
+                pack.finish()
 
-        count("all-gather", nbytes * (self._size - 1))
-        return Pending([_work(self._gather(wholes, pieces), pieces[0])], unpack if messages else None, (pieces, wholes))
+        count("all-gather", plan.nbytes * (self._size - 1))
+        return Pending(
+            [_work(self._gather(wholes, pieces), pieces[0])], unpack if plan.packs else None, (pieces, wholes)
+        )
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
+        plan = self._reducing(contributions)
+        if isinstance(contributions, Contributions):
+            rows = contributions.rows
+        else:
+            rows = [contribution.addend.in_chunks() for contribution in contributions]
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
         written: list[tuple[list[Tensor], Tensor, list[int]]] = []  # outs, the sums they take, pieces of these
 
-        def issue(whole: Tensor, total: Tensor) -> None:
+        def issue(whole: Tensor, total: Tensor, dtype: torch.dtype) -> None:
             sums.append(total)
-            inputs.setdefault(total.dtype, []).append(_real(whole))
-            outputs.setdefault(total.dtype, []).append(_real(total))
+            inputs.setdefault(dtype, []).append(whole)
+            outputs.setdefault(dtype, []).append(total)
 
-        together, apart = self._sorted_contributions(contributions)
-        for pack in together:
-            dtype, sizes = pack[0].sum_dtype, [contribution.addend.piece_numel for contribution in pack]
-            message = torch._chunk_cat([contribution.addend.in_chunks() for contribution in pack], 0, self._size)
-            total = message.new_empty(sum(sizes), dtype=dtype)
-            written.append(([contribution.out for contribution in pack], total, sizes))
-            issue(message.view(-1).to(dtype), total)
-        for contribution in apart:
+        for pack in plan.packs:
+            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size).view(-1)
+            if pack.place is not None and isinstance(contributions, Contributions):
+                total = contributions.buffers[pack.buffer].as_strided(*pack.place)
+            else:
+                total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
+                written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
+            issue(message if pack.is_as_summed else message.to(pack.dtype), total, pack.dtype)
+        for at in plan.apart:
+            contribution = contributions[at]
             out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
             whole, total = self._padded_whole(contribution), out
             if out.dtype != dtype or out.numel() != piece_numel:
                 total = whole.new_empty(piece_numel)
                 written.append(([out], total, [piece_numel]))
-            issue(whole, total)
+            issue(_real(whole), _real(total), dtype)
         works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
@@ -97,44 +105,17 @@ class Native:
                 parts = total.split_with_sizes(sizes) if len(outs) > 1 else (total.narrow(0, 0, outs[0].numel()),)
                 torch._foreach_copy_(outs, parts)
 
-        count("reduce-scatter", sum([total.numel() * total.element_size() for total in sums]) * (self._size - 1))
+        count("reduce-scatter", sum([total.nbytes for total in sums]) * (self._size - 1))
         return Pending(works, divide if sums else None, (inputs, contributions))
 
-    def _sorted(self, segments: Sequence[Segment]) -> tuple[list[list[Segment]], list[Segment]]:
-        """What travels in one message each, and what alone: pieces that are large, uneven or in place already."""
-        together: dict[torch.dtype, list[Segment]] = {}
-        apart: list[Segment] = []
-        for segment in segments:
-            if segment.source is not None and self._is_even(segment) and segment.is_small:
-                together.setdefault(segment.dtype, []).append(segment)
-            else:
-                apart.append(segment)
-        return list(together.values()), apart
-
-    def _sorted_contributions(
-        self, contributions: Sequence[Contribution]
-    ) -> tuple[list[list[Contribution]], list[Contribution]]:
-        """The same for a reduction."""
-        together: dict[tuple[torch.dtype, torch.dtype], list[Contribution]] = {}
-        apart: list[Contribution] = []
-        for contribution in contributions:
-            addend = contribution.addend
-            if addend.is_small and self._is_even(addend) and not addend.dtype.is_complex:
-                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(contribution)
-            else:
-                apart.append(contribution)
-        return list(together.values()), apart
-
-    def _is_even(self, segment: Segment) -> bool:
-        return segment.numel == segment.piece_numel * self._size
-
-    def _padded_own(self, segment: Segment) -> Tensor:
-        """This rank's piece with room for a full one."""
-        if segment.source is not None:
-            if self._is_even(segment):
-                return segment.source  # the backend writes it into `whole` with those of the peers
-            segment.piece(self._rank).copy_(segment.source)
-        return segment.padded_piece(self._rank)
+    def _reducing(self, contributions: Sequence[Contribution]) -> Reducing:
+        """How they travel; found out once where there will be more of them."""
+        if not isinstance(contributions, Contributions):
+            return Reducing(contributions, self._size)
+        plan: Reducing | None = contributions.memo.get(Native)
+        if plan is None:
+            plan = contributions.memo[Native] = Reducing(contributions, self._size)
+        return plan
 
     def _padded_whole(self, contribution: Contribution) -> Tensor:
         """The addend in the dtype of the sum, with room for full pieces."""
@@ -182,16 +163,6 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
     """The first of these methods that this torch has."""
     found = next(getattr(group, name) for name in names if hasattr(group, name))
     return cast(Callable[..., Any], found)
-
-
-_TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
-
-
-def _travels_as_it_is(dtypes: set[torch.dtype]) -> bool:
-    """Whether a group of these dtypes may be gathered as such, or only as bytes: several dtypes in one group are mixed up
-    by gloo, and not every backend knows every dtype.
-    """
-    return len(dtypes) == 1 and dtypes <= _TRAVELING
 
 
 def _real(flat: Tensor) -> Tensor:

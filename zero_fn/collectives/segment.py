@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from zero_fn.collectives.waiting import wait_for
 __all__ = [
     "PACKED_NBYTES",
     "Contribution",
+    "Contributions",
     "Pending",
     "Route",
     "Rows",
@@ -164,14 +165,63 @@ class Contribution:
 
     Attributes:
         addend: Segment with this rank's addend everywhere. It is only read.
-        out: Receives the mean: as many elements as this rank's piece.
+        memory, place: Where the mean goes: the tensor, or this range of its storage (first element, number of elements).
         sum_dtype: Dtype of the running sum.
     """
 
-    __slots__ = ("addend", "out", "sum_dtype")
+    __slots__ = ("addend", "memory", "place", "sum_dtype")
 
-    def __init__(self, addend: Segment, out: Tensor, sum_dtype: torch.dtype) -> None:
-        self.addend, self.out, self.sum_dtype = addend, out, sum_dtype
+    def __init__(
+        self, addend: Segment, out: Tensor, sum_dtype: torch.dtype, place: tuple[int, int] | None = None
+    ) -> None:
+        self.addend, self.memory, self.sum_dtype, self.place = addend, out, sum_dtype, place
+
+    @property
+    def out(self) -> Tensor:
+        """Receives the mean: as many elements as this rank's piece. Cut when it is asked for."""
+        if self.place is None:
+            return self.memory
+        start, numel = self.place
+        return self.memory.as_strided((numel,), (1,), start)
+
+
+class Contributions(Sequence[Contribution]):
+    """Contributions of which there will be more, of the same sizes, dtypes and places, in each step.
+
+    Attributes:
+        rows: The addends, one tensor each, in such a shape that pieces are cut along the first dim.
+        buffers: What the places of the means are in.
+        numel: Elements of all of them.
+        memo: Where a transport keeps what it has found out about them, by its class.
+    """
+
+    __slots__ = ("_make", "buffers", "memo", "numel", "rows")
+
+    def __init__(
+        self,
+        rows: list[Tensor],
+        buffers: list[Tensor],
+        make: Callable[[int, Tensor], Contribution],
+        numel: int,
+        memo: dict[type, Any],
+    ) -> None:
+        """Names them; `make` makes one, from its number and rows, when a transport asks for it."""
+        self.rows, self.buffers, self.numel, self.memo = rows, buffers, numel, memo
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, at: int) -> Contribution: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Contribution]: ...
+
+    def __getitem__(self, at: int | slice) -> Contribution | list[Contribution]:
+        if isinstance(at, slice):
+            return [self[i] for i in range(len(self.rows))[at]]
+        return self._make(at, self.rows[at])
 
 
 _dropped: deque[object] = deque(maxlen=1024)
@@ -225,6 +275,9 @@ class Transport(Protocol):
 
     pads: bool
     """Whether `Segment.whole` must have room for `n` full pieces."""
+
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments, for many all-gathers of the same memory: what is cut from them is cut now, once."""
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         """Fills each segment from the pieces of all ranks."""

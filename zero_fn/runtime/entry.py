@@ -26,7 +26,7 @@ from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
-from zero_fn.runtime.swapped import is_transforming, outside_transforms
+from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, traced_inside, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_graph import (
@@ -114,8 +114,7 @@ class Entry:
             return self._call_with_leaves(*args, **kwargs)
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
-        with outside_transforms():
-            use = unit.step.enter(unit, self)
+        use = called_outside(unit.step.enter, unit, self)
         hidden = _hide(unit)
         failed = True
         try:
@@ -143,8 +142,7 @@ class Entry:
             unit.unshadow()
             for names, entry in hidden:
                 names["forward"] = entry
-            with outside_transforms():
-                unit.step.leave(use, failed=failed)
+            called_outside(unit.step.leave, use, failed=failed)
         return output
 
     @left_alone

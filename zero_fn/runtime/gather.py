@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from zero_fn.collectives import Segment
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, in_flight
 from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
@@ -27,7 +28,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["UnitUse", "gather", "returns_gradients", "will_execute"]
+__all__ = ["UnitUse", "gather", "gather_again", "returns_gradients", "will_execute"]
 
 will_execute = torch._C._will_engine_execute_node
 
@@ -61,6 +62,47 @@ class UnitUse:
         self.generation = unit.generation
         self.node: weakref.ref[Any] | None = None
         self.has_graph = self.has_arrived = False
+
+
+class _Again(UnitUse):
+    """What recomputations inside a unit read its parameters for. It does not hold the unit, which holds it."""
+
+    __slots__ = ("_unit",)
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = weakref.ref(unit)
+        super().__init__(unit, -1)
+
+    @property
+    def unit(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None, "backward is in a unit that is gone"
+        return unit
+
+    @unit.setter
+    def unit(self, unit: Unit) -> None:
+        """Held weakly already."""
+
+
+@uncompiled
+def gather_again(unit: Unit) -> list[Tensor]:
+    """The gathered parameters of a unit for recomputations inside it, by a node of their own.
+
+    They are the same in each backward, where that cannot be told from new ones. [Note: tensors that are lent]
+    """
+    gathered = unit.gathered
+    if gathered is None or not gathered.lends or unit.swapped or unit.has_model_axes or is_transforming():
+        with torch.enable_grad():
+            return gather(UnitUse(unit, -1))
+    trained = [slot.parameter.requires_grad for slot in unit.slots]
+    lent = gathered.lent
+    if lent is None or lent.trained != trained or not lent.is_untouched():
+        use = _Again(unit)
+        with torch.enable_grad():
+            lent = Lent(_gathered(use), trained, use)
+        gathered.lend(lent)
+    lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
+    return lent.tensors
 
 
 @uncompiled

@@ -15,14 +15,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution
+from zero_fn.collectives import Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
-from zero_fn.layout import aligned_offsets
-from zero_fn.resting import local_of, resting_tensor
+from zero_fn.resting import local_of, moved, nothing
+from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
@@ -38,14 +39,26 @@ class Gradients:
 
     Attributes:
         local: The sum for each slot; None if it has no gradient yet.
+        is_empty: Whether no gradient is waiting.
     """
 
-    __slots__ = ("__weakref__", "_buffers", "_is_owned", "_marked", "_markers", "_memory", "_slots", "local")
+    __slots__ = (
+        "__weakref__",
+        "_buffers",
+        "_is_owned",
+        "_marked",
+        "_markers",
+        "_memory",
+        "_slots",
+        "is_empty",
+        "local",
+    )
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
+        self.is_empty = True
         self._buffers: list[Tensor] | None = None
         self._memory: GradientMemory | None = None  # of the buffers
         self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, with the memory it was made for
@@ -59,6 +72,10 @@ class Gradients:
             memory: Of the unit.
             exact: Sum in the sum dtype from the first addend on: several will come.
         """
+        if self.is_empty and not exact and len(memory.ranges) == len(self._slots):
+            self.local = list(grads)
+            self._note_empty()
+            return
         for i, (slot, grad) in enumerate(zip(self._slots, grads, strict=True)):
             if grad is None or slot not in memory.ranges:  # frozen since the forward, as autograd then drops it
                 continue
@@ -73,6 +90,10 @@ class Gradients:
                 self._is_owned[i] = True
             else:
                 self.local[i] = grad
+        self._note_empty()
+
+    def _note_empty(self) -> None:
+        self.is_empty = all(grad is None for grad in self.local)
 
     def add_pending(self, grads: Sequence[Tensor | None], memory: GradientMemory) -> None:
         """As `add`, for sums that stay local when the backward ends."""
@@ -98,6 +119,7 @@ class Gradients:
             if self._slots[i].parameter.grad is not marker:
                 del self._marked[i]
                 self.local[i], self._is_owned[i] = None, False
+        self._note_empty()
 
     def unmark(self) -> None:
         """Shows the gradients of before again in place of the markers. The sums stay, without those the user dropped."""
@@ -113,12 +135,8 @@ class Gradients:
         taken = self.local, self._buffers if self._memory is memory else None
         self.local, self._buffers, self._memory = [None] * len(self._slots), None, None
         self._is_owned = [False] * len(self._slots)
+        self.is_empty = True
         return taken
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no gradient is waiting."""
-        return all(grad is None for grad in self.local)
 
     def _room(self, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
         if slot.keeps_whole_gradient and slot.sum_dtype == slot.dtype and slot.numel and slot in memory.ranges:
@@ -138,35 +156,60 @@ def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
 
 
 class _Range:
-    """Where the gradient of one slot lives in the gradient memory of its unit; in elements of its buffer."""
+    """Where the gradient of one slot lives in the gradient memory of its unit.
 
-    __slots__ = ("buffer", "numel", "offset", "out_numel", "out_offset")
+    Attributes:
+        buffer: Number of its buffer.
+        offset, numel: Its range of the buffer, in elements.
+        out: First element and number of elements that the reduction of this rank's piece fills.
+        resting: Size, stride and offset of the gradient as it rests.
+        empty: A tensor without elements of its dtype and device.
+    """
+
+    __slots__ = ("buffer", "empty", "numel", "offset", "out", "resting")
 
     def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
         self.buffer, self.offset, self.numel = buffer, offset, numel
-        start, self.out_numel = 0, slot.local_numel
+        self.empty = nothing(slot.dtype, slot.flat.device)
+        start, out_numel = 0, slot.local_numel
         if slot.layout is None:
-            start, self.out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
+            start, out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
         elif slot.keeps_whole_gradient:
             start = slot.start
-        self.out_offset = offset + start
+        self.out = offset + start, out_numel
+        self.resting = slot.local_shape, slot.local_stride, offset if slot.layout is None else offset + start
 
 
 class GradientMemory:
-    """The gradient memory of the trained slots of a unit: one buffer per dtype, ranges on aligned boundaries."""
+    """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says.
+
+    Attributes:
+        ranges: Where each slot has its gradient.
+    """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.ranges: dict[Slot, _Range] = {}
+        self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
         self._buffers: list[tuple[int, torch.dtype, torch.device]] = []
         by_dtype: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
         for (dtype, device), members in by_dtype.items():
-            numels = [slot.gradient_room for slot in members]
-            *offsets, total = aligned_offsets(numels, dtype.itemsize)
-            for slot, offset, numel in zip(members, offsets, numels, strict=True):
-                self.ranges[slot] = _Range(slot, len(self._buffers), offset, numel)
+            offsets, total = dense_offsets(members, [slot.gradient_room for slot in members], dtype.itemsize)
+            for slot in members:
+                self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.gradient_room)
             self._buffers.append((total, dtype, device))
+        self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.numel]
+        self._numel = sum(slot.numel for slot, _ in self._reduced)
+
+    def contributions(self, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Contributions:
+        """The contributions of all slots with elements, in order, `exact` or not, to sums in `buffers`."""
+
+        def make(at: int, rows: Tensor) -> Contribution:
+            slot, place = self._reduced[at]
+            return Contribution(slot.addend(rows), buffers[place.buffer], slot.sum_dtype, place.out)
+
+        return Contributions(rows, buffers, make, self._numel, self._memos[exact])
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
@@ -212,18 +255,20 @@ class Reduction:
         self._transport, self._memory, self._unit = transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
         self._regathered: Waits | None = None
-        contributions = []
+        rows: list[Tensor] = []
         for slot, grad in zip(slots, local, strict=True):
-            place = memory.ranges.get(slot)
-            if place is None or not slot.numel:
+            if slot not in memory.ranges or not slot.numel:
                 continue
             dtype = slot.sum_dtype if exact else slot.compute_dtype
+            if grad is not None and grad.dtype is dtype and slot.is_in_order:
+                rows.append(grad)
+                continue
             if grad is None:
-                addend = slot.segment(torch.zeros(slot.numel, dtype=dtype, device=slot.flat.device))
-            else:
-                addend = slot.addend(grad if grad.dtype == dtype else grad.to(dtype))
-            out = self._buffers[place.buffer].as_strided((place.out_numel,), (1,), place.out_offset)
-            contributions.append(Contribution(addend, out, slot.sum_dtype))
+                grad = torch.zeros(slot.shape, dtype=dtype, device=slot.flat.device)
+            elif grad.dtype != dtype:
+                grad = grad.to(dtype)
+            rows.append(slot.rows_of(grad))
+        contributions = memory.contributions(rows, self._buffers, exact=exact)
         self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
     def wait(self) -> None:
@@ -249,6 +294,11 @@ class Reduction:
         """Lets go of the memory: every gradient was taken, and those that rest elsewhere hold none of it."""
         self._buffers = []
 
+    @property
+    def is_released(self) -> bool:
+        """Whether every gradient was taken."""
+        return not self._buffers
+
     def is_frozen(self, slot: Slot) -> bool:
         """Whether a slot takes no part."""
         return slot not in self._memory.ranges
@@ -258,9 +308,8 @@ class Reduction:
         place = self._memory.ranges.get(slot)
         if place is None:
             return None
-        offset = place.offset if slot.layout is None else place.out_offset
-        view = self._buffers[place.buffer].as_strided(slot.local_shape, slot.local_stride, offset)
-        return view if slot.spec is None else resting_tensor(view, slot.spec)
+        view = self._buffers[place.buffer].as_strided(*place.resting)
+        return view if slot.spec is None else moved(view, slot.spec, place.empty)
 
 
 def settle(slot: Slot, grad: Tensor) -> None:

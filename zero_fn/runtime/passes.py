@@ -11,6 +11,8 @@ from torch.autograd import Variable
 
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
+    BRACKETS,
+    Action,
     Await,
     Enter,
     Event,
@@ -67,32 +69,41 @@ class ForwardPass:
         self._counts[unit] = number + 1
         return number
 
-    def note(self, bracket: Enter | Exit, use: UnitUse) -> Sequence[Event]:
-        """Records a bracket. Returns the events to run before it; none once the pass has left the schedule."""
+    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Sequence[Action]:
+        """Records a bracket. Returns what to do before it; none once the pass has left the schedule."""
+        unit, number = use.unit.index, use.number
+        legs, at = self._legs, self._at
+        bracket: Enter | Exit | None = None
+        if legs is not None:
+            leg = legs[at] if not self.failed and at < len(legs) else None
+            if leg is None or type(leg.bracket) is not kind or leg.bracket.use != (unit, self._relative(unit, number)):
+                self._legs = None
+            elif leg.bracket.use.number == number:
+                bracket = leg.bracket  # the same object in each pass: traces that are equal are found to be at once
+        if bracket is None:
+            bracket = kind(Use(unit, number))
         self.trace.append(bracket)
         self.uses[bracket.use] = use
-        self.depth += 1 if isinstance(bracket, Enter) else -1
-        legs, at = self._legs, self._at
-        if legs is None:
-            return ()
-        if self.failed or at == len(legs) or legs[at].bracket != self._relative(bracket):
-            self._legs = None
+        self.depth += 1 if kind is Enter else -1
+        if self._legs is None:
             return ()
         self._at = at + 1
-        return legs[at].before
+        return self._legs[at].before
 
     @property
     def is_on_schedule(self) -> bool:
         """Whether the pass has done what the schedule foresaw."""
         return self._legs is not None
 
-    def after(self) -> Sequence[Event]:
-        """The events right after the last bracket that do not wait."""
+    def after(self) -> Sequence[Action]:
+        """What to do right after the last bracket that do not wait."""
         return self._legs[self._at - 1].after if self._legs is not None else ()
 
     def relative_trace(self) -> Trace:
         """The brackets with uses numbered from 0 in this pass."""
-        return tuple(self._relative(bracket) for bracket in self.trace)
+        if not self._offsets:
+            return tuple(self.trace)
+        return tuple(type(each)(Use(each.use.unit, self._relative(*each.use))) for each in self.trace)
 
     def kept_units(self) -> set[int]:
         """Units after whose last Exit nothing began: backward needs them first."""
@@ -103,11 +114,9 @@ class ForwardPass:
             kept.add(bracket.use.unit)
         return kept
 
-    def _relative(self, bracket: Enter | Exit) -> Enter | Exit:
-        if not self._offsets:
-            return bracket
-        unit, number = bracket.use
-        return type(bracket)(Use(unit, number - self._offsets.get(unit, 0)))
+    def _relative(self, unit: int, number: int) -> int:
+        """The number of a use, counted from 0 in this pass."""
+        return number - self._offsets.get(unit, 0) if self._offsets else number
 
 
 class Script:
@@ -117,7 +126,7 @@ class Script:
         events: The schedule.
         uses: Its uses.
         uses_of: How many of them each unit has, the same number on every rank.
-        enter_after: For each event, the next Enter from there on.
+        gates: For each event, the Enter or Exit that autograd must have come to before it may run, if there is one.
     """
 
     def __init__(
@@ -139,12 +148,16 @@ class Script:
         self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
         self.uses = frozenset(event.use for event in self.events if isinstance(event, Exit))
         self.uses_of = Counter(use.unit for use in self.uses)
-        self.enter_after: list[Enter | None] = []
+        self.gates: list[Enter | Exit | None] = []
         following: Enter | None = None
         for event in reversed(self.events):
             following = event if isinstance(event, Enter) else following
-            self.enter_after.append(following)
-        self.enter_after.reverse()
+            if isinstance(event, Enter | Exit):
+                self.gates.append(event)
+            else:
+                # Waiting for bytes before autograd needs them would only keep the host from issuing work.
+                self.gates.append(following if isinstance(event, Await) else None)
+        self.gates.reverse()
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -229,28 +242,24 @@ class BackwardPass:
         self._entered.add(use)
         self._arrived.add(use)
 
-    def next_event(self) -> Event | None:
-        """The next event, or None if it must wait for autograd."""
-        at = self._cursor
-        if at == len(self._events) or (not self.closing and self._must_wait(at)):
-            return None
-        self._cursor = at + 1
-        return self._events[at]
+    def next_action(self) -> Action | None:
+        """What comes next beside brackets, or None if it must wait for autograd."""
+        for at in range(self._cursor, len(self._events)):
+            event, gate = self._events[at], self._script.gates[at]
+            if gate is not None and not self.closing and self._must_wait(gate):
+                self._cursor = at
+                return None
+            if not isinstance(event, BRACKETS):
+                self._cursor = at + 1
+                return event
+        self._cursor = len(self._events)
+        return None
 
-    def _must_wait(self, at: int) -> bool:
-        event = self._events[at]
-        if isinstance(event, Await):
-            # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-            following = self._script.enter_after[at]
-            if following is None:
-                return False
-            event = following
-        elif not isinstance(event, Enter | Exit):
-            return False
-        use = event.use
+    def _must_wait(self, gate: Enter | Exit) -> bool:
+        use, is_enter = gate.use, type(gate) is Enter
         if use in self._frozen:
-            return not (isinstance(event, Enter) and use in self._entered) and not self._is_passed()
-        return use in self._awaited and use not in (self._arrived if isinstance(event, Exit) else self._entered)
+            return not (is_enter and use in self._entered) and not self._is_passed()
+        return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
 
     def _is_passed(self) -> bool:
         """Whether backward has reached a use beyond the cursor: the frozen uses before it have run or never will."""

@@ -1,7 +1,7 @@
 """Saved-tensor hooks: autograd remembers which gathered tensor it needs, not the tensor.
 
 [Note: freeing is dropping the reference] A gathered parameter that autograd saves for backward is packed as (unit,
-group, size, stride, offset). So nothing but the unit holds a gathered buffer, and freeing it is dropping that reference;
+group, size, stride, offset). So nothing but the unit holds a gathered buffer, and it may be freed;
 unpacking in backward finds the buffer gathered again, or gathers it.
 
 [Note: only the innermost hooks apply] Hooks pushed inside a unit hide those around it, of `torch.utils.checkpoint` or
@@ -11,7 +11,7 @@ unpacking in backward finds the buffer gathered again, or gathers it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -25,33 +25,35 @@ from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
+    from zero_fn.runtime.gathered import Gathered
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["forget_buffer", "packing_gathered", "remember_buffer"]
+__all__ = ["packing_gathered", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
-_live: dict[int, tuple[weakref.ref[Unit], int, torch.dtype]] = {}
+_live: dict[int, tuple[weakref.ref[Unit], int, torch.dtype]] = {}  # by storage, whether or not it has memory now
 
 
-def remember_buffer(buffer: Tensor, unit: Unit, group: int) -> None:
-    """From now on, tensors on this buffer are packed as views of group `group` of `unit`."""
-    _live[buffer.untyped_storage().data_ptr()] = (weakref.ref(unit), group, buffer.dtype)
+def remember_buffer(buffer: Tensor, gathered: Gathered, unit: Unit, group: int) -> None:
+    """As long as `gathered` lives, tensors on this buffer are packed as views of group `group` of `unit`.
 
-
-def forget_buffer(buffer: Tensor) -> None:
-    """The unit is about to drop this buffer; whoever else holds it keeps it as an ordinary tensor."""
-    _live.pop(buffer.untyped_storage().data_ptr(), None)
+    Whoever else holds the buffer then keeps it as an ordinary tensor.
+    """
+    key = buffer.untyped_storage()._cdata
+    _live[key] = (weakref.ref(unit), group, buffer.dtype)
+    weakref.finalize(gathered, _live.pop, key, None).atexit = False
 
 
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "offset", "size", "spec", "stride", "unit")
+    __slots__ = ("group", "place", "spec", "unit")
 
-    def __init__(self, unit: Unit, group: int, tensor: Tensor, spec: DTensorSpec | None) -> None:
-        self.unit, self.group, self.spec = unit, group, spec
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+    def __init__(
+        self, unit: Unit, group: int, place: tuple[Sequence[int], Sequence[int], Any], spec: DTensorSpec | None
+    ) -> None:
+        self.unit, self.group, self.place, self.spec = unit, group, place, spec
 
 
 def _find(tensor: Tensor) -> _Packed | None:
@@ -60,13 +62,15 @@ def _find(tensor: Tensor) -> _Packed | None:
         spec = tensor._spec
         tensor = tensor._local_tensor
     try:
-        entry = _live.get(tensor.untyped_storage().data_ptr())
+        entry = _live.get(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
         return None
     if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
         return None
     unit = entry[0]()
-    return None if unit is None else _Packed(unit, entry[1], tensor, spec)
+    if unit is None:
+        return None
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
 @uncompiled
@@ -83,7 +87,7 @@ def _pack(tensor: Tensor) -> Tensor | _Packed:
 def _unpack(packed: Tensor | _Packed) -> Tensor:
     if isinstance(packed, _Packed):
         buffer = packed.unit.buffer_for_backward(packed.group)
-        view = buffer.as_strided(packed.size, packed.stride, packed.offset)
+        view = buffer.as_strided(*packed.place)
         return view if packed.spec is None else on_spec(view, packed.spec)
     return packed
 

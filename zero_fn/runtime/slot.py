@@ -60,7 +60,9 @@ class Place:
     @property
     def registered(self) -> nn.Parameter | None:
         """The parameter that the module has now under this name."""
-        return self.module._parameters.get(self.attribute)
+        module = self._module()
+        assert module is not None, f"the module that holds {self.attribute!r} is gone"
+        return module._parameters.get(self.attribute)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` the registered one."""
@@ -127,6 +129,8 @@ class Slot:
         is_kept: Whether the gathered parameter stays in memory between uses (its home shards less than PARAMS).
         is_hosted: Whether the part of this rank on the first axis stays in memory, of which it owns a part on the second.
         keeps_whole_gradient: Whether the gradient lives in a whole buffer, of which `.grad` is a view or all.
+        is_reduced_at_once: Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it.
+        is_in_order: Whether it is cut along its first dim, and its dims lie in order.
         layout: How it is cut over the first axis, None where it rests replicated (by its home, or because it has no rows).
         sublayout: How the part of this rank is cut over the second axis, None if it is not.
         flat: This rank's elements of the resting parameter, flat, in storage order.
@@ -195,7 +199,8 @@ class Slot:
             and sharded[1] < Sharded.PARAMS
         )
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
-        self._in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
+        self.is_reduced_at_once = self.layout is not None or self.size == 1
+        self.is_in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
         # What collectives must know where there are two axes.
         self.route: Route | None = None
         if len(grid.axes) > 1:
@@ -233,11 +238,6 @@ class Slot:
         for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
             if tier is not None and is_away(tier, self._device_type):
                 yield kind, tier
-
-    @property
-    def is_reduced_at_once(self) -> bool:
-        """Whether its gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
-        return self.layout is not None or self.size == 1
 
     @property
     def is_gradient_away(self) -> bool:
@@ -319,11 +319,11 @@ class Slot:
 
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
-        registered = self.places[0].registered
-        if registered is not self.parameter:
-            return False
-        if len(self.places) > 1 and any(place.registered is not registered for place in self.places):
-            return False
+        registered = self.parameter
+        for place in self.places:
+            module = place._module()
+            if module is None or module._parameters.get(place.attribute) is not registered:
+                return False
         if isinstance(registered, DTensor):
             return registered._local_tensor is self.local
         if isinstance(registered, TierTensor):
@@ -358,14 +358,15 @@ class Slot:
         """This rank's part of the parameter on all axes, as a view."""
         return self.owned(local_part(full, self.model))
 
-    def addend(self, grad: Tensor) -> Segment:
-        """A whole gradient, as collectives take it; its elements are not copied if they can be cut where they are."""
+    def rows_of(self, grad: Tensor) -> Tensor:
+        """A whole gradient in such a shape that pieces are cut along the first dim; copied only where it must be."""
         if self.layout is not None:
-            rows = grad if self._in_order else grad.permute(self.layout.order)
-            return Rows(rows, self.layout.shard_rows, self.route)
-        return self.segment(
-            grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
-        )
+            return grad if self.is_in_order else grad.permute(self.layout.order)
+        return grad.as_strided((self.numel,), (1,)) if grad.stride() == self.stride else self._packed(grad)
+
+    def addend(self, rows: Tensor) -> Segment:
+        """What `rows_of` gave, as collectives take it."""
+        return Rows(rows, self.layout.shard_rows, self.route) if self.layout is not None else self.segment(rows)
 
     def whole_view(self, flat: Tensor) -> Tensor:
         """The whole parameter on a flat range in storage order."""

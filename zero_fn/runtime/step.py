@@ -33,13 +33,14 @@ from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.everywhere import tell
-from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
+from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
 from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
 from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
+    Action,
     Await,
     Enter,
     Event,
@@ -166,6 +167,8 @@ class Step:
 
     def _put_gradients_away(self, unit: Unit) -> None:
         """Begins to write gradients that rest in another tier, one unit at a time. A failure is kept until all are told."""
+        if not unit.gradient_records:
+            return
         for record, values in unit.gradients_to_put_away():
             try:
                 if self._writing is not None:
@@ -203,15 +206,14 @@ class Step:
         use = UnitUse(unit, self._forward.next_number(unit.index), entry)
         if self._forward.grad:
             unit.last_entry = weakref.ref(entry)
-        bracket = Enter(Use(unit.index, use.number))
-        events = self._forward.note(bracket, use)
+        before = self._forward.note(Enter, use)
         try:
-            for event in events:
-                self._run(event)
+            for action in before:
+                self._run(action)
             unit.unshard()
             unit.await_gathered()
-            for event in self._forward.after():
-                self._run(event)
+            for action in self._forward.after():
+                self._run(action)
         except StorageError:  # on every rank alike: what was entered is left again
             self._give_up_entering(self._forward, use)
             raise
@@ -220,7 +222,7 @@ class Step:
 
     def _give_up_entering(self, forward: ForwardPass, use: UnitUse) -> None:
         forward.failed = True
-        forward.note(Exit(Use(use.unit.index, use.number)), use)
+        forward.note(Exit, use)
         if forward.depth == 0:
             self._end_forward(forward)
 
@@ -235,13 +237,12 @@ class Step:
                 self._reshard_in_forward(unit, grad=True)
             return
         forward.failed |= failed
-        bracket = Exit(Use(unit.index, use.number))
         on_schedule = forward.is_on_schedule
-        before = forward.note(bracket, use)
+        before = forward.note(Exit, use)
         is_outermost = forward.depth == 0
         if not failed:
-            for event in (*before, *forward.after()):
-                self._run(event)
+            for action in (*before, *forward.after()):
+                self._run(action)
             if not on_schedule and not is_outermost:
                 self._reshard_in_forward(unit)
         if is_outermost:
@@ -479,47 +480,51 @@ class Step:
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
-        while (event := backward.next_event()) is not None:
-            self._run(event)
+        while (action := backward.next_action()) is not None:
+            self._run(action)
 
-    def _run(self, event: Event) -> None:
-        if isinstance(event, Enter | Exit):
-            return
-        unit = self.unit(event.unit)
-        match event:
-            case Fetch():
-                unit.fetch()
-            case Unshard():
-                unit.unshard()
-            case Await():
-                unit.await_gathered()
-            case Reshard():
-                if self._forward is not None:
-                    self._reshard_in_forward(unit, grad=self._forward.grad)
-                elif not unit.open and unit.is_transient:
-                    unit.reshard()
-                elif not unit.open:
-                    # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
-                    unit.leave_backward()
-            case Reduce():
-                assert self._backward is not None
-                exact = self._backward.uses_of(unit.index) > 1
-                self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
-            case Settle():
-                assert self._backward is not None
-                self._settle(*self._backward.reductions.pop(0))
+    def _run(self, action: Action) -> None:
+        kind, unit = type(action), self.units[action.unit]()
+        assert unit is not None, f"unit {action.unit} is gone"
+        if kind is Unshard:
+            unit.unshard()
+        elif kind is Await:
+            unit.await_gathered()
+        elif kind is Reshard:
+            if self._forward is not None:
+                self._reshard_in_forward(unit, grad=self._forward.grad)
+            elif not unit.open and unit.is_transient:
+                unit.reshard()
+            elif not unit.open:
+                # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
+                unit.leave_backward()
+        elif kind is Reduce:
+            assert self._backward is not None
+            exact = self._backward.uses_of(unit.index) > 1
+            self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
+        elif kind is Settle:
+            assert self._backward is not None
+            self._settle(*self._backward.reductions.pop(0))
+        else:
+            assert kind is Fetch, f"no such action: {action}"
+            unit.fetch()
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
         reduction.wait()
         self._undecided.append((unit, reduction))
+        is_settled = True
         for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
             if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                self._add(slot, grad)
+                if slot.gradient_away is None:
+                    settle(slot, grad)
+                else:
+                    self._add(slot, grad)
+            elif not reduction.is_frozen(slot):
+                is_settled = False
         self._put_gradients_away(unit)
-        slots = zip(unit.slots, reduction.has_local, strict=True)
-        if all((has_local and slot.is_reduced_at_once) or reduction.is_frozen(slot) for slot, has_local in slots):
+        if is_settled:
             reduction.release()
 
     def _add(self, slot: Slot, grad: Tensor) -> None:
@@ -534,14 +539,17 @@ class Step:
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
             return
-        union = iter(self._any(local, "which parameters have gradients"))
+        union = self._any(local, "which parameters have gradients")
         for _, reduction in undecided:
             reduction.regather()
         for _, reduction in undecided:
             reduction.wait_regathered()  # all, before a hook of the user may raise
+        end = 0
         for unit, reduction in undecided:
-            for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-                has_any = next(union)
+            start, end = end, end + len(unit.slots)
+            if reduction.is_released:
+                continue
+            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
                     self._add(slot, grad)
@@ -595,8 +603,7 @@ class Step:
     def _prepare_recomputation(self, unit: Unit, began_at: object) -> None:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
         if unit.backward_entry is None:
-            with torch.enable_grad():
-                unit.shadow_for_backward(gather(UnitUse(unit, -1)), began_at)
+            unit.shadow_for_backward(gather_again(unit), began_at)
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""

@@ -10,9 +10,9 @@ them nothing is packed, parameters are gathered outside the wrappers, and restin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["is_transforming", "outside_transforms", "swapped_values", "whole_value"]
+__all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values", "whole_value"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _NOTHING = nullcontext()
 _peek = torch._C._functorch.peek_interpreter_stack
@@ -42,6 +45,14 @@ def is_transforming() -> bool:
 def outside_transforms() -> AbstractContextManager[Any]:
     """A context outside the transforms of torch.func, if this runs inside one."""
     return temporarily_clear_interpreter_stack() if is_transforming() else _NOTHING
+
+
+def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function outside the transforms of torch.func."""
+    if _peek() is None:
+        return function(*args, **kwargs)
+    with outside_transforms():
+        return function(*args, **kwargs)
 
 
 def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:

@@ -34,35 +34,32 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.collectives import Segment
 from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
+from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.everywhere import Told, tell
+from zero_fn.runtime.gathered import Gathered, Group
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
+from zero_fn.runtime.names import Names
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.registry import Replacement, note_replacement
-from zero_fn.runtime.saved import forget_buffer, remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.storage import Slab
-from zero_fn.tiers import Cpu
 from zero_fn.tiled import is_tile
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Shelved, Step
     from zero_fn.runtime.whole_graph import Plan
 
-__all__ = ["Group", "Phase", "Unit"]
-
-_MAPPED_NBYTES = 1 << 20
+__all__ = ["Phase", "Unit"]
 
 
 class Phase(Enum):
@@ -71,77 +68,6 @@ class Phase(Enum):
     AT_REST = auto()
     GATHERING = auto()
     GATHERED = auto()
-
-
-class Group:
-    """Parameters of one compute dtype that are gathered into one buffer.
-
-    Attributes:
-        slots: Its parameters.
-        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
-        kept: The buffer, where it stays in memory between uses; None where it is allocated for each use.
-    """
-
-    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
-        self.slots, self.dtype, self.device = slots, dtype, device
-        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
-        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
-        for slot, offset in zip(slots, offsets, strict=True):
-            slot.offset = offset
-        self.kept = self.allocate() if is_kept else None
-        self._segments: list[Segment] | None = None  # of the kept buffer, which stays
-
-    def allocate(self) -> Tensor:
-        """A buffer for the whole group.
-
-        Of parameters in another tier it is mapped and unmapped by itself: a heap would cut activations from the hole that the
-        last buffer left, take new memory for the next one, and so grow with the model.
-        """
-        nbytes = self.numel * self.dtype.itemsize
-        if self.device.type == "cpu" and nbytes >= _MAPPED_NBYTES and any(slot.is_away for slot in self.slots):
-            slab = Slab(nbytes, Cpu(False, None), "gathered parameters", forked=False)
-            return slab.memory[:nbytes].view(self.dtype)
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
-
-    def fill_own(self, buffer: Tensor, *, has_failed: bool = False) -> None:
-        """Copies what this rank holds into its place, where it does not rest there and the all-gather does not copy it.
-
-        Args:
-            buffer: Of the group.
-            has_failed: What rests in another tier could not be read.
-        """
-        sources, places = [], []
-        for slot in self.slots:
-            if slot.hosted is not None:
-                sources.append(slot.hosted.narrow(0, 0, slot.host_numel))
-                places.append(self.host_range(buffer, slot))
-            elif isinstance(slot.flat, TierTensor):
-                if not has_failed:
-                    sources.append(slot.flat.record.values(slot.flat.number))
-                    places.append(self.own_range(buffer, slot))
-            elif not slot.is_source and (self.kept is None or slot.compute_dtype != slot.dtype):
-                sources.append(slot.flat)
-                places.append(self.own_range(buffer, slot))
-        if sources:
-            torch._foreach_copy_(places, sources)
-
-    def segments(self, buffer: Tensor) -> list[Segment]:
-        """What the all-gather fills, in a buffer of the group."""
-        if self._segments is not None:
-            return self._segments
-        found = [slot.segment_in(buffer) for slot in self.slots if slot.layout is not None]
-        if self.kept is not None:
-            self._segments = found
-        return found
-
-    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of what this rank holds of one parameter at rest."""
-        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
-
-    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of this rank's part on the first axis."""
-        assert slot.layout is not None
-        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
 
 
 class Unit:
@@ -162,6 +88,7 @@ class Unit:
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
+        gathered: The memory of the gathered parameters, from the gather until they are freed.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
@@ -197,10 +124,11 @@ class Unit:
         self._told: Told | None = None
         self._hosted: list[Slot] = []
         self._hosts_are_current = False
-        self.gradients = Gradients(slots)
-        self._buffers: list[Tensor] = []
+        self.gradients, self._names = Gradients(slots), Names(slots)
+        self.gathered: Gathered | None = None
+        self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
-        self._memory: tuple[tuple[bool, ...], GradientMemory] | None = None
+        self._memory: tuple[list[bool], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
         self.is_evicted = False
@@ -258,8 +186,12 @@ class Unit:
         self.swapped = {}
         if self.leaves is not None:
             return
-        if self.pinned is None and all(slot.is_current() for slot in self.slots):
-            return
+        if self.pinned is None:
+            for slot in self.slots:
+                if not slot.is_current():
+                    break
+            else:
+                return
         if self.is_evicted:
             raise StateError(
                 "The model is evicted: its parameters are not in memory.",
@@ -281,7 +213,7 @@ class Unit:
         self.is_evicted = True
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
             return  # it is in another tier already
-        self.groups, self.is_transient = [], False
+        self.groups, self.is_transient, self._spare = [], False, None
         self._hosted, self._hosts_are_current = [], False
         for slot in self.slots:
             if isinstance(slot.flat, TierTensor):
@@ -346,13 +278,13 @@ class Unit:
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
-        twin.groups, twin._buffers, twin._pending, twin._backward_tensors = [], [], None, []
+        twin.groups, twin.gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
         twin._hosted, twin._hosts_are_current = [], False
         twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
-        twin.gradients = Gradients(twin.slots)
+        twin.gradients, twin._names = Gradients(twin.slots), Names(twin.slots)
         for slot in twin.slots:
             slot.unit = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
@@ -361,7 +293,7 @@ class Unit:
 
     def _lay_out(self, devices: list[torch.device]) -> None:
         """Chooses the gather groups and points each slot's `flat` at fresh memory."""
-        self._memory = None
+        self._memory = self._spare = None
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
         own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
@@ -388,10 +320,10 @@ class Unit:
         self._lay_out_hosts(devices)
         self._lay_out_records(away)
         for (dtype, device), slots in own.items():
-            *offsets, numel = aligned_offsets([slot.local_numel for slot in slots], dtype.itemsize)
+            starts, numel = dense_offsets(slots, [slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
-            for slot, offset in zip(slots, offsets, strict=True):
-                slot.flat = buffer.narrow(0, offset, slot.local_numel)
+            for slot in slots:
+                slot.flat = buffer.narrow(0, starts[slot], slot.local_numel)
 
     def _lay_out_records(self, away: dict[tuple[Shelved, torch.device], list[Slot]]) -> None:
         """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
@@ -456,21 +388,21 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
             return
-        self._load()
+        if self.records:
+            self._load()
         if self._hosted and not self._hosts_are_current:
             self._gather_hosts()
-        segments: list[Segment] = []
-        for index, group in enumerate(self.groups):
-            buffer = group.allocate() if group.kept is None else group.kept
-            self._buffers.append(buffer)
-            if group.kept is None:
-                remember_buffer(buffer, self, index)
-            group.fill_own(buffer, has_failed=self._failure is not None)
-            segments += group.segments(buffer)
-        self._pending = self.transport.all_gather(segments, self._gathering) if segments else None
+        gathered, self._spare = self._spare, None
+        if gathered is None:
+            gathered = Gathered(self, self.slots, self.groups, self.transport)
+        else:
+            gathered.renew()
+        self.gathered = gathered
+        gathered.fill_own(has_failed=self._failure is not None)
+        self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
-        self._let_go()
         if self.records:
+            self._let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
 
     @property
@@ -521,9 +453,10 @@ class Unit:
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
         """
-        self.finish_gathering()
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if self.phase is Phase.GATHERING:
+            self.finish_gathering()
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
             self.reshard()
             raise failure
 
@@ -541,16 +474,18 @@ class Unit:
 
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
-        self.leave_backward()
-        self._let_go()
+        if self.backward_entry is not None:
+            self.leave_backward()
+        if self.records:
+            self._let_go()
         if self.phase is Phase.AT_REST:
             return
-        self.finish_gathering()
+        if self.phase is Phase.GATHERING:
+            self.finish_gathering()
         self._failure = None
-        for group, buffer in zip(self.groups, self._buffers, strict=True):
-            if group.kept is None:
-                forget_buffer(buffer)
-        self._buffers = []
+        gathered, self.gathered = self.gathered, None
+        if gathered is not None and gathered.free():
+            self._spare = gathered
         self.phase = Phase.AT_REST
 
     def tensors(self) -> list[Tensor]:
@@ -560,13 +495,8 @@ class Unit:
                 whole.to(slot.compute_dtype) if slot.compute_dtype != whole.dtype else whole.data
                 for slot, whole in zip(self.slots, self.pinned, strict=True)
             ]
-        assert self.phase is Phase.GATHERED, f"unit {self.name!r} is {self.phase}"
-        return [
-            slot.local.data
-            if slot.group is None
-            else self._buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset).data
-            for slot in self.slots
-        ]
+        assert self.phase is Phase.GATHERED and self.gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self.gathered.tensors()
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
@@ -574,13 +504,15 @@ class Unit:
             self.phase is not Phase.GATHERED or self.backward_entry is None
         ):  # backward has come, or this is the first it sees
             self.step.demand(self)
-        return self._buffers[group]
+        assert self.gathered is not None, f"unit {self.name!r} is {self.phase}"
+        return self.gathered.buffers[group]
 
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         kept = [group.kept for group in self.groups if group.kept is not None]
         hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
-        return [*kept, *hosted, *self._buffers, *(self.pinned or ())]
+        gathered = self.gathered.buffers if self.gathered is not None else ()
+        return [*kept, *hosted, *gathered, *(self.pinned or ())]
 
     @property
     def gathered_nbytes(self) -> int:
@@ -606,7 +538,7 @@ class Unit:
 
     def gradient_memory(self) -> GradientMemory:
         """The layout of the gradients of the parameters that are trained now."""
-        trained = tuple(slot.parameter.requires_grad for slot in self.slots)
+        trained = [slot.parameter.requires_grad for slot in self.slots]
         if self._memory is None or self._memory[0] != trained:
             memory = GradientMemory([slot for slot, flag in zip(self.slots, trained, strict=True) if flag])
             self._memory = (trained, memory)
@@ -652,6 +584,11 @@ class Unit:
         """Whether gradients wait on this rank that the user did not drop."""
         self.gradients.forget_dropped()
         return not self.gradients.is_empty
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
+        return self.open > 0 or self.pinned is not None or self.leaves is not None or self.has_pending()
 
     def reduce(self, grads: Sequence[Tensor | None]) -> Reduction:
         """Issues the reduction of these gradients."""
@@ -704,9 +641,7 @@ class Unit:
     @uncompiled
     def shadow(self, tensors: list[Tensor]) -> None:
         """Lets modules see `tensors` under the names of the parameters."""
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            for place in slot.places:
-                place.shadow(tensor)
+        self._names.show(tensors)
 
     def shadow_for_backward(self, tensors: list[Tensor], entry: object) -> None:
         """As `shadow`, until the unit is resharded, for the backward of a forward that began at `entry`."""
@@ -723,11 +658,9 @@ class Unit:
     def unshadow(self) -> None:
         """Undoes `shadow`."""
         if self._backward_tensors:
-            self.shadow(self._backward_tensors)
-            return
-        for slot in self.slots:
-            for place in slot.places:
-                place.unshadow()
+            self._names.show(self._backward_tensors)
+        else:
+            self._names.hide()
 
     @property
     def requires_grad(self) -> bool:

@@ -17,11 +17,12 @@ import weakref
 import torch
 from torch import Tensor
 
-from zero_fn.storage.slab import advise
+from zero_fn.storage.memory import available
+from zero_fn.storage.slab import advise, too_small
 
 __all__ = ["RECYCLED_NBYTES", "Recycled", "recycled"]
 
-RECYCLED_NBYTES = 4 << 20
+RECYCLED_NBYTES = 1 << 20
 """Buffers from this size on are worth it."""
 
 
@@ -33,14 +34,21 @@ class Recycled:
         self._free: list[mmap.mmap] = []
 
     def take(self) -> Tensor:
-        """A buffer, as bytes of any value. Its memory serves the next buffer when no tensor on it is left."""
+        """A buffer, as bytes of any value. Its memory serves the next buffer when no tensor on it is left.
+
+        Raises:
+            TierError: The machine or a limit of the process does not leave so much.
+        """
         mapped = self._free.pop() if self._free else self._map()
         lease = memoryview(mapped)
         weakref.finalize(lease, _give_back, self._free, mapped).atexit = False
         return torch.frombuffer(lease, dtype=torch.uint8)
 
     def _map(self) -> mmap.mmap:
-        mapped = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        try:
+            mapped = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise too_small(self._nbytes, available().nbytes, str(error), "Gathered parameters") from error
         advise(mapped, "MADV_HUGEPAGE")
         return mapped
 

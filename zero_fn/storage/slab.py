@@ -23,7 +23,7 @@ from zero_fn.errors import TierError
 from zero_fn.storage.memory import available
 from zero_fn.tiers import Cpu, bytes_text
 
-__all__ = ["PAGE_NBYTES", "Slab", "advise", "whole_pages"]
+__all__ = ["PAGE_NBYTES", "Slab", "advise", "too_small", "whole_pages"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_NBYTES = 2 << 20
@@ -60,7 +60,7 @@ class Slab:
         try:
             mapped = _Mapped(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise _too_small(self.nbytes, available().nbytes, str(error), what) from error
+            raise too_small(self.nbytes, available().nbytes, str(error), what) from error
         if self.nbytes >= _HUGE_NBYTES:
             advise(mapped, "MADV_HUGEPAGE")
         if not forked:
@@ -76,13 +76,14 @@ class Slab:
 
 def _require_room(nbytes: int, tier: Cpu, what: str) -> None:
     if tier.limit_nbytes is not None and nbytes > tier.limit_nbytes:
-        raise _too_small(nbytes, tier.limit_nbytes, "the limit of the tier", what)
+        raise too_small(nbytes, tier.limit_nbytes, "the limit of the tier", what)
     room = available()
     if nbytes > room.nbytes:
-        raise _too_small(nbytes, room.nbytes, room.bound, what)
+        raise too_small(nbytes, room.nbytes, room.bound, what)
 
 
-def _too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError:
+def too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError:
+    """The error for `what`, which needs more than can be taken, because of `bound`."""
     return TierError(
         f"{what} need {bytes_text(nbytes)} of host memory, {bytes_text(room_nbytes)} can be taken.",
         needs=f"{nbytes} B",

@@ -78,7 +78,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
 def _require_idle(steps: list[Step]) -> None:
     for step in steps:
         step.recover()
-        busy = [unit for unit in step.live_units() if unit.open or unit.pinned is not None]
+        busy = [unit for unit in step.live_units() if unit.is_in_use]
         if step.accumulating or busy:
             raise StateError(
                 "accumulate(unshard=True) was entered while a unit is in use.",

@@ -232,7 +232,7 @@ def _require_idle(module: nn.Module) -> None:
         )
     for unit in units_of(module):
         unit.step.recover()
-        if unit.open or unit.pinned is not None or unit.leaves is not None or unit.has_pending():
+        if unit.is_in_use:
             raise StateError(
                 "evict() was called while a unit is in use.",
                 unit=unit.name or "root",

@@ -49,7 +49,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     for unit in units:
         unit.readopt()
-        if unit.open or unit.pinned is not None or unit.leaves is not None or unit.has_pending():
+        if unit.is_in_use:
             raise StateError(
                 "unsharded() was called while a unit is in use.",
                 unit=unit.name or "root",

@@ -1,0 +1,163 @@
+"""What the backend's own collectives are given: small pieces packed into one message, the rest as it lies.
+
+Found out once for tensors that travel again and again: `Gathering` for an all-gather of the same memory, `Reducing` for
+reductions of the same sizes. The memory of messages is freed on the stream that unpacks them; this has not run on a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zero_fn.collectives.segment import Contribution, Contributions, Segment
+
+__all__ = ["Gathering", "Reducing"]
+
+_TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+
+
+def _travels_as_it_is(dtypes: set[torch.dtype]) -> bool:
+    """Whether a group of these dtypes may be gathered as such, or only as bytes: several dtypes in one group are mixed up
+    by gloo, and not every backend knows every dtype.
+    """
+    return len(dtypes) == 1 and dtypes <= _TRAVELING
+
+
+class Gathering(list[Segment]):
+    """The segments of an all-gather, with what is cut from them.
+
+    Attributes:
+        nbytes: Of one rank's pieces.
+        packs: What travels in one message each.
+        apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
+    """
+
+    __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
+
+    def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
+        super().__init__(segments)
+        together: dict[torch.dtype, list[Segment]] = {}
+        self.apart: list[tuple[Segment, Tensor, Tensor]] = []
+        for segment in segments:
+            is_even = _is_even(segment, size)
+            if segment.source is not None and is_even and segment.is_small:
+                together.setdefault(segment.dtype, []).append(segment)
+                continue
+            # Of an even piece the backend itself writes this rank's into `whole`.
+            rests_apart = segment.source is not None and is_even
+            own = segment.own(rank) if rests_apart else segment.padded_piece(rank)
+            self.apart.append((segment, segment.by_rank(size).view(-1), own))
+        self.packs = [_Message(segments, rank, size) for segments in together.values()]
+        self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
+        self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+
+
+class _Message:
+    """Segments that are gathered in one message. It has memory from the all-gather until its pieces are in their places.
+
+    Attributes:
+        pieces: This rank's pieces.
+        own: The same in one range of memory, if they lie back to back.
+    """
+
+    __slots__ = ("_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
+
+    def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
+        self.pieces = [segment.own(rank) for segment in segments]
+        self.own = _back_to_back(self.pieces)
+        self._sizes = [segment.piece_numel for segment in segments]
+        self._outs = [segment.by_rank(size) for segment in segments]
+        self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
+        self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
+        # A simulated tensor has no storage of its own, and keeps its memory.
+        self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
+        self._nbytes = self._whole.nbytes
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+    def begin(self) -> Tensor:
+        """Receives the pieces of all ranks, those of one rank back to back."""
+        if self._storage is not None:
+            self._storage.resize_(self._nbytes)
+        return self._whole
+
+    def finish(self) -> None:
+        """Copies the pieces to their places."""
+        if self._whole.device.type == "cpu":
+            torch._foreach_copy_(self._outs, self._parts)
+        else:  # one kernel, which a foreach over pieces with gaps between them is not
+            torch.split_with_sizes_copy(self._whole.view(len(self._outs[0]), -1), self._sizes, 1, out=self._outs)
+        if self._storage is not None:
+            self._storage.resize_(0)
+
+
+def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
+    """The one range of memory that these flat pieces fill, in this order, if they do."""
+    first = pieces[0]
+    end = first.storage_offset()
+    for piece in pieces:
+        if piece.untyped_storage()._cdata != first.untyped_storage()._cdata or piece.storage_offset() != end:
+            return None
+        end += piece.numel()
+    return first.as_strided((end - first.storage_offset(),), (1,), first.storage_offset())
+
+
+class Reducing:
+    """How contributions travel, by their numbers.
+
+    Attributes:
+        packs: Those in one message each: small, even and of the same dtypes.
+        apart: Those that travel alone.
+    """
+
+    __slots__ = ("apart", "packs")
+
+    def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
+        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        self.apart: list[int] = []
+        for at, contribution in enumerate(contributions):
+            addend = contribution.addend
+            if addend.is_small and _is_even(addend, size) and not addend.dtype.is_complex:
+                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(at)
+            else:
+                self.apart.append(at)
+        self.packs = [_Pack(contributions, numbers) for numbers in together.values()]
+
+
+class _Pack:
+    """Contributions that travel in one message.
+
+    Attributes:
+        at: Their numbers.
+        sizes: Elements of the pieces.
+        dtype: Of the sum.
+        is_as_summed: Whether the addends have that dtype too.
+        place: Size, stride and offset of the one range of memory that the means fill, if they do: then the sum is made there.
+        buffer: The number of the buffer that this range is in.
+    """
+
+    __slots__ = ("at", "buffer", "dtype", "is_as_summed", "place", "sizes")
+
+    def __init__(self, contributions: Sequence[Contribution], at: list[int]) -> None:
+        chosen = [contributions[number] for number in at]
+        self.at, self.dtype = at, chosen[0].sum_dtype
+        self.sizes = [contribution.addend.piece_numel for contribution in chosen]
+        self.is_as_summed = chosen[0].addend.dtype == self.dtype
+        self.place: tuple[tuple[int], tuple[int], int] | None = None
+        self.buffer = 0
+        memory, place = chosen[0].memory, chosen[0].place
+        if place is None or memory.dtype != self.dtype or not isinstance(contributions, Contributions):
+            return
+        self.buffer = next(i for i, buffer in enumerate(contributions.buffers) if buffer is memory)
+        end = place[0]
+        for contribution, size in zip(chosen, self.sizes, strict=True):
+            if contribution.memory is not memory or contribution.place != (end, size):
+                return
+            end += size
+        self.place = (sum(self.sizes),), (1,), place[0]
+
+
+def _is_even(segment: Segment, size: int) -> bool:
+    return segment.numel == segment.piece_numel * size

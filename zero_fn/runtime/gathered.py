@@ -1,0 +1,216 @@
+"""The memory of gathered parameters: one buffer per compute dtype of a unit, and what is cut from it.
+
+[Note: memory that comes and goes] Cutting the buffers of a unit into parameters and into the pieces that travel costs the
+host more than an all-gather of small parameters. So it is done once: when a unit is resharded its buffers lose their memory,
+not their views, and the next gather gives them memory again (`UntypedStorage.resize_`, as FSDP does). That is sound
+only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
+storage are, and torch counts what refers to a storage: if there is more than the views cut here, the buffers are dropped
+as they are, and whoever holds a part of them keeps an ordinary tensor. On CUDA memory is freed in the order of the stream, as
+when a tensor dies; this has not run on a device.
+
+[Note: tensors that are lent] For checkpoints inside a unit the names show gathered parameters in every backward, through an
+autograd node of their own. These tensors too are made once, and go on from step to step, unless somebody holds or has
+changed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from sys import getrefcount
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.hierarchy import Links
+from zero_fn.layout import aligned_offsets
+from zero_fn.runtime.saved import remember_buffer
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage.recycled import RECYCLED_NBYTES, Recycled, recycled
+from zero_fn.storage.slab import whole_pages
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["Gathered", "Group"]
+
+_references = torch._C._storage_Use_Count
+
+
+class Group:
+    """Parameters of one compute dtype that are gathered into one buffer.
+
+    Attributes:
+        slots: Its parameters.
+        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
+        kept: The buffer, where it stays in memory between uses; None where it has memory during each use only.
+    """
+
+    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
+        self.slots, self.dtype, self.device = slots, dtype, device
+        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
+        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
+        for slot, offset in zip(slots, offsets, strict=True):
+            slot.offset = offset
+        self.is_kept = is_kept
+        self._mappings: Recycled | None = None  # what is free of them is unmapped when no group of the size is left
+        self.kept = self.allocate() if is_kept else None
+
+    def allocate(self) -> Tensor:
+        """A buffer for the whole group."""
+        if self.is_recycled:
+            nbytes = self.numel * self.dtype.itemsize
+            self._mappings = recycled(whole_pages(nbytes))
+            return self._mappings.take()[:nbytes].view(self.dtype)
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    @property
+    def is_recycled(self) -> bool:
+        """Whether its buffers are mappings that go from unit to unit, and not memory of the allocator."""
+        if self.is_kept or self.device.type != "cpu" or self.numel * self.dtype.itemsize < RECYCLED_NBYTES:
+            return False
+        return not torch._C._len_torch_dispatch_stack()  # modes make tensors of their own
+
+    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of what this rank holds of one parameter at rest."""
+        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
+
+    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
+        """The flat range of this rank's part on the first axis."""
+        assert slot.layout is not None
+        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
+
+
+class Lent:
+    """Gathered parameters with history that are shown again and again. [Note: tensors that are lent]
+
+    Attributes:
+        tensors: One for each slot.
+        trained: For each slot, whether it was trained when they were made.
+        use: What their node belongs to; it must not hold the unit, which holds this.
+        is_shown: Whether they have been shown since it was known that they are untouched.
+    """
+
+    __slots__ = ("_state", "is_shown", "tensors", "trained", "use")
+
+    def __init__(self, tensors: list[Tensor], trained: list[bool], use: Any) -> None:
+        self.tensors, self.trained, self.use = tensors, trained, use
+        self._state = self._state_now()
+        self.is_shown = False
+
+    def is_untouched(self) -> bool:
+        """Whether nobody else holds one of the tensors, and nobody has changed one. They are not shown now."""
+        if self.is_shown and self._state_now() == self._state:
+            self.is_shown = False
+        return not self.is_shown
+
+    def _state_now(self) -> list[tuple[int, int, int, object]]:
+        # A tensor may be held from Python, or from C++ alone, by the graph that a recomputation made.
+        return [
+            (getrefcount(t), t._use_count(), t._version, t._backward_hooks)  # type: ignore[attr-defined]
+            for t in self.tensors
+        ]
+
+
+class Gathered:
+    """The gathered parameters of a unit. [Note: memory that comes and goes]
+
+    Attributes:
+        buffers: One for each group.
+        segments: What the all-gather fills, as the transport takes it.
+        lent: Tensors that are shown again in the next backward, if there are any.
+    """
+
+    __slots__ = ("__weakref__", "_away", "_copied", "_freed", "_views", "buffers", "lent", "segments")
+
+    def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
+        """Allocates the buffers that do not stay in memory, and cuts all of them."""
+        with torch.inference_mode(False):  # they outlive the forward that asks for them
+            self.buffers = [group.allocate() if group.kept is None else group.kept for group in groups]
+            self._views = [
+                slot.local
+                if slot.group is None
+                else self.buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset)
+                for slot in slots
+            ]
+            segments = [
+                slot.segment_in(buffer)
+                for group, buffer in zip(groups, self.buffers, strict=True)
+                for slot in group.slots
+                if slot.layout is not None
+            ]
+            self.segments = transport.prepared(segments)
+            self._cut_own(groups)
+        self.lent: Lent | None = None
+        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
+        for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
+            if group.kept is not None:
+                continue
+            remember_buffer(buffer, self, unit, number)
+            if type(buffer) is not Tensor or group.is_recycled:
+                self._freed = None  # a simulated tensor, or memory that is not the allocator's
+            elif self._freed is not None:
+                storage = buffer.untyped_storage()
+                self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
+
+    def _cut_own(self, groups: Sequence[Group]) -> None:
+        """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
+        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._away: list[tuple[Tensor, TierTensor]] = []
+        for group, buffer in zip(groups, self.buffers, strict=True):
+            for slot in group.slots:
+                if slot.hosted is not None:
+                    self._copied[0].append(group.host_range(buffer, slot))
+                    self._copied[1].append(slot.hosted.narrow(0, 0, slot.host_numel))
+                elif isinstance(slot.flat, TierTensor):
+                    self._away.append((group.own_range(buffer, slot), slot.flat))
+                elif not slot.is_source and (group.kept is None or slot.compute_dtype != slot.dtype):
+                    self._copied[0].append(group.own_range(buffer, slot))
+                    self._copied[1].append(slot.flat)
+
+    def fill_own(self, *, has_failed: bool = False) -> None:
+        """Copies what this rank holds into its place. `has_failed`: what rests in another tier could not be read."""
+        if self._copied[0]:
+            torch._foreach_copy_(*self._copied)
+        if self._away and not has_failed:
+            places = [place for place, _ in self._away]
+            torch._foreach_copy_(places, [own.record.values(own.number) for _, own in self._away])
+
+    def tensors(self) -> list[Tensor]:
+        """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
+        return [view.data for view in self._views]
+
+    def lend(self, lent: Lent | None) -> None:
+        """Keeps tensors on the buffers to be shown again, in place of those there were."""
+        for sign, other in ((-1, self.lent), (1, lent)):
+            storages = [tensor.untyped_storage()._cdata for tensor in other.tensors] if other is not None else []
+            self._freed = [
+                (storage, nbytes, references + sign * storages.count(storage._cdata))
+                for storage, nbytes, references in self._freed or ()
+            ]
+        self.lent = lent
+
+    def free(self) -> bool:
+        """Takes the memory from the buffers. False if someone else holds a part of it, who then keeps it: to be dropped."""
+        if self._freed is None:
+            return False
+        if self.lent is not None and not self.lent.is_untouched():
+            self.lend(None)
+        for storage, _, references in self._freed:
+            if _references(storage._cdata) != references or not storage.resizable():
+                return False  # or it was shown to numpy, whose arrays must not lose their memory
+        for storage, _, _ in self._freed:
+            storage.resize_(0)
+        return True
+
+    @property
+    def lends(self) -> bool:
+        """Whether tensors on it may go on from step to step."""
+        return self._freed is not None
+
+    def renew(self) -> None:
+        """Gives the buffers memory again."""
+        assert self._freed is not None, "buffers that cannot be freed were kept"
+        for storage, nbytes, _ in self._freed:
+            storage.resize_(nbytes)
