@@ -35,6 +35,7 @@ _COLLECTIVES = "tests/test_collectives.py"
 _LAWS = "property_tests/test_layout_laws.py"
 _MANY = "property_tests/test_many_ranks_laws.py"
 _PROGRAMS = "tests/distributed/test_programs.py"
+_RULES = "property_tests/test_simulated_training.py"
 _VERBS = "tests/distributed/test_verbs.py"
 _ERRORS = "tests/errors"
 _SCHEDULE = "tests/test_schedule.py"
@@ -438,9 +439,41 @@ BUGS: tuple[Bug, ...] = (
         "any-rank-decides-alone",
         "runtime/step.py",
         "uses that some rank does not run",
-        "for use, runs in zip(uses, union, strict=True) if runs}",
+        "for use, runs in zip(uses, union, strict=False) if runs}",
         "for use, runs in zip(uses, local, strict=True) if runs}",
         _PROGRAMS,
+    ),
+    Bug(
+        "frozen-uses-forgotten",
+        "runtime/step.py",
+        "what a later backward passes on some ranks only",
+        "return use.has_graph and (keeps_graph or not use.has_arrived)",
+        "return False",
+        _RULES + "::test_ties_of_skipped_experts_train_in_later_backwards",
+    ),
+    Bug(
+        "waiting-uses-not-agreed",
+        "runtime/step.py",
+        "which uses ranks remember",
+        "waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}",
+        "waiting = {use for use, waits in zip(uses, later, strict=True) if waits}",
+        _RULES + "::test_ties_of_skipped_experts_train_in_later_backwards",
+    ),
+    Bug(
+        "resharded-inside-a-recomputation",
+        "runtime/step.py",
+        "hooks of checkpoints inside another",
+        "if unit.backward_entry is not None and current_graph_task() > unit.demanded_in:",
+        "if False:",
+        _RULES + "::test_hooks_may_read_parameters_in_reentrant_checkpoints_inside_another",
+    ),
+    Bug(
+        "nested-units-stay-gathered",
+        "runtime/step.py",
+        "memory of reentrant checkpoints",
+        "if unit.is_left and now <= unit.demanded_in:",
+        "if False:",
+        _PEAK,
     ),
     # -- accumulation and errors ------------------------------------------------------------------------------------
     Bug(

@@ -157,23 +157,27 @@ class BackwardPass:
     Attributes:
         reductions: Reductions under way, oldest first.
         recomputed: Uses that checkpoints ran again inside this backward.
+        waiting: Uses that a later backward may pass through, the same on every rank.
         keeps_graph: `retain_graph=True`: the graph may have another backward.
         closing: Autograd has run all nodes: nothing more will arrive.
     """
 
-    def __init__(self, script: Script, *, awaited: set[Use], frozen: set[Use], keeps_graph: bool) -> None:
+    def __init__(
+        self, script: Script, *, awaited: set[Use], frozen: set[Use], waiting: set[Use], keeps_graph: bool
+    ) -> None:
         """Begins a pass.
 
         Args:
             script: The schedule.
             awaited: Uses whose gradients will arrive on this rank.
             frozen: Uses without gradients of their own, which backward may pass through.
+            waiting: See the attribute.
             keeps_graph: See the attribute.
         """
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = False
-        self.keeps_graph = keeps_graph
+        self.waiting, self.keeps_graph = waiting, keeps_graph
         self._script, self._events = script, script.events
         self._cursor = 0
         self._awaited, self._frozen = awaited, frozen
