@@ -98,9 +98,12 @@ def test_a_zero3_step_needs_three_units_above_rest_whatever_the_depth(ranks: Ran
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_reentrant_checkpoints_need_four_units_above_rest_whatever_the_depth(ranks: Ranks, n: int) -> None:
-    """A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too."""
+def test_reentrant_checkpoints_need_little_more_whatever_the_depth(ranks: Ranks, n: int) -> None:
+    """Reductions that are on no schedule were once waited for at the end of the backward: five units of ten blocks.
+
+    A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too.
+    """
     for blocks in (4, 10):
         for storages, arena in ranks(n).run(_peak, blocks, Recomputed):
-            assert 1 < storages <= 4
-            assert arena <= 3.3
+            assert 1 < storages <= 3.3
+            assert arena <= 2.1

@@ -468,6 +468,14 @@ BUGS: tuple[Bug, ...] = (
         _RULES + "::test_hooks_may_read_parameters_in_reentrant_checkpoints_inside_another",
     ),
     Bug(
+        "reductions-out-of-order-pile-up",
+        "runtime/step.py",
+        "memory of reentrant checkpoints",
+        "while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:",
+        "while False:",
+        _PEAK,
+    ),
+    Bug(
         "nested-units-stay-gathered",
         "runtime/step.py",
         "memory of reentrant checkpoints",

@@ -42,7 +42,7 @@ from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gather import UnitUse, gather, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
-from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script
 from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
@@ -397,6 +397,8 @@ class Step:
         use.has_arrived = True
         if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
             self._leave_nested(unit)
+            while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
+                self._settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.reduce_local(exact=True)))
         self._pump(backward)
 
@@ -568,7 +570,8 @@ class Step:
                 self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
             case Settle():
                 assert self._backward is not None
-                self._settle(*self._backward.reductions.pop(0))
+                if self._backward.reductions:  # else one that came out of order has settled it
+                    self._settle(*self._backward.reductions.pop(0))
 
     def _settle(self, unit: Unit, reduction: Reduction) -> None:
         reduction.wait()
