@@ -812,8 +812,8 @@ BUGS: tuple[Bug, ...] = (
         "uses-not-compared",
         "runtime/step.py",
         "ranks that ran the same units in another order share a backward",
-        '"what the backward runs through", check=passed',
-        '"what the backward runs through"',
+        "self._any(local, what, check=passed, second=later",
+        "self._any(local, what, second=later",
         _DESYNC,
     ),
     Bug(
