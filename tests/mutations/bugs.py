@@ -444,11 +444,11 @@ BUGS: tuple[Bug, ...] = (
         _PROGRAMS,
     ),
     Bug(
-        "frozen-uses-forgotten",
+        "uses-of-other-graphs-forgotten",
         "runtime/step.py",
         "what a later backward passes on some ranks only",
-        "return use.has_graph and (keeps_graph or not use.has_arrived)",
-        "return False",
+        "return node is not None and not will_execute(node)",
+        "return node is not None and bool(will_execute(node))",
         _RULES + "::test_ties_of_skipped_experts_train_in_later_backwards",
     ),
     Bug(

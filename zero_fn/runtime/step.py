@@ -10,8 +10,8 @@ in the order of arrival.
 
 [Note: forwards that wait] Between backwards ranks must remember the same uses, or the next schedule would depend on the rank.
 Which may still run depends on it: a graph may be alive on some ranks only, and nothing tells beforehand whether a backward
-will pass through a frozen use. So what begins a backward also ors which uses may run after it, and those are kept. No
-rank reads that where every use runs now: then nothing is kept.
+will pass through a frozen use. So what begins a backward also ors which uses may run after it, and those are kept. If all
+run now, on whatever rank, nothing is kept, and no rank has to read that.
 
 [Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
 read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
@@ -450,10 +450,9 @@ class Step:
             return self._backward
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
-        keeps_graph = _keeps_graph()
         alive = [self._use(use) for use in uses]
         local = [self._will_run(use) for use in alive]
-        later = [self._may_run_later(use, keeps_graph=keeps_graph) for use in alive]
+        later = [False] * len(uses) if all(local) else [self._may_run_later(use) for use in alive]
         # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
         what = "what the backward runs through"
@@ -471,7 +470,7 @@ class Step:
         running = [use for use, runs in zip(uses, local, strict=True) if runs]
         frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
         self._backward = backward = BackwardPass(
-            self._script, awaited=set(running) - frozen, frozen=frozen, waiting=waiting, keeps_graph=keeps_graph
+            self._script, awaited=set(running) - frozen, frozen=frozen, waiting=waiting, keeps_graph=_keeps_graph()
         )
         backward.register(self)
         return backward
@@ -496,14 +495,14 @@ class Step:
         return node is not None and bool(will_execute(node))
 
     @staticmethod
-    def _may_run_later(use: UnitUse | None, *, keeps_graph: bool) -> bool:
-        """Whether a backward after this one may pass through a use. [Note: forwards that wait]"""
+    def _may_run_later(use: UnitUse | None) -> bool:
+        """Whether a backward after this one may pass through a use, if no graph is retained. [Note: forwards that wait]"""
         if use is None:
             return False
         if use.node is None:
-            return use.has_graph and (keeps_graph or not use.has_arrived)
+            return use.has_graph and not use.has_arrived
         node = use.node()
-        return node is not None and (keeps_graph or not will_execute(node))
+        return node is not None and not will_execute(node)
 
     def _any(
         self,
