@@ -44,9 +44,15 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
 
 @st.composite
 def models(draw: st.DrawFn) -> Model:
-    """Models of one to four parts."""
+    """Models of one to four parts.
+
+    No ties beside skipped experts below reentrant checkpoints: the one combination that is refused at run time, see
+    `test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_raise_on_every_rank`.
+    """
     chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
-    ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
+    ties: tuple[tuple[int, int], ...] = ()
+    if not {"routed", "reentrant"} <= Model(1, chosen).kinds():
+        ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
     twice = draw(st.sampled_from([-1, -1, -1, 0, 1]))
     model = Model(
         draw(st.integers(1, 6)),

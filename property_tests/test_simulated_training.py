@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zero_fn as zf
 from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
 from property_tests.programs import Link
@@ -147,6 +148,32 @@ def test_ties_of_skipped_experts_train_in_later_backwards(simulated: Simulated) 
         Step(clip=1.0),
     )
     check(simulated, Program(model, chain, rules), 3, (2, 6), "early")
+
+
+def tied_expert(wrap: str) -> Model:
+    """The first of two experts is tied to the head: where it is chosen, its layer computes no gradient of its own."""
+    return Model(2, (Part("routed", 2, wrap=wrap), Part("linear", 3)), ties=((6, 0), (7, 0)), output="pair", twice=0)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("wrap", ["", "checkpoint"])
+@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
+def test_experts_that_are_tied_to_another_unit_train(simulated: Simulated, verb: str, wrap: str, n: int) -> None:
+    """A rank that had nothing to reduce in a unit ran ahead of its backward, which then gathered the unit once more."""
+    rules = (Backward(), Backward(forwards=2, together=False), Step(), Backward(forwards=3))
+    check(simulated, Program(tied_expert(wrap), (Link(verb, {"units": "parts.?"}),), rules), n)
+
+
+def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_raise_on_every_rank(
+    simulated: Simulated,
+) -> None:
+    """What a reentrant checkpoint computes is on no schedule: its unit is reduced by the ranks whose nested backward comes to
+    a parameter of it, and nothing tells beforehand which do. So they part, and each one says at which collective."""
+    program = Program(tied_expert("reentrant"), (Link("shard_params", {"units": "parts.?"}),), (Backward(),) * 4)
+    report = simulated(2).report(run_program, program)
+    errors = [outcome.error for outcome in report.outcomes]
+    assert all(isinstance(error, zf.LostRankError | zf.DisagreementError) for error in errors), report
+    assert any("unit parts.0" in str(error) for error in errors)
 
 
 def test_ties_under_reentrant_checkpoints_train_in_later_backwards(simulated: Simulated) -> None:

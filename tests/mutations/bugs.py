@@ -452,6 +452,14 @@ BUGS: tuple[Bug, ...] = (
         _RULES + "::test_ties_of_skipped_experts_train_in_later_backwards",
     ),
     Bug(
+        "passed-uses-run-ahead",
+        "runtime/step.py",
+        "a rank whose experts are all tied elsewhere",
+        "return use.node is None or use.node() is None",
+        "return use.node is None",
+        _RULES + "::test_experts_that_are_tied_to_another_unit_train",
+    ),
+    Bug(
         "waiting-uses-not-agreed",
         "runtime/step.py",
         "which uses ranks remember",

@@ -163,14 +163,14 @@ class BackwardPass:
     """
 
     def __init__(
-        self, script: Script, *, awaited: set[Use], frozen: set[Use], waiting: set[Use], keeps_graph: bool
+        self, script: Script, *, awaited: set[Use], passed_only: set[Use], waiting: set[Use], keeps_graph: bool
     ) -> None:
         """Begins a pass.
 
         Args:
             script: The schedule.
             awaited: Uses whose gradients will arrive on this rank.
-            frozen: Uses without gradients of their own, which backward may pass through.
+            passed_only: Uses without gradients of their own on this rank, which backward may pass through.
             waiting: See the attribute.
             keeps_graph: See the attribute.
         """
@@ -180,7 +180,7 @@ class BackwardPass:
         self.waiting, self.keeps_graph = waiting, keeps_graph
         self._script, self._events = script, script.events
         self._cursor = 0
-        self._awaited, self._frozen = awaited, frozen
+        self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -252,12 +252,12 @@ class BackwardPass:
         elif not isinstance(event, Enter | Exit):
             return False
         use = event.use
-        if use in self._frozen:
+        if use in self._passed_only:
             return not (isinstance(event, Enter) and use in self._entered) and not self._is_passed()
         return use in self._awaited and use not in (self._arrived if isinstance(event, Exit) else self._entered)
 
     def _is_passed(self) -> bool:
-        """Whether backward has reached a use beyond the cursor: the frozen uses before it have run or never will."""
+        """Whether backward has reached a use beyond the cursor: it has passed those before it, or never will."""
         beyond = self._events[self._cursor + 1 :]
         return any(isinstance(event, Enter) and event.use in self._entered for event in beyond)
 

@@ -371,8 +371,8 @@ class Step:
         self._reshard_left()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None)
-            if use is not None and use.node is None:
-                use.has_arrived = True  # frozen: nothing else will tell
+            if use is not None and self._is_passed_only(use):
+                use.has_arrived = True  # nothing else will tell
             use = use or (self._use(key) if key is not None else None)
             self._pump(backward)
         unit.unshard()
@@ -467,10 +467,14 @@ class Step:
         )
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self._ahead)
-        running = [use for use, runs in zip(uses, local, strict=True) if runs]
-        frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
+        awaited, passed_only = set(), set()
+        for key, use, runs in zip(uses, alive, local, strict=True):
+            if self._is_passed_only(use):
+                passed_only.add(key)
+            elif runs:
+                awaited.add(key)
         self._backward = backward = BackwardPass(
-            self._script, awaited=set(running) - frozen, frozen=frozen, waiting=waiting, keeps_graph=_keeps_graph()
+            self._script, awaited=awaited, passed_only=passed_only, waiting=waiting, keeps_graph=_keeps_graph()
         )
         backward.register(self)
         return backward
@@ -493,6 +497,16 @@ class Step:
             return use.has_graph and not use.has_arrived
         node = use.node()
         return node is not None and bool(will_execute(node))
+
+    @staticmethod
+    def _is_passed_only(use: UnitUse | None) -> bool:
+        """Whether a backward may pass through a use on this rank that computes no gradient of its parameters there.
+
+        They are frozen, or all that this rank used in their modules are tied to those of other units.
+        """
+        if use is None or use.has_arrived or not use.has_graph:
+            return False
+        return use.node is None or use.node() is None
 
     @staticmethod
     def _may_run_later(use: UnitUse | None) -> bool:
