@@ -30,7 +30,7 @@ def run_programs(several: list[Program]) -> list[list[Seen]]:
     return [run_program(program, axis) for program in several]
 
 
-@examples(dev=8, ci=100, deep=5_000)
+@examples(dev=5, ci=100, deep=5_000)
 @given(st.lists(programs(max_rules=4), min_size=3, max_size=4), st.sampled_from(SIZES))
 def test_programs_on_gloo_ranks_give_what_replicas_give(ranks: Ranks, several: list[Program], n: int) -> None:
     by_rank = ranks(n).run(run_programs, several)
