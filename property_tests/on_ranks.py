@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
@@ -35,7 +37,7 @@ from property_tests.rules import (
     failing,
     set_frozen,
 )
-from tests.simulation import axis
+from tests.simulation import axis as simulated_axis
 
 __all__ = ["Held", "OnRank", "Seen", "run_program", "same", "whole"]
 
@@ -60,12 +62,12 @@ class Seen:
 
 
 class OnRank:
-    """One rank of a program; `do` runs one rule."""
+    """One rank of a program over an axis; `do` runs one rule."""
 
-    def __init__(self, program: Program) -> None:
-        self.spec, self.program = program.model, program
-        self.rank = axis().get_local_rank()
-        self.model: nn.Module = apply(program.chain, build_model(program.model), axis())
+    def __init__(self, program: Program, axis: DeviceMesh) -> None:
+        self.spec, self.program, self.axis = program.model, program, axis
+        self.rank = axis.get_local_rank()
+        self.model: nn.Module = apply(program.chain, build_model(program.model), axis)
         self._new_optimizer()
 
     def do(self, rule: Rule, seed: int) -> Seen:
@@ -90,7 +92,7 @@ class OnRank:
             case Load():
                 self._load(rule)
             case Transform():
-                self.model = apply(rule.chain, self.model, axis())
+                self.model = apply(rule.chain, self.model, self.axis)
                 self._new_optimizer()
             case Copy():
                 self.model = copy.deepcopy(self.model)
@@ -132,7 +134,7 @@ class OnRank:
     def _load(self, rule: Load) -> None:
         with zf.unsharded(self.model):
             state = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        self.model = apply(rule.chain, build_model(self.spec, seed=1), axis())
+        self.model = apply(rule.chain, build_model(self.spec, seed=1), self.axis)
         self.model.load_state_dict(state)
         self._new_optimizer()
 
@@ -147,9 +149,9 @@ class OnRank:
         self.scheduler = self.program.optimizer.schedule(self.optimizer)
 
 
-def run_program(program: Program) -> list[Seen]:
-    """Runs all rules on the calling rank."""
-    me = OnRank(program)
+def run_program(program: Program, axis: Callable[[], DeviceMesh] = simulated_axis) -> list[Seen]:
+    """Runs all rules on the calling rank of an axis."""
+    me = OnRank(program, axis())
     return [me.do(rule, 100 * number) for number, rule in enumerate(program.rules)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,6 +13,7 @@ import zero_fn as zf
 from property_tests.programs import Chain, Tree, apply, batch, build
 from property_tests.strategies import chains, trees
 from tests.groups import pretended
+from tests.profiles import examples
 from tests.ranks import Ranks, axis
 
 Program = tuple[Tree, Chain, int]
@@ -57,7 +58,7 @@ def programs_of(tree: st.SearchStrategy[Tree], chain: st.SearchStrategy[Chain]) 
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@settings(max_examples=4)
+@examples(dev=4, ci=20, deep=1000)
 @given(programs=programs_of(SINGLE, chains()))
 def test_bytes_held_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:
     for answers in ranks(n).run(measured, programs):
@@ -68,7 +69,7 @@ def test_bytes_held_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs:
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@settings(max_examples=4)
+@examples(dev=4, ci=20, deep=1000)
 @given(programs=programs_of(MIXED, PRECISE))
 def test_bytes_of_mixed_dtypes_are_the_plan_and_its_padding(ranks: Ranks, n: int, programs: list[Program]) -> None:
     """But for the optimizer, whose states have the dtype of each parameter."""
@@ -79,7 +80,7 @@ def test_bytes_of_mixed_dtypes_are_the_plan_and_its_padding(ranks: Ranks, n: int
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@settings(max_examples=4)
+@examples(dev=4, ci=20, deep=1000)
 @given(programs=programs_of(MIXED, PRECISE))
 def test_bytes_sent_are_the_plan(ranks: Ranks, n: int, programs: list[Program]) -> None:
     for answers in ranks(n).run(measured, programs):

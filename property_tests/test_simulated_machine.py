@@ -18,7 +18,7 @@ from property_tests.replicas import Replicas
 from property_tests.rules import Evaluate, Fail, Freeze, Optimizer, Program, Rule, ZeroGrad
 from property_tests.strategies_of_programs import backwards, chains_for, models, rules, schedules, steps
 from tests.profiles import machine_settings
-from tests.simulation import Simulated
+from tests.simulation import Simulated, axis
 
 
 def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
@@ -45,7 +45,7 @@ def machine_of(simulated: Simulated) -> type[RuleBasedStateMachine]:
             self.model, self.n, self.schedule = model, n, schedule
             program = Program(model, chain, _ANY_ORDER, Optimizer(kind))
             self.replicas = Replicas(program, n, is_reordered=True)
-            self.ranks = self._on_ranks(lambda rank: OnRank(program))
+            self.ranks = self._on_ranks(lambda rank: OnRank(program, axis()))
 
         @rule(one=backwards())
         def backward(self, one: Rule) -> None:

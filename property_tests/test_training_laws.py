@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
 from property_tests.strategies import chains, trees
+from tests.profiles import examples
 from tests.ranks import Ranks, axis
 
 REPLICAS: Chain = (Link("replicate"),)
@@ -49,7 +50,7 @@ TREES = trees(dtypes=(torch.float32, torch.float64, torch.int64))
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@settings(max_examples=4)
+@examples(dev=4, ci=20, deep=1000)
 @given(programs=st.lists(st.tuples(TREES, chains(), st.integers(1, 2)), min_size=4, max_size=5))
 def test_stages_give_bitwise_the_same_parameters(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain, int]]) -> None:
     assert ranks(n).run(differences, programs) == [[]] * n

@@ -19,6 +19,7 @@ import zero_fn as zf
 from property_tests.programs import Chain, Link, Tree, apply, batch, build
 from property_tests.strategies import chains, links, trees
 from tests.groups import alone, pretended
+from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from zero_fn.errors import LayoutError, ZeroError
 
@@ -250,7 +251,7 @@ def shards(programs: list[tuple[Tree, Chain]]) -> list[dict[str, tuple[int | Non
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@settings(max_examples=5)
+@examples(dev=5, ci=20, deep=1000)
 @given(st.lists(st.tuples(trees(), chains()), min_size=4, max_size=6))
 def test_shards_at_rest_partition_each_parameter(ranks: Ranks, n: int, programs: list[tuple[Tree, Chain]]) -> None:
     by_rank = ranks(n).run(shards, programs)

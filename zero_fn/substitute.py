@@ -30,6 +30,7 @@ from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
+from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
@@ -105,6 +106,7 @@ def substitute(
     _require_rest(module, verb)
     watch_optimizers()
     give_empty_shards_a_norm()
+    watch_stacks_of_norms()
     watch_registrations()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate)

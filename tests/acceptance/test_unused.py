@@ -99,3 +99,35 @@ def test_g17_backwards_that_differ_between_ranks_are_exact(ranks: Ranks, n: int)
         run.backward(outputs[rank % 3].sum() + (head if rank == number % 2 else 0))
 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+class Branches(Stack):
+    """Two layers side by side. A parameter of the root scales the first on even ranks, the second on odd ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = [x, x * self.scale]
+        odd = axis().get_local_rank() % 2
+        return self.layers[0](inputs[1 - odd]), self.layers[1](inputs[odd])
+
+
+def one_by_one(model: Any, run: Run, number: int) -> None:
+    for output in model(noise(3, 6, seed=number)):
+        run.backward(output.square().mean())
+
+
+def one_by_one_of_several(model: Any, run: Run, number: int) -> None:
+    outputs = [output for turn in range(2) for output in model(noise(3, 6, seed=10 * number + turn))]
+    with run.accumulate():
+        for output in outputs:
+            run.backward(output.square().mean())
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("program", [one_by_one, one_by_one_of_several])
+def test_g17_parts_of_a_forward_are_backed_through_one_by_one(ranks: Ranks, n: int, program: object) -> None:
+    """What a rank would use only in the second backward was forgotten after the first, which other ranks ran it in."""
+    assert ranks(n).run(differences, Branches, program) == [[]] * n

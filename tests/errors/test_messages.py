@@ -640,6 +640,14 @@ def step_over_whole_tensors() -> object:
         return torch.optim.Adafactor(model.parameters()).step()
 
 
+def clip_over_a_plain_model_too() -> object:
+    with alone() as mesh:
+        models = zf.shard_params(Model(), mesh), Model()
+        for model in models:
+            model(batch()).sum().backward()
+        return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
+
+
 def step_after_a_cast() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1024,7 +1032,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced,
-        parameter_was_replaced_by_nothing, parameter_is_late, step_over_whole_tensors,
+        parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),

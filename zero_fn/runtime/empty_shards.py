@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._pytree import tree_map
 
 from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.mixed_norms import refuse_mixed_norms
 
 __all__ = ["give_empty_shards_a_norm"]
 
@@ -31,6 +32,8 @@ def give_empty_shards_a_norm() -> None:
 
 def _norm(norm: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensors, *others = args
+    if isinstance(tensors, list | tuple):
+        refuse_mixed_norms(tensors)
     p = others[0] if others else kwargs.get("ord", 2)
     if abs(p) == inf:
         neutral = 0.0 if p > 0 else inf

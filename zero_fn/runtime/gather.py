@@ -51,7 +51,7 @@ class UnitUse:
         generation: Of the unit when its parameters were read.
         node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         has_graph: Whether a backward may pass through this use.
-        has_arrived: Whether the running backward has computed all its gradients.
+        has_arrived: Whether the running backward has computed all its gradients, or has come where there are none to compute.
         began_at: What began it: the entry whose module was called.
     """
 

@@ -170,26 +170,30 @@ class BackwardPass:
     Attributes:
         reductions: Reductions under way, oldest first.
         recomputed: Uses that checkpoints ran again inside this backward.
+        waiting: Uses that a later backward may pass through, the same on every rank.
         keeps_graph: `retain_graph=True`: the graph may have another backward.
         closing: Autograd has run all nodes: nothing more will arrive.
     """
 
-    def __init__(self, script: Script, *, awaited: set[Use], frozen: set[Use], keeps_graph: bool) -> None:
+    def __init__(
+        self, script: Script, *, awaited: set[Use], passed_only: set[Use], waiting: set[Use], keeps_graph: bool
+    ) -> None:
         """Begins a pass.
 
         Args:
             script: The schedule.
             awaited: Uses whose gradients will arrive on this rank.
-            frozen: Uses without gradients of their own, which backward may pass through.
+            passed_only: Uses without gradients of their own on this rank, which backward may pass through.
+            waiting: See the attribute.
             keeps_graph: See the attribute.
         """
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = False
-        self.keeps_graph = keeps_graph
+        self.waiting, self.keeps_graph = waiting, keeps_graph
         self._script, self._events = script, script.events
         self._cursor = 0
-        self._awaited, self._frozen = awaited, frozen
+        self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
         self._callback: weakref.ref[_EndOfBackward] | None = None
@@ -257,12 +261,12 @@ class BackwardPass:
 
     def _must_wait(self, gate: Enter | Exit) -> bool:
         use, is_enter = gate.use, type(gate) is Enter
-        if use in self._frozen:
+        if use in self._passed_only:
             return not (is_enter and use in self._entered) and not self._is_passed()
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
 
     def _is_passed(self) -> bool:
-        """Whether backward has reached a use beyond the cursor: the frozen uses before it have run or never will."""
+        """Whether backward has reached a use beyond the cursor: it has passed those before it, or never will."""
         beyond = self._events[self._cursor + 1 :]
         return any(isinstance(event, Enter) and event.use in self._entered for event in beyond)
 

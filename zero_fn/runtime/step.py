@@ -8,12 +8,19 @@ A backward begins by or-ing over ranks which uses will run; the schedule is buil
 misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
 in the order of arrival.
 
+[Note: forwards that wait] Between backwards ranks must remember the same uses, or the next schedule would depend on the rank.
+Which may still run depends on it: a graph may be alive on some ranks only, and nothing tells beforehand whether a backward
+will pass through a frozen use. So what begins a backward also ors which uses may run after it, and those are kept. If all
+run now, on whatever rank, nothing is kept, and no rank has to read that.
+
 [Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
 read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
 parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
 
 [Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
-they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them.
+they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
+backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
+called: the unit is resharded when the backward that demanded it goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients, will_execute
 from zero_fn.runtime.gradients import Reduction, settle
-from zero_fn.runtime.passes import BackwardPass, ForwardPass, Script
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script
 from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
@@ -108,6 +115,7 @@ class Step:
         self._trace: list[Enter | Exit] = []
         self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
         self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
+        self._left: list[Unit] = []  # by nested backwards, still to be resharded
         self._undecided: list[tuple[Unit, Reduction]] = []
         self._unread: list[Waits] = []
         self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
@@ -363,8 +371,11 @@ class Step:
     def demand(self, unit: Unit, use: UnitUse | None = None) -> None:
         """Backward needs the gathered parameters of a unit."""
         backward = self._open_backward()
+        self._reshard_left()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None)
+            if use is not None and self._is_passed_only(use):
+                use.has_arrived = True  # nothing else will tell
             use = use or (self._use(key) if key is not None else None)
             self._pump(backward)
         unit.unshard()
@@ -376,6 +387,7 @@ class Step:
     def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
         backward = self._open_backward()
+        self._reshard_left()
         unit = use.unit
         key = Use(unit.index, use.number)
         scheduled = backward is not None and backward.has(key)
@@ -387,9 +399,28 @@ class Step:
         backward.arrive(key)
         use.has_arrived = True
         if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
-            unit.reshard()
+            self._leave_nested(unit)
+            while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
+                self._settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.reduce_local(exact=True)))
         self._pump(backward)
+
+    def _leave_nested(self, unit: Unit) -> None:
+        """Reshards a unit, now or when the backward that demanded it goes on. [Note: nested backward]"""
+        if unit.backward_entry is not None and current_graph_task() > unit.demanded_in:
+            self._left.append(unit)
+            unit.is_left = True
+        else:
+            unit.reshard()
+
+    def _reshard_left(self) -> None:
+        """Reshards what nested backwards have left, once they have ended. [Note: nested backward]"""
+        if self._left:
+            now = current_graph_task()  # tasks inside others have larger numbers
+            for unit in self._left:
+                if unit.is_left and now <= unit.demanded_in:
+                    unit.reshard()
+            self._left = [unit for unit in self._left if unit.is_left]
 
     def finish_backward(self, backward: BackwardPass) -> None:
         """Called by the engine when the outermost backward has run all its nodes."""
@@ -422,11 +453,16 @@ class Step:
             return self._backward
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
-        local = [self._will_run(self._use(use)) for use in uses]
+        alive = [self._use(use) for use in uses]
+        local = [self._will_run(use) for use in alive]
+        later = [False] * len(uses) if all(local) else [self._may_run_later(use) for use in alive]
         # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
-        union = self._any(local, "what the backward runs through", check=passed, notes=self.buffers.bits())
-        taking_part = {use for use, runs in zip(uses, union, strict=True) if runs}
+        what = "what the backward runs through"
+        union = self._any(local, what, check=passed, second=later, notes=self.buffers.bits())
+        taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
+        # Where every use runs, forwards are done with: nothing was read then. [Note: forwards that wait]
+        waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in self._trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
         reduced = frozenset(
@@ -434,10 +470,14 @@ class Step:
         )
         if self._script is None or not self._script.serves(trace, reduced):
             self._script = Script(trace, reduced, ahead=self._ahead)
-        running = [use for use, runs in zip(uses, local, strict=True) if runs]
-        frozen = {key for key in running if (use := self._use(key)) is not None and use.node is None}
+        awaited, passed_only = set(), set()
+        for key, use, runs in zip(uses, alive, local, strict=True):
+            if self._is_passed_only(use):
+                passed_only.add(key)
+            elif runs:
+                awaited.add(key)
         self._backward = backward = BackwardPass(
-            self._script, awaited=set(running) - frozen, frozen=frozen, keeps_graph=_keeps_graph()
+            self._script, awaited=awaited, passed_only=passed_only, waiting=waiting, keeps_graph=_keeps_graph()
         )
         backward.register(self)
         return backward
@@ -457,21 +497,59 @@ class Step:
         if use is None:
             return False
         if use.node is None:
-            return use.has_graph
+            return use.has_graph and not use.has_arrived
         node = use.node()
         return node is not None and bool(will_execute(node))
 
-    def _any(self, local: list[bool], what: str, *, check: int = 0, notes: Sequence[bool] = ()) -> list[bool]:
-        """Ors bits over ranks. Those of `notes` travel along and are read by the next forward."""
-        bits = torch.tensor([*local, *notes], dtype=torch.uint8, device=self._device())
+    @staticmethod
+    def _is_passed_only(use: UnitUse | None) -> bool:
+        """Whether a backward may pass through a use on this rank that computes no gradient of its parameters there.
+
+        They are frozen, or all that this rank used in their modules are tied to those of other units.
+        """
+        if use is None or use.has_arrived or not use.has_graph:
+            return False
+        return use.node is None or use.node() is None
+
+    @staticmethod
+    def _may_run_later(use: UnitUse | None) -> bool:
+        """Whether a backward after this one may pass through a use, if no graph is retained. [Note: forwards that wait]"""
+        if use is None:
+            return False
+        if use.node is None:
+            return use.has_graph and not use.has_arrived
+        node = use.node()
+        return node is not None and not will_execute(node)
+
+    def _any(
+        self,
+        local: list[bool],
+        what: str,
+        *,
+        check: int = 0,
+        second: Sequence[bool] = (),
+        notes: Sequence[bool] = (),
+    ) -> list[bool]:
+        """Ors bits over ranks.
+
+        Args:
+            local: Of this rank. Where all are set the host does not wait.
+            what: For errors.
+            check: Must be equal on all ranks.
+            second: More bits, which follow in what is returned; only if some of `local` are not set on any rank.
+            notes: More bits, which the next forward reads.
+        """
+        bits = torch.tensor([*local, *second, *notes], dtype=torch.uint8, device=self._device())
+        count = len(local) + len(second)
         pending = self.transport.any(bits, what, check=check)
         if notes:
-            self._notes.append(bits[len(local) :])
+            self._notes.append(bits[count:])
         if all(local):
             self._unread.append(pending)  # nothing to learn: the host need not wait for it now
             return local
         pending.wait()
-        return [bool(bit) for bit in bits[: len(local)].tolist()]
+        union = [bool(bit) for bit in bits[:count].tolist()]
+        return union[: len(local)] if all(union[: len(local)]) else union
 
     def _device(self) -> torch.device:
         """Where control messages are made."""
@@ -504,7 +582,8 @@ class Step:
             self._backward.reductions.append((unit, unit.reduce_local(exact=exact)))
         elif kind is Settle:
             assert self._backward is not None
-            self._settle(*self._backward.reductions.pop(0))
+            if self._backward.reductions:  # else one that came out of order has settled it
+                self._settle(*self._backward.reductions.pop(0))
         else:
             assert kind is Fetch, f"no such action: {action}"
             unit.fetch()
@@ -604,6 +683,7 @@ class Step:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
         if unit.backward_entry is None:
             unit.shadow_for_backward(gather_again(unit), began_at)
+            unit.demanded_in = current_graph_task()
 
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
@@ -664,22 +744,27 @@ class Step:
         if backward is not None:
             self._forget_met(backward)
         self._read_control()
+        self._left = []
         for unit in self.live_units():
             unit.leave_backward()
             if unit.is_transient or not self.accumulating:
                 unit.reshard()
 
     def _forget_met(self, backward: BackwardPass) -> None:
-        """Graphs that a backward did not pass through, or retained, wait for a backward of their own."""
+        """Graphs that a backward did not pass through, or retained, wait for a backward of their own.
+
+        [Note: forwards that wait]
+        """
         if backward.keeps_graph:
-            self._retained |= {use for use in self._uses if backward.has_met(use)}
-            for key in self._retained:
+            met = {use for use in self._uses if backward.has_met(use)}
+            self._retained |= met
+            for key in met:
                 use = self._use(key)
                 if use is not None:
                     use.has_arrived = False
             return
-        self._trace = [bracket for bracket in self._trace if not backward.has_met(bracket.use)]
-        self._uses = {use: held for use, held in self._uses.items() if not backward.has_met(use)}
+        self._trace = [bracket for bracket in self._trace if bracket.use in backward.waiting]
+        self._uses = {use: held for use, held in self._uses.items() if use in backward.waiting}
         self._retained &= self._uses.keys()
 
     def _read_control(self) -> None:
@@ -709,7 +794,7 @@ class Step:
             return
         for _, reduction in backward.reductions:
             reduction.wait()
-        self._undecided = []
+        self._undecided, self._left = [], []
         self._read_control()
         self._forget_graphs()
         if not self.accumulating:

@@ -80,6 +80,8 @@ class Unit:
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
+        demanded_in: The backward (its graph task) that has put it there.
+        is_left: Whether a backward inside that one has run its nodes: it may be resharded once that one goes on.
         last_entry: The entry at which its last forward with gradients began, weakly.
         is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
@@ -131,6 +133,7 @@ class Unit:
         self._memory: tuple[list[bool], GradientMemory] | None = None
         self._backward_tensors: list[Tensor] = []
         self.backward_entry: object = None
+        self.demanded_in, self.is_left = -1, False
         self.is_evicted = False
         self._gathering, self._reducing = f"parameters of {self}", f"gradients of {self}"
         step.units.append(weakref.ref(self))
@@ -281,6 +284,7 @@ class Unit:
         twin.groups, twin.gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
         twin._hosted, twin._hosts_are_current = [], False
         twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
+        twin.demanded_in, twin.is_left = -1, False
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
@@ -651,7 +655,7 @@ class Unit:
     def leave_backward(self) -> None:
         """Undoes `shadow_for_backward`, if backward was in the unit."""
         if self.backward_entry is not None:
-            self._backward_tensors, self.backward_entry = [], None
+            self._backward_tensors, self.backward_entry, self.is_left = [], None, False
             self.unshadow()
 
     @uncompiled
