@@ -61,7 +61,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for unit in units_of(module):
         parameters += unit.buffers()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
-    shelves = [shelf for step in {unit.step for unit in units_of(module)} for _, shelf in step.shelves()]
+    shelves = [shelf for step in {unit.step for unit in units_of(module)} for _, shelf in step.away.shelves()]
     tiers = Counter[str]()
     for shelf in shelves:
         tiers[str(shelf.tier)] += shelf.nbytes

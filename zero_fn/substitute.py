@@ -25,6 +25,7 @@ from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
+from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
@@ -35,7 +36,7 @@ from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
-from zero_fn.runtime.step import Shelved, Step
+from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.tiled import is_tile
@@ -187,7 +188,7 @@ def _reserve(step: Step, site: str) -> None:
         return
     failure: Exception | None = None
     try:
-        step.reserve(records)
+        step.away.reserve(records)
     except (TierError, StorageError) as error:
         failure = error
     found = tell(step.transport, step.assignment.axes, failure, site.partition(" ")[0]).failure(failure)

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from zero_fn.held import Held
+from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.record import record_nbytes
-from zero_fn.runtime.step import Shelved
 from zero_fn.runtime.unit import Unit
 from zero_fn.storage import STAGINGS
 from zero_fn.tiers import Cpu

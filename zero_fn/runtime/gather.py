@@ -63,6 +63,37 @@ class UnitUse:
         self.node: weakref.ref[Any] | None = None
         self.has_graph = self.has_arrived = False
 
+    @property
+    def will_run(self) -> bool:
+        """Whether the running backward will compute its gradients, as far as this rank can tell."""
+        if self.node is None:
+            return self.has_graph and not self.has_arrived
+        node = self.node()
+        return node is not None and bool(will_execute(node))
+
+    @property
+    def may_run_later(self) -> bool:
+        """Whether a backward after the running one may pass through it, if no graph is retained."""
+        if self.node is None:
+            return self.has_graph and not self.has_arrived
+        node = self.node()
+        return node is not None and not will_execute(node)
+
+    @property
+    def is_passed_only(self) -> bool:
+        """Whether a backward may pass through it on this rank and compute no gradient of its parameters there.
+
+        They are frozen, or all that this rank used in their modules are tied to those of other units.
+        """
+        if self.has_arrived or not self.has_graph:
+            return False
+        return self.node is None or self.node() is None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its graph is alive and has not arrived."""
+        return not self.has_arrived and self.node is not None and self.node() is not None
+
 
 class _Again(UnitUse):
     """What recomputations inside a unit read its parameters for. It does not hold the unit, which holds it."""

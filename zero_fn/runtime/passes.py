@@ -250,7 +250,7 @@ class BackwardPass:
         """What comes next beside brackets, or None if it must wait for autograd."""
         for at in range(self._cursor, len(self._events)):
             event, gate = self._events[at], self._script.gates[at]
-            if gate is not None and not self.closing and self._must_wait(gate):
+            if gate is not None and not self.closing and self._must_wait(at, gate):
                 self._cursor = at
                 return None
             if not isinstance(event, BRACKETS):
@@ -259,15 +259,15 @@ class BackwardPass:
         self._cursor = len(self._events)
         return None
 
-    def _must_wait(self, gate: Enter | Exit) -> bool:
+    def _must_wait(self, at: int, gate: Enter | Exit) -> bool:
         use, is_enter = gate.use, type(gate) is Enter
         if use in self._passed_only:
-            return not (is_enter and use in self._entered) and not self._is_passed()
+            return not (is_enter and use in self._entered) and not self._is_passed(at)
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
 
-    def _is_passed(self) -> bool:
-        """Whether backward has reached a use beyond the cursor: it has passed those before it, or never will."""
-        beyond = self._events[self._cursor + 1 :]
+    def _is_passed(self, at: int) -> bool:
+        """Whether backward has reached a use beyond an event: it has passed those before it, or never will."""
+        beyond = self._events[at + 1 :]
         return any(isinstance(event, Enter) and event.use in self._entered for event in beyond)
 
 

@@ -38,12 +38,11 @@ from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links, Waits
+from zero_fn.runtime.away import Away
 from zero_fn.runtime.buffers import Buffers
-from zero_fn.runtime.everywhere import tell
-from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients, will_execute
-from zero_fn.runtime.gradients import Reduction, settle
+from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients
+from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script
-from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -65,17 +64,11 @@ from zero_fn.schedule import (
     legs,
     prefetch,
 )
-from zero_fn.storage import Shelf, shelf_of
-from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Shelved", "Step"]
-
-Shelved = tuple[str, Tier]
-"""What rests in a tier: "parameters" or "gradients"."""
+__all__ = ["Step"]
 
 PREFETCH_DEPTH = 1
 FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
@@ -91,6 +84,7 @@ class Step:
     Attributes:
         assignment: What was asked of the module.
         units: Weak references to its units, by index.
+        away: What of it rests in other tiers.
         accumulating: Depth of open `accumulate` blocks.
         has_agreed: Whether ranks compared layouts and values, since the transform or since values were loaded.
     """
@@ -101,10 +95,7 @@ class Step:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
         self.accumulating = 0
-        self._shelves: dict[Shelved, Shelf] = {}
-        self._reserved: dict[Shelved, list[int]] = {}
-        self._writing: Record | None = None  # gradients on their way to a tier
-        self._failure: StorageError | None = None  # of gradients in a tier, until all ranks know
+        self.away = Away(transport, assignment)
         self.has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
@@ -140,66 +131,6 @@ class Step:
         """The longest forward that was recorded for training, if any."""
         traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
         return max(traces, key=len, default=None)
-
-    # -- other tiers ------------------------------------------------------------------------------------------------
-
-    def shelf(self, what: Shelved) -> Shelf:
-        """Where parameters or gradients of the module rest in a tier.
-
-        Raises:
-            StorageError: The path takes no files.
-        """
-        if what not in self._shelves:
-            kind, tier = what
-            self._shelves[what] = shelf_of(tier, kind)
-        return self._shelves[what]
-
-    def shelves(self) -> list[tuple[str, Shelf]]:
-        """All of them, with what they hold."""
-        return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
-
-    def reserve(self, records: dict[Shelved, list[list[Form]]]) -> None:
-        """Makes room for records that will be laid out, in this order.
-
-        Raises:
-            TierError: A tier, or the memory for stagings, is too small.
-            StorageError: The path takes no files.
-        """
-        for what, forms in records.items():
-            self._reserved[what] = self.shelf(what).reserve([record_nbytes(each) for each in forms])
-
-    def place_for(self, what: Shelved, forms: list[Form]) -> int:
-        """The place of the next record: one that was reserved, or another."""
-        reserved = self._reserved.get(what)
-        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
-
-    def _put_gradients_away(self, unit: Unit) -> None:
-        """Begins to write gradients that rest in another tier, one unit at a time. A failure is kept until all are told."""
-        if not unit.gradient_records:
-            return
-        for record, values in unit.gradients_to_put_away():
-            try:
-                if self._writing is not None:
-                    self._writing.finish_writing()
-                self._writing = record
-                record.begin_writing(values)
-            except StorageError as error:
-                self._failure = self._failure or error
-
-    def _tell_of_gradients(self) -> None:
-        """Waits until gradients are in their tier; if that failed on any rank, every rank raises."""
-        if not any(unit.gradient_records for unit in self.live_units()):
-            return
-        try:
-            if self._writing is not None:
-                self._writing.finish_writing()
-        except StorageError as error:
-            self._failure = self._failure or error
-        self._writing, failure = None, self._failure
-        self._failure = None
-        found = tell(self.transport, self.assignment.axes, failure, "Writing gradients").failure(failure)
-        if found is not None:
-            raise found
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -374,7 +305,7 @@ class Step:
         self._reshard_left()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None)
-            if use is not None and self._is_passed_only(use):
+            if use is not None and use.is_passed_only:
                 use.has_arrived = True  # nothing else will tell
             use = use or (self._use(key) if key is not None else None)
             self._pump(backward)
@@ -437,7 +368,7 @@ class Step:
             self._decide()
         self._end_backward()
         if not self.accumulating:
-            self._tell_of_gradients()
+            self.away.finish_gradients(self.live_units())
 
     def give_up(self, backward: BackwardPass) -> None:
         """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
@@ -454,8 +385,8 @@ class Step:
         self._recover()
         uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
         alive = [self._use(use) for use in uses]
-        local = [self._will_run(use) for use in alive]
-        later = [False] * len(uses) if all(local) else [self._may_run_later(use) for use in alive]
+        local = [use is not None and use.will_run for use in alive]
+        later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
         # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
         what = "what the backward runs through"
@@ -472,7 +403,7 @@ class Step:
             self._script = Script(trace, reduced, ahead=self._ahead)
         awaited, passed_only = set(), set()
         for key, use, runs in zip(uses, alive, local, strict=True):
-            if self._is_passed_only(use):
+            if use is not None and use.is_passed_only:
                 passed_only.add(key)
             elif runs:
                 awaited.add(key)
@@ -491,35 +422,6 @@ class Step:
         """A use of an earlier forward; None once its graph is gone."""
         reference = self._uses.get(key)
         return reference() if reference is not None else None
-
-    @staticmethod
-    def _will_run(use: UnitUse | None) -> bool:
-        if use is None:
-            return False
-        if use.node is None:
-            return use.has_graph and not use.has_arrived
-        node = use.node()
-        return node is not None and bool(will_execute(node))
-
-    @staticmethod
-    def _is_passed_only(use: UnitUse | None) -> bool:
-        """Whether a backward may pass through a use on this rank that computes no gradient of its parameters there.
-
-        They are frozen, or all that this rank used in their modules are tied to those of other units.
-        """
-        if use is None or use.has_arrived or not use.has_graph:
-            return False
-        return use.node is None or use.node() is None
-
-    @staticmethod
-    def _may_run_later(use: UnitUse | None) -> bool:
-        """Whether a backward after this one may pass through a use, if no graph is retained. [Note: forwards that wait]"""
-        if use is None:
-            return False
-        if use.node is None:
-            return use.has_graph and not use.has_arrived
-        node = use.node()
-        return node is not None and not will_execute(node)
 
     def _any(
         self,
@@ -596,21 +498,12 @@ class Step:
             if has_local and slot.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                if slot.gradient_away is None:
-                    settle(slot, grad)
-                else:
-                    self._add(slot, grad)
+                self.away.settle(slot, grad)
             elif not reduction.is_frozen(slot):
                 is_settled = False
-        self._put_gradients_away(unit)
+        self.away.put_gradients(unit)
         if is_settled:
             reduction.release()
-
-    def _add(self, slot: Slot, grad: Tensor) -> None:
-        try:
-            settle(slot, grad)
-        except StorageError as error:  # an earlier gradient, in its tier
-            self._failure = self._failure or error
 
     def _decide(self) -> None:
         """Settles what had to wait: replicated gradients, and those that only other ranks contributed to."""
@@ -631,17 +524,13 @@ class Step:
             for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
                 if grad is not None:
-                    self._add(slot, grad)
-            self._put_gradients_away(unit)
+                    self.away.settle(slot, grad)
+            self.away.put_gradients(unit)
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
         uses = (*map(self._use, self._uses), *self._recomputed)
-        return any(use is not None and use.unit is unit and self._is_awaited(use) for use in uses)
-
-    @staticmethod
-    def _is_awaited(use: UnitUse) -> bool:
-        return not use.has_arrived and use.node is not None and use.node() is not None
+        return any(use is not None and use.unit is unit and use.is_awaited for use in uses)
 
     @property
     def _recomputed(self) -> list[UnitUse]:
@@ -654,7 +543,7 @@ class Step:
         began = [use for key in self._uses if key.unit == unit.index and (use := self._use(key)) is not None]
         if any(use.began_at is entry for use in began):
             return False  # the unit was entered here, so it is now
-        if unit.backward_entry is None and any(map(self._is_awaited, began)):
+        if unit.backward_entry is None and any(use.is_awaited for use in began):
             self.demand(unit)  # the checkpoint is the first that backward meets: the outputs were not watched
         found = unit.backward_entry is not None and unit.backward_entry is not entry
         if found:
@@ -706,7 +595,7 @@ class Step:
                 self._settle(unit, unit.reduce_local(exact=True, present=present))
         self._decide()
         self._read_control()
-        self._tell_of_gradients()
+        self.away.finish_gradients(self.live_units())
 
     def drop_gradients(self) -> None:
         """Forgets local gradients that were not reduced."""

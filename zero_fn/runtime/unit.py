@@ -56,7 +56,8 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.tiled import is_tile
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.step import Shelved, Step
+    from zero_fn.runtime.away import Shelved
+    from zero_fn.runtime.step import Step
     from zero_fn.runtime.whole_graph import Plan
 
 __all__ = ["Phase", "Unit"]
@@ -338,7 +339,7 @@ class Unit:
             forms = [(slot.local_numel, slot.dtype) for slot in slots]
             record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
             if record is None:
-                record = Record(self.step.shelf(what), forms, device, self.step.place_for(what, forms))
+                record = Record(self.step.away.shelf(what), forms, device, self.step.away.place_for(what, forms))
                 record.owner = weakref.ref(self)
             (self.records if kind == "parameters" else self.gradient_records).append(record)
             for number, slot in enumerate(slots):

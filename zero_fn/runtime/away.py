@@ -1,0 +1,108 @@
+"""What of a module rests in other tiers: shelves for parameters and gradients, and gradients on their way there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from zero_fn.assignment import Assignment
+from zero_fn.errors import StorageError
+from zero_fn.hierarchy import Links
+from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.gradients import settle
+from zero_fn.runtime.record import Form, Record, record_nbytes
+from zero_fn.storage import Shelf, shelf_of
+from zero_fn.tiers import Tier
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["Away", "Shelved"]
+
+Shelved = tuple[str, Tier]
+"""What rests in a tier: "parameters" or "gradients"."""
+
+
+class Away:
+    """The shelves of one transformed module, and its gradients that are being written.
+
+    A disk that fails during a backward is remembered until all ranks are told, at its end.
+    """
+
+    def __init__(self, transport: Links, assignment: Assignment) -> None:
+        self._transport, self._assignment = transport, assignment
+        self._shelves: dict[Shelved, Shelf] = {}
+        self._reserved: dict[Shelved, list[int]] = {}
+        self._writing: Record | None = None
+        self._failure: StorageError | None = None
+
+    def shelf(self, what: Shelved) -> Shelf:
+        """Where parameters or gradients of the module rest in a tier.
+
+        Raises:
+            StorageError: The path takes no files.
+        """
+        if what not in self._shelves:
+            kind, tier = what
+            self._shelves[what] = shelf_of(tier, kind)
+        return self._shelves[what]
+
+    def shelves(self) -> list[tuple[str, Shelf]]:
+        """All of them, with what they hold."""
+        return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
+
+    def reserve(self, records: dict[Shelved, list[list[Form]]]) -> None:
+        """Makes room for records that will be laid out, in this order.
+
+        Raises:
+            TierError: A tier, or the memory for stagings, is too small.
+            StorageError: The path takes no files.
+        """
+        for what, forms in records.items():
+            self._reserved[what] = self.shelf(what).reserve([record_nbytes(each) for each in forms])
+
+    def place_for(self, what: Shelved, forms: list[Form]) -> int:
+        """The place of the next record: one that was reserved, or another."""
+        reserved = self._reserved.get(what)
+        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
+
+    def settle(self, slot: Slot, grad: Tensor) -> None:
+        """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
+        try:
+            settle(slot, grad)
+        except StorageError as error:
+            self._failure = self._failure or error
+
+    def put_gradients(self, unit: Unit) -> None:
+        """Begins to write gradients that rest in another tier, one unit at a time."""
+        if not unit.gradient_records:
+            return
+        for record, values in unit.gradients_to_put_away():
+            try:
+                if self._writing is not None:
+                    self._writing.finish_writing()
+                self._writing = record
+                record.begin_writing(values)
+            except StorageError as error:
+                self._failure = self._failure or error
+
+    def finish_gradients(self, units: list[Unit]) -> None:
+        """Waits until gradients are in their tier.
+
+        Raises:
+            StorageError: On every rank, if that failed on any.
+        """
+        if not any(unit.gradient_records for unit in units):
+            return
+        try:
+            if self._writing is not None:
+                self._writing.finish_writing()
+        except StorageError as error:
+            self._failure = self._failure or error
+        self._writing, failure = None, self._failure
+        self._failure = None
+        found = tell(self._transport, self._assignment.axes, failure, "Writing gradients").failure(failure)
+        if found is not None:
+            raise found
