@@ -42,7 +42,7 @@ def check(
         assert not found, "\n".join(found)
 
 
-@examples(dev=400, ci=15_000, deep=1_000_000)
+@examples(dev=330, ci=15_000, deep=1_000_000)
 @given(programs(), st.sampled_from(MESHES), schedules, timings, transports)
 def test_any_program_gives_what_replicas_give(
     simulated: Simulated,

@@ -377,17 +377,24 @@ class Sum:
 
     def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
         """Adds the pieces of lower and of higher ranks, in their order, divides, and writes the means."""
-        others = [*([_added_up(lower, self._dtype)] if lower else ()), *higher]
-        if self._total is None and self._is_alone and self._pieces[0].dtype == self._dtype:
-            total, own = self._outs[0], self._pieces[0]
-            torch.add(own, others.pop(0).view(own.shape), out=total.view(own.shape))
+        if self._total is None and self._is_apart:
+            own, total = self._pieces[0], self._outs[0]
+            first, second, *others = (part.view(own.shape) for part in (*lower, own, *higher))
+            torch.add(first, second, out=total.view(own.shape))
         else:
             total = self.begin()
+            others = [*([_added_up(lower, self._dtype)] if lower else ()), *higher]
         for other in others:
-            total.add_(other)
+            total.view(other.shape).add_(other)
         total.div_(len(lower) + 1 + len(higher))
         if total is not self._outs[0]:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))
+
+    @property
+    def _is_apart(self) -> bool:
+        """Whether the pieces of a single tensor can be added up where its mean goes, this rank's from elsewhere."""
+        piece = self._pieces[0]
+        return self._is_alone and piece.dtype == self._dtype and piece.data_ptr() != self._outs[0].data_ptr()
 
     @property
     def _is_alone(self) -> bool:
