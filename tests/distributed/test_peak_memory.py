@@ -120,9 +120,10 @@ def test_a_zero3_step_needs_three_units_above_rest_whatever_the_depth(ranks: Ran
 def test_reentrant_checkpoints_need_little_more_whatever_the_depth(ranks: Ranks, n: int) -> None:
     """Reductions that are on no schedule were once waited for at the end of the backward: five units of ten blocks.
 
-    A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too.
+    A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too. A rank that
+    comes last to a reduction adds small pieces of lower ranks up while the gradients are still there: a piece more.
     """
     for blocks in (4, 10):
         for storages, arena in ranks(n).run(_peak, blocks, Recomputed):
-            assert 1 < storages <= 3.3
+            assert 1 < storages <= 3.3 + 1 / n
             assert arena <= 2.1
