@@ -65,8 +65,7 @@ class Arena:
         self.mapped = Mapped(self.fd, capacity)
         self.token = os.urandom(_TOKEN_NBYTES)
         self.mapped.memory[:_TOKEN_NBYTES] = torch.frombuffer(bytearray(self.token), dtype=torch.uint8)
-        self._head = ALIGNMENT_NBYTES + head_nbytes
-        self._blocks: list[tuple[int, int]] = [(0, self._head)]  # (start, end), in order of address
+        self._blocks = [(0, ALIGNMENT_NBYTES + head_nbytes)]  # (start, end), in order of address
         self._capacity = capacity
 
     def close_file(self) -> None:

@@ -12,6 +12,7 @@ only its own deadline ends; operations on single tensors need not be called on e
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,9 +43,7 @@ def agree_on_norms() -> None:
         around(operation, _told(what))
 
 
-_made: dict[str, Callable[..., object]] = {}
-
-
+@cache  # the same function for the same words: `around` takes each once
 def _told(what: str) -> Callable[..., object]:
     def act(operation: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         unit = next(_owners(args[0]), None)
@@ -61,7 +60,7 @@ def _told(what: str) -> Callable[..., object]:
             raise found
         return result
 
-    return _made.setdefault(what, act)
+    return act
 
 
 def _owners(tensors: object) -> Iterator[Unit]:
