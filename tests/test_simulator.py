@@ -18,6 +18,7 @@ import zero_fn as zf
 from tests.groups import alone
 from tests.simulation import Desync, Fault, Simulated, axis
 from zero_fn.collectives.exchange import CONTROL, GATHER, REDUCE
+from zero_fn.collectives.segment import Sum
 
 
 def group() -> dist.ProcessGroup:
@@ -297,10 +298,9 @@ def test_late_messages_show_a_missing_wait(simulated: Simulated, mistake: str) -
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a sum that forgets to divide": lambda patch: patch.setattr(
         "zero_fn.collectives.segment.Sum.finish",
-        lambda self, parts: (
-            [self._total.add_(part) for part in parts],
-            self._total is self._outs[0]
-            or torch._foreach_copy_(self._outs, torch.split(self._total, [out.numel() for out in self._outs])),
+        lambda self, lower, higher, finish=Sum.finish: (
+            finish(self, lower, higher),
+            torch._foreach_mul_(self._outs, len(lower) + 1 + len(higher)),
         ),
     ),
     "an all-gather that nobody waits for": lambda patch: patch.setattr(

@@ -107,12 +107,12 @@ def _peak(blocks: int, block: type[Block]) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_a_zero3_step_needs_three_units_above_rest_whatever_the_depth(ranks: Ranks, n: int) -> None:
-    """Weights and gradients of one unit and what is under way; the arena, where messages lie until all peers read them,
-    holds two units more at the most."""
+def test_a_zero3_step_needs_four_units_above_rest_whatever_the_depth(ranks: Ranks, n: int) -> None:
+    """Weights and gradients of one unit and of what is under way, of which a part rests; the arena, where messages lie until
+    all peers read them, holds two units more at the most."""
     for blocks in (4, 10):
         for storages, arena in ranks(n).run(_peak, blocks, Block):
-            assert 1 < storages <= 3
+            assert 1 < storages <= 4 - 1 / n
             assert arena <= 2.1
 
 
@@ -120,10 +120,9 @@ def test_a_zero3_step_needs_three_units_above_rest_whatever_the_depth(ranks: Ran
 def test_reentrant_checkpoints_need_little_more_whatever_the_depth(ranks: Ranks, n: int) -> None:
     """Reductions that are on no schedule were once waited for at the end of the backward: five units of ten blocks.
 
-    A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too. A rank that
-    comes last to a reduction adds small pieces of lower ranks up while the gradients are still there: a piece more.
+    A unit stays gathered until the backward around its recomputation goes on, so beside its own reduction too.
     """
     for blocks in (4, 10):
         for storages, arena in ranks(n).run(_peak, blocks, Recomputed):
-            assert 1 < storages <= 3.3 + 1 / n
+            assert 1 < storages <= 4 + 1.1 / n
             assert arena <= 2.1

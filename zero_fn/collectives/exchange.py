@@ -82,7 +82,6 @@ class Exchange:
         sent_nbytes = 0
         for run in runs_of(contributions):
             total = Sum(run, self._rank)
-            total.begin()
             parts: dict[int, Tensor] = {}
             for target, source in self._peers:
                 message = joined([contribution.addend.piece(target) for contribution in run])

@@ -103,8 +103,6 @@ class SameHost(Exchange):
         if message.is_answered:  # [Note: the last one adds at once]
             finish()
             return Pending()
-        for total in sums:
-            total.begin()
         return Pending(finish=finish, kept=message)
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:

@@ -7,7 +7,7 @@ of one call are packed into one message per peer; larger ones are sent from wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
@@ -344,68 +344,69 @@ def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
 class Sum:
     """The sum of one run of contributions over the ranks, and the means.
 
-    The pieces are added in the order of the ranks. Those before this rank are added up first and then to its own, which is
-    the same, for addition commutes.
-
-    [Note: the last one adds at once] A rank that must wait for its peers copies its own pieces first (`begin`), so that the
-    gradients they lie in can be freed. The rank that comes last, for which the others wait, adds from where they lie.
+    The pieces are added in the order of the ranks, from where they lie: this rank's own are not copied before, so the
+    gradients they are in stay in memory until the sum is made.
 
     Attributes:
         numel: Elements of the run on this rank.
     """
 
-    __slots__ = ("_dtype", "_outs", "_pieces", "_total", "numel")
+    __slots__ = ("_dtype", "_outs", "_pieces", "numel")
 
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
         """Names what is to be summed."""
         self._pieces = [contribution.addend.piece(rank).detach() for contribution in run]
         self._outs, self._dtype = [contribution.out for contribution in run], run[0].sum_dtype
-        self._total: Tensor | None = None
         self.numel = sum([out.numel() for out in self._outs])
 
-    def begin(self) -> Tensor:
-        """Copies this rank's pieces, where they are not there yet. Returns the sum so far."""
-        if self._total is None:
-            pieces, self._pieces = self._pieces, []
-            if self._is_alone:
-                self._total = self._outs[0]
-                if pieces[0].data_ptr() != self._total.data_ptr():
-                    self._total.view(pieces[0].shape).copy_(pieces[0])
-            else:
-                self._total = torch.cat([flat(piece) for piece in pieces]).to(self._dtype)
-        return self._total
-
     def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
-        """Adds the pieces of lower and of higher ranks, in their order, divides, and writes the means."""
-        if self._total is None and self._is_apart:
-            own, total = self._pieces[0], self._outs[0]
-            first, second, *others = (part.view(own.shape) for part in (*lower, own, *higher))
-            torch.add(first, second, out=total.view(own.shape))
+        """Adds the pieces of lower ranks, of this one and of higher ranks, in this order, divides, and writes the means."""
+        own, out = self._pieces[0], self._outs[0]
+        if len(self._outs) == 1 and out.dtype == self._dtype:  # the sum is made where the mean goes
+            total = out.view(own.shape)
         else:
-            total = self.begin()
-            others = [*([_added_up(lower, self._dtype)] if lower else ()), *higher]
-        for other in others:
-            total.view(other.shape).add_(other)
-        total.div_(len(lower) + 1 + len(higher))
-        if total is not self._outs[0]:
+            own = total = torch.cat([flat(piece) for piece in self._pieces]).to(self._dtype)
+        if own.data_ptr() == total.data_ptr():
+            # Those before this rank are added up first and then to its own, which is the same, for addition commutes.
+            parts = [own, *([_added_up(lower, self._dtype)] if lower else ()), *higher]
+        else:
+            parts = [*lower, own, *higher]
+        size = len(lower) + 1 + len(higher)
+        for into, *addends in _in_blocks([total, *(part.view(total.shape) for part in parts)]):
+            _add_up(into, addends)
+            into.div_(size)
+        if total is own:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))
 
-    @property
-    def _is_apart(self) -> bool:
-        """Whether the pieces of a single tensor can be added up where its mean goes, this rank's from elsewhere."""
-        piece = self._pieces[0]
-        return self._is_alone and piece.dtype == self._dtype and piece.data_ptr() != self._outs[0].data_ptr()
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether the sum of a single tensor can be made where its mean goes."""
-        return len(self._outs) == 1 and self._outs[0].dtype == self._dtype
+_BLOCK_NUMEL = 1 << 17
+"""Elements that are summed and divided before the next are begun: of float32, sums and addends fill 1 MiB, so the sums are in
+a processor's cache when they are divided."""
+
+
+def _in_blocks(tensors: list[Tensor]) -> Iterable[Sequence[Tensor]]:
+    """The same parts of tensors of one shape, one after another."""
+    shape = tensors[0].shape
+    rows = max(1, _BLOCK_NUMEL * shape[0] // max(1, tensors[0].numel()))
+    return [tensors] if shape[0] <= rows else zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
+
+
+def _add_up(into: Tensor, parts: Sequence[Tensor]) -> None:
+    """Writes the sum of some parts, in their order; `into` may be the first."""
+    first, *others = parts
+    if first.data_ptr() != into.data_ptr():
+        if first.dtype == into.dtype:
+            torch.add(first, others.pop(0), out=into)
+        else:
+            into.copy_(first)
+    for other in others:
+        into.add_(other)
 
 
 def _added_up(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """The sum of some parts, which are not written."""
     if len(parts) == 1:
         return parts[0]
-    total = torch.add(parts[0].to(dtype), parts[1])
-    for part in parts[2:]:
-        total.add_(part)
+    total = torch.empty_like(parts[0], dtype=dtype)
+    _add_up(total, parts)
     return total

@@ -27,8 +27,7 @@ from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage.recycled import RECYCLED_NBYTES, Recycled, recycled
-from zero_fn.storage.slab import whole_pages
+from zero_fn.storage.recycled import Recurring
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -53,24 +52,19 @@ class Group:
         *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
         for slot, offset in zip(slots, offsets, strict=True):
             slot.offset = offset
-        self.is_kept = is_kept
-        self._mappings: Recycled | None = None  # what is free of them is unmapped when no group of the size is left
+        self._recurring = Recurring(self.numel, dtype, device) if not is_kept else None
         self.kept = self.allocate() if is_kept else None
 
     def allocate(self) -> Tensor:
         """A buffer for the whole group."""
-        if self.is_recycled:
-            nbytes = self.numel * self.dtype.itemsize
-            self._mappings = recycled(whole_pages(nbytes))
-            return self._mappings.take()[:nbytes].view(self.dtype)
-        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        if self._recurring is None:
+            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return self._recurring.take()
 
     @property
     def is_recycled(self) -> bool:
         """Whether its buffers are mappings that go from unit to unit, and not memory of the allocator."""
-        if self.is_kept or self.device.type != "cpu" or self.numel * self.dtype.itemsize < RECYCLED_NBYTES:
-            return False
-        return not torch._C._len_torch_dispatch_stack()  # modes make tensors of their own
+        return self._recurring is not None and self._recurring.is_recycled
 
     def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
         """The flat range of what this rank holds of one parameter at rest."""

@@ -27,6 +27,7 @@ from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
+from zero_fn.storage.recycled import Recurring
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
 
@@ -190,7 +191,7 @@ class GradientMemory:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.ranges: dict[Slot, _Range] = {}
         self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
-        self._buffers: list[tuple[int, torch.dtype, torch.device]] = []
+        self._buffers: list[Recurring] = []
         by_dtype: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
@@ -198,7 +199,7 @@ class GradientMemory:
             offsets, total = dense_offsets(members, [slot.gradient_room for slot in members], dtype.itemsize)
             for slot in members:
                 self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.gradient_room)
-            self._buffers.append((total, dtype, device))
+            self._buffers.append(Recurring(total, dtype, device))
         self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.numel]
         self._numel = sum(slot.numel for slot, _ in self._reduced)
 
@@ -213,12 +214,12 @@ class GradientMemory:
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
-        return [torch.empty(total, dtype=dtype, device=device) for total, dtype, device in self._buffers]
+        return [buffer.take() for buffer in self._buffers]
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes of the buffers beyond the elements of the gradients."""
-        total = sum(numel * dtype.itemsize for numel, dtype, _ in self._buffers)
+        total = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
         return total - sum(slot.gradient_numel * slot.dtype.itemsize for slot in self.ranges)
 
 

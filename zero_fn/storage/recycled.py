@@ -1,9 +1,9 @@
-"""Large buffers that come and go, unit by unit, in memory that goes from one to the next.
+"""Large buffers that come and go, unit by unit and step by step, in memory that goes from one to the next.
 
-[Note: not from the heap] A heap gives a block as large as a gathered unit back to the system when it is freed, which clears
-every page when the next unit asks: 15,000 page faults and an eighth of a step where 25 M parameters are gathered twice. Or it
-cuts activations from the hole, takes new memory for the next unit, and so grows with the model. Mappings of their own, that
-the next buffer of the same size takes over, do neither.
+[Note: not from the heap] A heap gives a block as large as a gathered unit, or its gradients, back to the system when it is
+freed, which clears every page when the next unit asks: 15,000 page faults and an eighth of a step where 25 M parameters are
+gathered twice. Or it cuts activations from the hole, takes new memory for the next unit, and so grows with the model.
+Mappings of their own, that the next buffer of the same size takes over, do neither.
 
 [Note: free, and there] Memory that waits for its next buffer is the system's to take (`MADV_FREE`), should any process need
 it; until then no page of it has to be found and cleared again. On pages of 2 MiB that costs next to nothing.
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from zero_fn.storage.memory import available
-from zero_fn.storage.slab import advise, too_small
+from zero_fn.storage.slab import advise, too_small, whole_pages
 
-__all__ = ["RECYCLED_NBYTES", "Recycled", "recycled"]
+__all__ = ["RECYCLED_NBYTES", "Recurring", "Recycled", "recycled"]
 
 RECYCLED_NBYTES = 1 << 20
 """Buffers from this size on are worth it."""
@@ -48,9 +48,40 @@ class Recycled:
         try:
             mapped = mmap.mmap(-1, self._nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
-            raise too_small(self._nbytes, available().nbytes, str(error), "Gathered parameters") from error
+            raise too_small(
+                self._nbytes, available().nbytes, str(error), "Parameters and gradients of units"
+            ) from error
         advise(mapped, "MADV_HUGEPAGE")
         return mapped
+
+
+class Recurring:
+    """A flat buffer that is taken again and again.
+
+    Attributes:
+        numel, dtype, device: Of each.
+    """
+
+    __slots__ = ("_mappings", "device", "dtype", "numel")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.numel, self.dtype, self.device = numel, dtype, device
+        nbytes = numel * dtype.itemsize
+        is_large = device.type == "cpu" and nbytes >= RECYCLED_NBYTES
+        self._mappings = recycled(whole_pages(nbytes)) if is_large else None
+
+    @property
+    def is_recycled(self) -> bool:
+        """Whether its memory is a mapping that goes from one to the next, and not the allocator's."""
+        return (
+            self._mappings is not None and not torch._C._len_torch_dispatch_stack()
+        )  # modes make tensors of their own
+
+    def take(self) -> Tensor:
+        """A buffer of any values."""
+        if self._mappings is None or not self.is_recycled:
+            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return self._mappings.take()[: self.numel * self.dtype.itemsize].view(self.dtype)
 
 
 _by_size: weakref.WeakValueDictionary[int, Recycled] = weakref.WeakValueDictionary()

@@ -1,0 +1,44 @@
+"""What one rank adds up: its pieces and those of its peers, in the order of the ranks, in blocks, wherever they lie."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zero_fn.collectives import Contribution, Segment
+from zero_fn.collectives.segment import Rows, Sum
+
+SIZE = 4
+
+
+def in_order(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The mean, one rank after another."""
+    total = torch.zeros_like(parts[0], dtype=dtype)
+    for part in parts:
+        total += part.to(dtype)
+    return total / len(parts)
+
+
+@pytest.mark.parametrize("rank", range(SIZE))
+@pytest.mark.parametrize("numel", [1, 1 << 17, 3 * (1 << 17) + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["apart", "in place", "transposed"])
+def test_a_sum_is_that_of_the_ranks_in_their_order(rank: int, numel: int, dtype: torch.dtype, where: str) -> None:
+    torch.manual_seed(numel)
+    parts = [torch.randn(numel, dtype=torch.float64).mul(100).to(dtype) for _ in range(SIZE)]
+    whole = torch.zeros(SIZE * numel, dtype=dtype)
+    whole[rank * numel : (rank + 1) * numel] = parts[rank]
+    addend, out = Segment(whole, SIZE * numel, numel), torch.full((numel,), torch.nan)
+    if where == "in place":
+        out = addend.piece(rank) if dtype == torch.float32 else out
+    if where == "transposed":  # rows of three, and a stride between their elements
+        rows = torch.zeros(3, SIZE * numel, dtype=dtype).t()
+        rows[rank * numel : (rank + 1) * numel] = parts[rank][:, None]
+        addend, out = Rows(rows, numel), torch.full((3 * numel,), torch.nan)
+        parts = [part.repeat_interleave(3) for part in parts]
+    total = Sum([Contribution(addend, out, torch.float32)], rank)
+    before = [part.clone() for part in parts]
+    total.finish(parts[:rank], parts[rank + 1 :])
+    assert torch.equal(out, in_order(before, torch.float32))
+    assert all(map(torch.equal, parts, before)), "what peers sent is only read"
