@@ -55,8 +55,8 @@ BUGS: tuple[Bug, ...] = (
         "wrong-divisor",
         "collectives/segment.py",
         "the mean over ranks",
-        "total.div_(len(lower) + 1 + len(higher))",
-        "total.div_(len(lower) + len(higher))",
+        "size = len(lower) + 1 + len(higher)",
+        "size = len(lower) + len(higher)",
         _COLLECTIVES,
     ),
     Bug(
@@ -68,11 +68,19 @@ BUGS: tuple[Bug, ...] = (
         _COLLECTIVES,
     ),
     Bug(
+        "blocks-forget-the-rest",
+        "collectives/segment.py",
+        "sums of what is larger than a block",
+        "return [tensors] if shape[0] <= rows else",
+        "tensors = [t[: max(1, len(t) // rows) * rows] for t in tensors]; return [tensors] if shape[0] <= rows else",
+        "tests/test_sums.py",
+    ),
+    Bug(
         "sum-in-16-bits",
         "collectives/segment.py",
         "sums of bfloat16 in float32",
-        "torch.cat([flat(piece) for piece in pieces]).to(self._dtype)",
-        "torch.cat([flat(piece) for piece in pieces])",
+        "if first.dtype == into.dtype:",
+        "if others:",
         _COLLECTIVES,
     ),
     Bug(
