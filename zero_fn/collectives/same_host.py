@@ -100,7 +100,7 @@ class SameHost(Exchange):
                 message.acknowledge(source)
             message.close()
 
-        if message.is_answered:  # [Note: the last one adds at once]
+        if message.is_answered:  # this rank came last: nothing to wait for
             finish()
             return Pending()
         return Pending(finish=finish, kept=message)
