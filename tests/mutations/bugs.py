@@ -973,7 +973,7 @@ BUGS: tuple[Bug, ...] = (
         "hosted-part-never-expires",
         "runtime/unit.py",
         "gathering hosted parts anew after a step",
-        "        self.reshard()\n        self._hosts_are_current = False",
+        "        self.reshard()\n        self._hosts.are_current = False",
         "        self.reshard()",
         _COMPOSITION,
     ),
