@@ -178,8 +178,8 @@ def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_rais
 
 @pytest.mark.parametrize("verb", ["replicate", "shard_params"])
 def test_a_layer_whose_parameters_belong_to_two_other_units_trains(simulated: Simulated, verb: str) -> None:
-    """Its weight is tied to that of its neighbour, its bias to that of the head. It entered the unit of one of them only, and the
-    unit of the other, a list of modules, is not called: the forward raised ShardedAccessError."""
+    """Its weight is tied to that of its neighbour, its bias to that of the head. It entered the unit of one of them only, and
+    the unit of the other, a list of modules, is not called: the forward raised ShardedAccessError."""
     model = Model(2, (Part("linear", 3), Part("linear", 2)), ties=((0, 0), (4, 0)))
     check(simulated, Program(model, (Link(verb, {"units": "*"}),), (Backward(), Step(), Backward(forwards=2))))
 
