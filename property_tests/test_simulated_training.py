@@ -176,6 +176,14 @@ def test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_rais
     assert any("unit parts.0" in str(error) for error in errors)
 
 
+@pytest.mark.parametrize("verb", ["replicate", "shard_params"])
+def test_a_layer_whose_parameters_belong_to_two_other_units_trains(simulated: Simulated, verb: str) -> None:
+    """Its weight is tied to that of its neighbour, its bias to that of the head. It entered the unit of one of them only, and
+    the unit of the other, a list of modules, is not called: the forward raised ShardedAccessError."""
+    model = Model(2, (Part("linear", 3), Part("linear", 2)), ties=((0, 0), (4, 0)))
+    check(simulated, Program(model, (Link(verb, {"units": "*"}),), (Backward(), Step(), Backward(forwards=2))))
+
+
 def test_ties_under_reentrant_checkpoints_train_in_later_backwards(simulated: Simulated) -> None:
     """A unit was resharded after the first checkpoint inside it: a retained graph was on no schedule."""
     inside = (Part("mlp", 1, wrap="reentrant"), Part("norm", 7, wrap="reentrant"), Part("conv", 7, wrap="reentrant"))

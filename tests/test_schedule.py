@@ -23,6 +23,7 @@ from tests.groups import alone
 from tests.snapshot import assert_matches
 from zero_fn.runtime.gather import UnitUse
 from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Phase, Unit
 from zero_fn.schedule import (
@@ -172,7 +173,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done: list[Event] = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduce, settle = Step.enter, Step.leave, Unit.reduce_local, Step._settle
+    enter, leave, reduce, settle = Step.enter, Step.leave, Unit.reduce_local, Settling.settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
         if not phases or unit.phase in phases:
@@ -203,9 +204,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Reduce(unit.index))
         return reduce(unit, exact=exact, present=present)
 
-    def settle_noted(step: Step, unit: Unit, under_way: Reduction) -> None:
+    def settle_noted(settling: Settling, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
-        settle(step, unit, under_way)
+        settle(settling, unit, under_way)
 
     monkeypatch.setattr(Unit, "unshard", unshard_noted)
     monkeypatch.setattr(Unit, "await_gathered", await_noted)
@@ -213,7 +214,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(Step, "enter", enter_noted)
     monkeypatch.setattr(Step, "leave", leave_noted)
     monkeypatch.setattr(Unit, "reduce_local", reduce_noted)
-    monkeypatch.setattr(Step, "_settle", settle_noted)
+    monkeypatch.setattr(Settling, "settle", settle_noted)
     return done
 
 

@@ -262,7 +262,7 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
         output_dtype=output,
     )
     for module in unit.modules():
-        if not isinstance(module.__dict__.get("forward"), Entry):
+        if module is not anchor:
             Entry(module, unit, is_inner=True)
 
 

@@ -277,14 +277,14 @@ BUGS: tuple[Bug, ...] = (
     # -- gradients --------------------------------------------------------------------------------------------------
     Bug(
         "gradient-settled-twice",
-        "runtime/step.py",
+        "runtime/settling.py",
         "sharded gradients are added once more",
         "if has_any and not (has_local and slot.is_reduced_at_once) else None",
         "if has_any else None",
     ),
     Bug(
         "has-grad-bits-ignored",
-        "runtime/step.py",
+        "runtime/settling.py",
         "a gradient that no rank has stays None",
         "if has_any and not (has_local and slot.is_reduced_at_once) else None",
         "if not (has_local and slot.is_reduced_at_once) else None",
@@ -528,8 +528,8 @@ BUGS: tuple[Bug, ...] = (
         "accumulate-forgets-to-reset",
         "runtime/step.py",
         "what was accumulated before an exception is dropped",
-        "                self._read_control()\n                self.drop_gradients()\n",
-        "                self._read_control()\n",
+        "                self._control.read()\n                self.drop_gradients()\n",
+        "                self._control.read()\n",
         _PROGRAMS + "::test_a_program_gives_what_replicas_give[failing accumulation-2]",
     ),
     Bug(
@@ -576,8 +576,8 @@ BUGS: tuple[Bug, ...] = (
         "agreement-skipped",
         "runtime/step.py",
         "ranks that hold different modules",
-        "        if self.assignment.axis is None:\n            return\n        slots",
-        "        if self.assignment.axis is not None:\n            return\n        slots",
+        "if self.assignment.axis is not None:\n            agree_on_units(",
+        "if self.assignment.axis is None:\n            agree_on_units(",
         _ERRORS,
     ),
     Bug(
@@ -932,8 +932,8 @@ BUGS: tuple[Bug, ...] = (
         "uses-not-compared",
         "runtime/step.py",
         "ranks that ran the same units in another order share a backward",
-        "self._any(local, what, check=passed, second=later",
-        "self._any(local, what, second=later",
+        "self._control.any(local, what, check=passed, second=later",
+        "self._control.any(local, what, second=later",
         _DESYNC,
     ),
     Bug(
@@ -981,7 +981,7 @@ BUGS: tuple[Bug, ...] = (
         "hosted-part-never-expires",
         "runtime/unit.py",
         "gathering hosted parts anew after a step",
-        "        self.reshard()\n        self._hosts_are_current = False",
+        "        self.reshard()\n        self._hosts.are_current = False",
         "        self.reshard()",
         _COMPOSITION,
     ),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links
+from zero_fn.resting import local_of, resting_tensor
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
+from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record, record_nbytes
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of
 from zero_fn.tiers import Tier
 
@@ -79,14 +85,11 @@ class Away:
         """Begins to write gradients that rest in another tier, one unit at a time."""
         if not unit.gradient_records:
             return
-        for record, values in unit.gradients_to_put_away():
-            try:
-                if self._writing is not None:
-                    self._writing.finish_writing()
+        for record, values in _take_gradients(unit):
+            with self._failing_at_the_end():
+                self._finish_writing()
                 self._writing = record
                 record.begin_writing(values)
-            except StorageError as error:
-                self._failure = self._failure or error
 
     def finish_gradients(self, units: list[Unit]) -> None:
         """Waits until gradients are in their tier.
@@ -96,13 +99,40 @@ class Away:
         """
         if not any(unit.gradient_records for unit in units):
             return
-        try:
-            if self._writing is not None:
-                self._writing.finish_writing()
-        except StorageError as error:
-            self._failure = self._failure or error
+        with self._failing_at_the_end():
+            self._finish_writing()
         self._writing, failure = None, self._failure
         self._failure = None
         found = tell(self._transport, self._assignment.axes, failure, "Writing gradients").failure(failure)
         if found is not None:
             raise found
+
+    def _finish_writing(self) -> None:
+        if self._writing is not None:
+            self._writing.finish_writing()
+
+    @contextmanager
+    def _failing_at_the_end(self) -> Iterator[None]:
+        """Keeps a failure until all ranks are told."""
+        try:
+            yield
+        except StorageError as error:
+            self._failure = self._failure or error
+
+
+def _take_gradients(unit: Unit) -> list[tuple[Record, dict[int, Tensor]]]:
+    """Gradients in memory whose place is in another tier, flat as they lie there; their tensors take their place."""
+    found: dict[Record, dict[int, Tensor]] = {}
+    for slot in unit.slots:
+        grad, place = slot.parameter.grad, slot.gradient_away
+        if grad is None or place is None or isinstance(grad, PendingGradient):
+            continue
+        local = local_of(grad)
+        if isinstance(local, TierTensor) or local.dtype != slot.dtype:
+            continue
+        if local.stride() != slot.local_stride:
+            local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
+        found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
+        away = slot.local_view(place)
+        slot.parameter.grad = away if slot.spec is None else resting_tensor(away, slot.spec)
+    return list(found.items())

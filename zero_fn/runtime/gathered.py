@@ -142,10 +142,10 @@ class Gathered:
             if group.kept is not None:
                 continue
             remember_buffer(buffer, self, unit, number)
-            if type(buffer) is not Tensor or group.is_recycled:
+            storage = buffer.untyped_storage()
+            if type(buffer) is not Tensor or not storage.resizable():
                 self._freed = None  # a simulated tensor, or memory that is not the allocator's
             elif self._freed is not None:
-                storage = buffer.untyped_storage()
                 self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
 
     def _cut_own(self, groups: Sequence[Group]) -> None:

@@ -8,11 +8,6 @@ A backward begins by or-ing over ranks which uses will run; the schedule is buil
 misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
 in the order of arrival.
 
-[Note: forwards that wait] Between backwards ranks must remember the same uses, or the next schedule would depend on the rank.
-Which may still run depends on it: a graph may be alive on some ranks only, and nothing tells beforehand whether a backward
-will pass through a frozen use. So what begins a backward also ors which uses may run after it, and those are kept. If all
-run now, on whatever rank, nothing is kept, and no rank has to read that.
-
 [Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
 read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
 parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
@@ -34,16 +29,17 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from zero_fn.agreement import agree
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links, Waits
+from zero_fn.hierarchy import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.buffers import Buffers
+from zero_fn.runtime.control import Control
+from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients
-from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script
-from zero_fn.runtime.same_values import agree_on_values
+from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
     Action,
@@ -72,7 +68,6 @@ __all__ = ["Step"]
 
 PREFETCH_DEPTH = 1
 FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
-_REMEMBERED_USES = 4096  # forwards whose backward never came are forgotten beyond this, the same on every rank
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
@@ -103,13 +98,10 @@ class Step:
         self._backward: BackwardPass | None = None
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
         self._script: Script | None = None  # of the last backward
-        self._trace: list[Enter | Exit] = []
-        self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
-        self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
+        self._graphs = Graphs()
         self._left: list[Unit] = []  # by nested backwards, still to be resharded
-        self._undecided: list[tuple[Unit, Reduction]] = []
-        self._unread: list[Waits] = []
-        self._notes: list[Tensor] = []  # what ranks told one another about buffers, to be read by the next forward
+        self._control = Control(transport, assignment)
+        self._settling = Settling(self.away, self._control)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         twin = Step(self.transport, self.assignment, depth=self.depth)
@@ -190,12 +182,11 @@ class Step:
     def _begin_forward(self, unit: Unit, entry: object) -> None:
         is_swapped = self.prepare()
         self._is_fresh = False
-        if len(self._trace) > 2 * _REMEMBERED_USES:
-            self._forget_graphs()
+        self._graphs.limit()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, getattr(entry, "attribute", "forward"))
         recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
-        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._offsets(), grad=grad)
+        self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._graphs.offsets(), grad=grad)
         self._forward.is_swapped = is_swapped
 
     def prepare(self) -> bool:
@@ -223,53 +214,26 @@ class Step:
             self.prepare()
 
     def _agree(self) -> None:
-        """Compares layout and initial values over ranks, once, and again after loading."""
+        """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True
-        if self.assignment.axis is None:
-            return
-        slots = [(unit, slot) for unit in self.live_units() for slot in unit.slots]
-        agree(
-            self.transport,
-            "layouts",
-            [f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}" for unit, slot in slots],
-            device=self._device(),
-            why="the next all-gather would hang or mix parameters",
-            fix="build and transform the same module on every rank",
-        )
-        agree_on_values(
-            self.transport,
-            "initial values",
-            [(slot, f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
-            device=self._device(),
-            why="each rank cut its shard from another tensor",
-            fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
-        )
-        self.buffers.begin(self._device())
+        if self.assignment.axis is not None:
+            agree_on_units(self.transport, self.live_units(), self._control.device)
+            self.buffers.begin(self._control.device)
 
     def _broadcast_buffers(self) -> None:
         """[Note: when buffers are broadcast]"""
-        for notes in self._notes:
-            self.buffers.told([bool(bit) for bit in notes.tolist()])
-        self._notes = []
-        is_waiting = any(bracket.use not in self._retained for bracket in self._trace)
-        if is_waiting or (self.accumulating and not self._is_fresh):
+        for notes in self._control.take_notes():
+            self.buffers.told(notes)
+        if self._graphs.is_waiting or (self.accumulating and not self._is_fresh):
             return
         if self.buffers.must_ask:
-            self.buffers.told(self._any(self.buffers.bits(), "which buffers changed"))
+            self.buffers.told(self._control.any(self.buffers.bits(), "which buffers changed"))
         self.buffers.broadcast()
 
     def _reshard_in_forward(self, unit: Unit, *, grad: bool | None = None) -> None:
         grad = torch.is_grad_enabled() if grad is None else grad
         if unit.is_transient and not unit.open and not (grad and unit.reshards_after_backward):
             unit.reshard()
-
-    def _offsets(self) -> dict[int, int]:
-        """For each unit, the first number above those of earlier passes whose backward has not run."""
-        offsets: dict[int, int] = {}
-        for bracket in self._trace:
-            if isinstance(bracket, Enter):
-                offsets[bracket.use.unit] = max(offsets.get(bracket.use.unit, 0), bracket.use.number + 1)
-        return offsets
 
     def _end_forward(self, forward: ForwardPass) -> None:
         self._forward = None
@@ -293,9 +257,8 @@ class Step:
             unit.finish_gathering()  # what was prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self._reshard_in_forward(unit, grad=forward.grad)
-        if forward.grad and any(use.has_graph for use in forward.uses.values()):
-            self._trace += forward.trace
-            self._uses.update((key, weakref.ref(use)) for key, use in forward.uses.items())
+        if forward.grad:
+            self._graphs.add(forward)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -307,7 +270,7 @@ class Step:
             key = backward.enter(unit.index, use.number if use is not None else None)
             if use is not None and use.is_passed_only:
                 use.has_arrived = True  # nothing else will tell
-            use = use or (self._use(key) if key is not None else None)
+            use = use or (self._graphs.use(key) if key is not None else None)
             self._pump(backward)
         unit.unshard()
         unit.await_gathered()
@@ -332,7 +295,7 @@ class Step:
         if not scheduled and grads is not None and not self.accumulating and not self._has_nodes(unit):
             self._leave_nested(unit)
             while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
-                self._settle(*backward.reductions.pop(0))
+                self._settling.settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.reduce_local(exact=True)))
         self._pump(backward)
 
@@ -360,12 +323,12 @@ class Step:
         backward.closing = True
         self._pump(backward)
         for unit, reduction in backward.reductions:
-            self._settle(unit, reduction)
+            self._settling.settle(unit, reduction)
         if not self.accumulating:
             for unit in self.live_units():
                 if not unit.gradients.is_empty:
-                    self._settle(unit, unit.reduce_local(exact=True))
-            self._decide()
+                    self._settling.settle(unit, unit.reduce_local(exact=True))
+            self._settling.decide()
         self._end_backward()
         if not self.accumulating:
             self.away.finish_gradients(self.live_units())
@@ -383,18 +346,18 @@ class Step:
         if self._backward is not None and self._backward.is_alive:
             return self._backward
         self._recover()
-        uses = [bracket.use for bracket in self._trace if isinstance(bracket, Enter)]
-        alive = [self._use(use) for use in uses]
+        uses = self._graphs.entered()
+        alive = [self._graphs.use(use) for use in uses]
         local = [use is not None and use.will_run for use in alive]
         later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
         # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
         passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self._updates)
         what = "what the backward runs through"
-        union = self._any(local, what, check=passed, second=later, notes=self.buffers.bits())
+        union = self._control.any(local, what, check=passed, second=later, notes=self.buffers.bits())
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
         # Where every use runs, forwards are done with: nothing was read then. [Note: forwards that wait]
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
-        trace = [bracket for bracket in self._trace if bracket.use in taking_part]
+        trace = [bracket for bracket in self._graphs.trace if bracket.use in taking_part]
         defers = not self.accumulating and not returns_gradients()
         reduced = frozenset(
             index for index in {use.unit for use in taking_part} if defers and self.unit(index).requires_grad
@@ -417,46 +380,6 @@ class Step:
         """What comes next is gathered, and before that fetched, beside what is computed."""
         events = prefetch(events, depth=self.depth)
         return fetch_ahead(events, is_away=lambda index: self.unit(index).is_away, depth=FETCH_DEPTH)
-
-    def _use(self, key: Use) -> UnitUse | None:
-        """A use of an earlier forward; None once its graph is gone."""
-        reference = self._uses.get(key)
-        return reference() if reference is not None else None
-
-    def _any(
-        self,
-        local: list[bool],
-        what: str,
-        *,
-        check: int = 0,
-        second: Sequence[bool] = (),
-        notes: Sequence[bool] = (),
-    ) -> list[bool]:
-        """Ors bits over ranks.
-
-        Args:
-            local: Of this rank. Where all are set the host does not wait.
-            what: For errors.
-            check: Must be equal on all ranks.
-            second: More bits, which follow in what is returned; only if some of `local` are not set on any rank.
-            notes: More bits, which the next forward reads.
-        """
-        bits = torch.tensor([*local, *second, *notes], dtype=torch.uint8, device=self._device())
-        count = len(local) + len(second)
-        pending = self.transport.any(bits, what, check=check)
-        if notes:
-            self._notes.append(bits[count:])
-        if all(local):
-            self._unread.append(pending)  # nothing to learn: the host need not wait for it now
-            return local
-        pending.wait()
-        union = [bool(bit) for bit in bits[:count].tolist()]
-        return union[: len(local)] if all(union[: len(local)]) else union
-
-    def _device(self) -> torch.device:
-        """Where control messages are made."""
-        axis = self.assignment.axis
-        return torch.device(axis.device_type if axis is not None else "cpu")
 
     def _pump(self, backward: BackwardPass) -> None:
         """Runs the events of the schedule up to the first that must wait for autograd."""
@@ -485,52 +408,15 @@ class Step:
         elif kind is Settle:
             assert self._backward is not None
             if self._backward.reductions:  # else one that came out of order has settled it
-                self._settle(*self._backward.reductions.pop(0))
+                self._settling.settle(*self._backward.reductions.pop(0))
         else:
             assert kind is Fetch, f"no such action: {action}"
             unit.fetch()
 
-    def _settle(self, unit: Unit, reduction: Reduction) -> None:
-        reduction.wait()
-        self._undecided.append((unit, reduction))
-        is_settled = True
-        for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-            if has_local and slot.is_reduced_at_once:
-                grad = reduction.resting(slot)
-                assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                self.away.settle(slot, grad)
-            elif not reduction.is_frozen(slot):
-                is_settled = False
-        self.away.put_gradients(unit)
-        if is_settled:
-            reduction.release()
-
-    def _decide(self) -> None:
-        """Settles what had to wait: replicated gradients, and those that only other ranks contributed to."""
-        undecided, self._undecided = self._undecided, []
-        local = [bit for _, reduction in undecided for bit in reduction.has_local]
-        if not undecided:
-            return
-        union = self._any(local, "which parameters have gradients")
-        for _, reduction in undecided:
-            reduction.regather()
-        for _, reduction in undecided:
-            reduction.wait_regathered()  # all, before a hook of the user may raise
-        end = 0
-        for unit, reduction in undecided:
-            start, end = end, end + len(unit.slots)
-            if reduction.is_released:
-                continue
-            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
-                grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
-                if grad is not None:
-                    self.away.settle(slot, grad)
-            self.away.put_gradients(unit)
-
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
-        uses = (*map(self._use, self._uses), *self._recomputed)
-        return any(use is not None and use.unit is unit and use.is_awaited for use in uses)
+        uses = (*self._graphs.uses_of(unit.index), *self._recomputed)
+        return any(use.unit is unit and use.is_awaited for use in uses)
 
     @property
     def _recomputed(self) -> list[UnitUse]:
@@ -540,7 +426,7 @@ class Step:
         """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
         if current_graph_task() == -1:
             return False
-        began = [use for key in self._uses if key.unit == unit.index and (use := self._use(key)) is not None]
+        began = self._graphs.uses_of(unit.index)
         if any(use.began_at is entry for use in began):
             return False  # the unit was entered here, so it is now
         if unit.backward_entry is None and any(use.is_awaited for use in began):
@@ -588,13 +474,13 @@ class Step:
         for unit in units:
             unit.gradients.unmark()
         local = [grad is not None for unit in units for grad in unit.gradients.local]
-        union = iter(self._any(local, "which gradients were accumulated"))
+        union = iter(self._control.any(local, "which gradients were accumulated"))
         for unit in units:
             present = [next(union) for _ in unit.slots]
             if any(present):
-                self._settle(unit, unit.reduce_local(exact=True, present=present))
-        self._decide()
-        self._read_control()
+                self._settling.settle(unit, unit.reduce_local(exact=True, present=present))
+        self._settling.decide()
+        self._control.read()
         self.away.finish_gradients(self.live_units())
 
     def drop_gradients(self) -> None:
@@ -622,8 +508,8 @@ class Step:
         finally:
             if failed:
                 self._recover()
-                self._undecided = []
-                self._read_control()
+                self._settling.drop()
+                self._control.read()
                 self.drop_gradients()
             for unit in self.live_units():
                 unit.expire()
@@ -631,45 +517,19 @@ class Step:
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, None
         if backward is not None:
-            self._forget_met(backward)
-        self._read_control()
+            self._graphs.leave(backward)
+        self._control.read()
         self._left = []
         for unit in self.live_units():
             unit.leave_backward()
             if unit.is_transient or not self.accumulating:
                 unit.reshard()
 
-    def _forget_met(self, backward: BackwardPass) -> None:
-        """Graphs that a backward did not pass through, or retained, wait for a backward of their own.
-
-        [Note: forwards that wait]
-        """
-        if backward.keeps_graph:
-            met = {use for use in self._uses if backward.has_met(use)}
-            self._retained |= met
-            for key in met:
-                use = self._use(key)
-                if use is not None:
-                    use.has_arrived = False
-            return
-        self._trace = [bracket for bracket in self._trace if bracket.use in backward.waiting]
-        self._uses = {use: held for use, held in self._uses.items() if use in backward.waiting}
-        self._retained &= self._uses.keys()
-
-    def _read_control(self) -> None:
-        """Waits for control messages nobody had to read: one that is dropped would be taken for the next."""
-        unread, self._unread = self._unread, []
-        for pending in unread:
-            pending.wait()
-
     def note_optimizer_step(self) -> None:
         """Graphs of forwards before it can have no backward any more."""
         self._updates += 1
         if self._backward is None and self._forward is None:
-            self._forget_graphs()
-
-    def _forget_graphs(self) -> None:
-        self._trace, self._uses, self._retained = [], {}, set()
+            self._graphs.forget()
 
     def recover(self) -> None:
         """Puts the module at rest if its last backward raised; verbs call it first. Ranks that raised alike stay in step."""
@@ -683,9 +543,10 @@ class Step:
             return
         for _, reduction in backward.reductions:
             reduction.wait()
-        self._undecided, self._left = [], []
-        self._read_control()
-        self._forget_graphs()
+        self._settling.drop()
+        self._left = []
+        self._control.read()
+        self._graphs.forget()
         if not self.accumulating:
             self.drop_gradients()
         for unit in self.live_units():

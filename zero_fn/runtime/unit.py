@@ -8,10 +8,6 @@ What a rank holds for each parameter, by home, for `numel` elements over `n` ran
     GRADS      a view of the kept buffer     kept buffer, whole            a shard
     PARAMS     a shard                       whole, freed between uses     a shard
 
-[Note: hosted parts] Over two axes, a parameter that the first cuts at rest (PARAMS) and the second only for its gradient or
-optimizer (GRADS, OPTIMIZER) has three sizes: its shard of both axes is at rest, its part on the first axis stays in memory
-and is gathered over the second once the optimizer has stepped, and the whole is gathered over the first for each use.
-
 [Note: away] Parameters whose resting memory is in another tier are a record of the unit there, and tensors without memory
 (`TierTensor`) stand for them. The record is fetched before each gather, copied into the gathered buffer, and let go. That
 buffer is freed between uses at every stage: keeping it would keep the parameters in memory. A disk may fail on one rank, so
@@ -32,23 +28,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
-from zero_fn.layout import aligned_offsets
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, resting_parameter, resting_tensor, set_local
+from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered, Group
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
+from zero_fn.runtime.hosts import Hosts
 from zero_fn.runtime.names import Names
-from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record
-from zero_fn.runtime.registry import Replacement, note_replacement
+from zero_fn.runtime.replaced import on_other_memory, resting_successor
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
@@ -125,8 +119,7 @@ class Unit:
         self.gradient_records: list[Record] = []
         self._failure: StorageError | None = None
         self._told: Told | None = None
-        self._hosted: list[Slot] = []
-        self._hosts_are_current = False
+        self._hosts = Hosts()
         self.gradients, self._names = Gradients(slots), Names(slots)
         self.gathered: Gathered | None = None
         self._spare: Gathered | None = None  # without memory, for the next gather
@@ -209,7 +202,7 @@ class Unit:
             return
         self.reshard()
         with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
-            self._take_over([self._resting_successor(slot) for slot in self.slots])
+            self._take_over([resting_successor(slot) for slot in self.slots])
 
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere; `readopt` raises until they are back."""
@@ -218,7 +211,7 @@ class Unit:
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
             return  # it is in another tier already
         self.groups, self.is_transient, self._spare = [], False, None
-        self._hosted, self._hosts_are_current = [], False
+        self._hosts = Hosts()
         for slot in self.slots:
             if isinstance(slot.flat, TierTensor):
                 continue
@@ -244,28 +237,10 @@ class Unit:
                     view = slot.local_view(slot.flat)
                     if local.device.type != "meta":
                         view.copy_(local)
-                    parameter = _moved(parameter, view, slot)
+                    parameter = on_other_memory(parameter, view, slot)
                 slot.adopt(parameter, slot.flat)
                 for place in slot.places:
                     place.register(slot.parameter)
-
-    def _resting_successor(self, slot: Slot) -> nn.Parameter:
-        parameter = slot.places[0].registered
-        if (
-            parameter is None
-            or isinstance(parameter, DTensor) != (slot.spec is not None)
-            or tuple(parameter.shape) != slot.full_shape
-            or local_of(parameter).shape != slot.local_shape
-        ):
-            found = "nothing" if parameter is None else f"{type(parameter.data).__name__} of {list(parameter.shape)}"
-            raise PlacementError(
-                f"{slot.fqn!r} was replaced after the transform.",
-                expected=f"{slot}, {list(slot.local_shape)} of it on this rank",
-                got=found,
-                why="it would be trained on this rank alone and never reduced",
-                fix="replace parameters before the transform, or edit values in `with zf.unsharded(model, writeback=True):`",
-            )
-        return parameter
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
         for slot in self.slots:  # a copy of a parameter has no gradient: torch says so, and forgets it for DTensors
@@ -283,7 +258,7 @@ class Unit:
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.groups, twin.gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
-        twin._hosted, twin._hosts_are_current = [], False
+        twin._hosts = Hosts()
         twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
         twin.demanded_in, twin.is_left = -1, False
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
@@ -322,7 +297,7 @@ class Unit:
                     slot.flat = group.own_range(group.kept, slot)
             self.groups.append(group)
         self.is_transient = any(group.kept is None for group in self.groups)
-        self._lay_out_hosts(devices)
+        self._hosts = Hosts(self.slots, devices)
         self._lay_out_records(away)
         for (dtype, device), slots in own.items():
             starts, numel = dense_offsets(slots, [slot.local_numel for slot in slots], dtype.itemsize)
@@ -348,40 +323,6 @@ class Unit:
                 else:
                     slot.gradient_away = record.tensor(number)
 
-    def gradients_to_put_away(self) -> list[tuple[Record, dict[int, Tensor]]]:
-        """Gradients in memory whose place is in another tier, flat as they lie there; their tensors take their place."""
-        found: dict[Record, dict[int, Tensor]] = {}
-        for slot in self.slots:
-            grad, place = slot.parameter.grad, slot.gradient_away
-            if grad is None or place is None or isinstance(grad, PendingGradient):
-                continue
-            local = local_of(grad)
-            if isinstance(local, TierTensor) or local.dtype != slot.dtype:
-                continue
-            if local.stride() != slot.local_stride:
-                local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
-            found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
-            away = slot.local_view(place)
-            slot.parameter.grad = away if slot.spec is None else resting_tensor(away, slot.spec)
-        return list(found.items())
-
-    def _lay_out_hosts(self, devices: list[torch.device]) -> None:
-        """Room for parts that stay in memory. [Note: hosted parts]"""
-        self._hosted, self._hosts_are_current = [slot for slot in self.slots if slot.is_hosted], False
-        members: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-        for slot, device in zip(self.slots, devices, strict=True):
-            if slot.is_hosted:
-                members.setdefault((slot.compute_dtype, device), []).append(slot)
-        for (dtype, device), slots in members.items():
-            numels = [slot.sublayout.padded_numel for slot in slots if slot.sublayout is not None]
-            *offsets, numel = aligned_offsets(numels, dtype.itemsize)
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-            for slot, offset in zip(slots, offsets, strict=True):
-                assert slot.sublayout is not None
-                slot.hosted = buffer.narrow(0, offset, slot.sublayout.padded_numel)
-                if slot.compute_dtype == slot.dtype:
-                    slot.flat = slot.owned_of_hosted(slot.hosted)
-
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
     @property
@@ -395,8 +336,8 @@ class Unit:
             return
         if self.records:
             self._load()
-        if self._hosted and not self._hosts_are_current:
-            self._gather_hosts()
+        if self._hosts.slots and not self._hosts.are_current:
+            self._hosts.gather(self.transport, str(self))
         gathered, self._spare = self._spare, None
         if gathered is None:
             gathered = Gathered(self, self.slots, self.groups, self.transport)
@@ -435,22 +376,10 @@ class Unit:
         for record in self.records:
             record.drop()
 
-    def _gather_hosts(self) -> None:
-        """Gathers parts that stay in memory over the second axis. Waits. [Note: hosted parts]"""
-        segments = []
-        for slot in self._hosted:
-            assert slot.hosted is not None
-            own = slot.owned_of_hosted(slot.hosted)
-            if own.data_ptr() != slot.flat.data_ptr():
-                own.copy_(slot.flat)
-            segments.append(slot.hosted_segment())
-        self.transport.all_gather(segments, f"hosted parameters of {self}").wait()
-        self._hosts_are_current = True
-
     def expire(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
         self.reshard()
-        self._hosts_are_current = False
+        self._hosts.are_current = False
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -515,9 +444,8 @@ class Unit:
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         kept = [group.kept for group in self.groups if group.kept is not None]
-        hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
         gathered = self.gathered.buffers if self.gathered is not None else ()
-        return [*kept, *hosted, *gathered, *(self.pinned or ())]
+        return [*kept, *self._hosts.buffers, *gathered, *(self.pinned or ())]
 
     @property
     def gathered_nbytes(self) -> int:
@@ -532,9 +460,8 @@ class Unit:
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
         kept = [group.kept for group in self.groups if group.kept is not None]
-        hosted = [slot.hosted for slot in self._hosted if slot.hosted is not None]
         own = (slot.flat for slot in self.slots if not isinstance(slot.flat, TierTensor))
-        memory = (tensor.untyped_storage() for tensor in (*own, *kept, *hosted))
+        memory = (tensor.untyped_storage() for tensor in (*own, *kept, *self._hosts.buffers))
         resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         needed = sum(slot.resting_nbytes for slot in self.slots)
         return resting - needed, self.gradient_memory().padding_nbytes if not self.gradient_records else 0
@@ -687,16 +614,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
-
-
-def _moved(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
-    """A resting parameter on other memory. A plain one cannot lose its memory: another one takes its place."""
-    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor | TierTensor):
-        successor = nn.Parameter(view, requires_grad=parameter.requires_grad)
-        note_replacement(parameter, Replacement(slot.fqn, successor, "a cast or a move of the module"))
-        return successor
-    set_local(parameter, view)
-    return parameter
 
 
 def _no_entry() -> None:
