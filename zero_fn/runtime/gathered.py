@@ -61,11 +61,6 @@ class Group:
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)
         return self._recurring.take()
 
-    @property
-    def is_recycled(self) -> bool:
-        """Whether its buffers are mappings that go from unit to unit, and not memory of the allocator."""
-        return self._recurring is not None and self._recurring.is_recycled
-
     def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
         """The flat range of what this rank holds of one parameter at rest."""
         return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)

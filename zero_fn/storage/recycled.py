@@ -70,16 +70,9 @@ class Recurring:
         is_large = device.type == "cpu" and nbytes >= RECYCLED_NBYTES
         self._mappings = recycled(whole_pages(nbytes)) if is_large else None
 
-    @property
-    def is_recycled(self) -> bool:
-        """Whether its memory is a mapping that goes from one to the next, and not the allocator's."""
-        return (
-            self._mappings is not None and not torch._C._len_torch_dispatch_stack()
-        )  # modes make tensors of their own
-
     def take(self) -> Tensor:
         """A buffer of any values."""
-        if self._mappings is None or not self.is_recycled:
+        if self._mappings is None or torch._C._len_torch_dispatch_stack():  # modes make tensors of their own
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)
         return self._mappings.take()[: self.numel * self.dtype.itemsize].view(self.dtype)
 
