@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
+from tests.seeds import seed_generator
 
 __all__ = ["Chain", "Leaf", "Link", "Node", "Tree", "apply", "batch", "build"]
 
@@ -90,7 +91,7 @@ def _scalar(parameter: Tensor) -> Tensor:
 
 def build(tree: Tree, seed: int = 0) -> Block:
     """The module of a tree, the same wherever it is built."""
-    torch.manual_seed(seed)
+    seed_generator(seed)
     model = Block(tree.root)
     places = [(module, name) for module in model.modules() for name in module._parameters]
     for one, other in tree.ties:

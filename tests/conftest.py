@@ -19,6 +19,7 @@ from tests.faults import FreshRanks
 from tests.local_tensor import LocalTensors
 from tests.profiles import load_profile
 from tests.ranks import Ranks
+from tests.seeds import seed_generator
 from tests.simulation import Simulated
 
 load_profile()
@@ -97,7 +98,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
 
 
 class _Counting:
