@@ -79,8 +79,9 @@ def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad:
         return nn.Parameter(local, requires_grad=requires_grad)
     # Not `nn.Parameter(...)`, which detaches: DTensor then works out the placements of a detach for every new shape (1 ms).
     parameter: nn.Parameter = moved(local, spec, local.new_empty(0))  # type: ignore[assignment]
-    parameter._is_param = True  # type: ignore[attr-defined]  # what makes a tensor of another class a parameter
-    return parameter.requires_grad_(requires_grad)
+    parameter._is_param = True  # what makes a tensor of another class a parameter
+    parameter.requires_grad_(requires_grad)
+    return parameter
 
 
 def local_of(tensor: Tensor) -> Tensor:
