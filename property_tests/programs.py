@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
-from tests.seeds import seed_generator
 
 __all__ = ["Chain", "Leaf", "Link", "Node", "Tree", "apply", "batch", "build"]
 
@@ -91,7 +90,7 @@ def _scalar(parameter: Tensor) -> Tensor:
 
 def build(tree: Tree, seed: int = 0) -> Block:
     """The module of a tree, the same wherever it is built."""
-    seed_generator(seed)
+    torch.manual_seed(seed)  # not `seed_generator`: LocalTensorMode seeds the ranks it simulates where torch is called
     model = Block(tree.root)
     places = [(module, name) for module in model.modules() for name in module._parameters]
     for one, other in tree.ties:
