@@ -25,8 +25,9 @@ from tests.distributed.training import STAGES
 from tests.metronome import Metronome
 from tests.ranks import axis
 from zero_fn.guarded import LAST_WORDS_S, Guarded
-from zero_fn.local import ranks as local_ranks
-from zero_fn.local.ranks import LocalRanks, RankDied
+from zero_fn.local import blame
+from zero_fn.local.blame import RankDied
+from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
 
@@ -126,7 +127,7 @@ class FreshRanks:
         self.executed += 1
         with tempfile.TemporaryDirectory() as directory, Metronome() as metronome, LocalRanks(n) as ranks:
             fault = replace(fault, deadline_s=fault.deadline_s * metronome.slowness())
-            patience = patch.object(local_ranks, "_GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
+            patience = patch.object(blame, "GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
             with contextlib.suppress(RankDied, _Reported), patience:
                 ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
             struck_s = json.loads((Path(directory) / "struck").read_text())["at_s"]
