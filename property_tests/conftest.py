@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 import tests.conftest as suite
-from tests.conftest import _seed, fresh_ranks, local_tensor, ranks, simulated
+from tests.conftest import _seed, fresh_ranks, local_tensor, pytest_xdist_auto_num_workers, ranks, simulated
 
-__all__ = ["_seed", "fresh_ranks", "local_tensor", "ranks", "simulated"]
+__all__ = ["_seed", "fresh_ranks", "local_tensor", "pytest_xdist_auto_num_workers", "ranks", "simulated"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

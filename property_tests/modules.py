@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from tests.seeds import seed_generator
+
 __all__ = ["KINDS", "OUTPUTS", "Model", "Opaque", "Part", "build_model", "called_parts", "inputs", "outputs_of"]
 
 
@@ -336,7 +338,7 @@ def outputs_of(returned: Any) -> list[Tensor]:
 def build_model(model: Model, seed: int = 0) -> Root:
     """The module of a value, the same wherever it is built. Uses the default generator and leaves it as it was."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seed_generator(seed)
         root = Root(model)
     if model.double:
         root = root.double()

@@ -90,7 +90,7 @@ def _scalar(parameter: Tensor) -> Tensor:
 
 def build(tree: Tree, seed: int = 0) -> Block:
     """The module of a tree, the same wherever it is built."""
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # not `seed_generator`: LocalTensorMode seeds the ranks it simulates where torch is called
     model = Block(tree.root)
     places = [(module, name) for module in model.modules() for name in module._parameters]
     for one, other in tree.ties:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from property_tests.modules import Model, called_parts, inputs, outputs_of
 from property_tests.programs import Chain
+from tests.seeds import seed_generator
 
 __all__ = [
     "Accumulate",
@@ -176,7 +177,7 @@ class Program:
 
 def loss(model: nn.Module, spec: Model, seed: int, rank: int, output: int) -> Tensor:
     """The loss of one forward."""
-    torch.manual_seed(1000 * seed + rank)  # dropout
+    seed_generator(1000 * seed + rank)  # dropout
     outputs = outputs_of(model(inputs(spec, seed, rank)))
     chosen = outputs if output < 0 else [outputs[output % len(outputs)]]
     total = chosen[0].square().mean()
@@ -208,7 +209,7 @@ def _backward(value: Tensor, *, retain: bool) -> Callable[[], None]:
 
 def evaluated(model: nn.Module, spec: Model, mode: str, seed: int, rank: int) -> list[Tensor]:
     """The outputs of one forward that nothing is learnt from."""
-    torch.manual_seed(1000 * seed + rank)
+    seed_generator(1000 * seed + rank)
     x = inputs(spec, seed, rank)
     match mode:
         case "no_grad":

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,15 +11,6 @@ from property_tests.rules import Program
 from property_tests.strategies_of_programs import programs
 from tests.profiles import SIZES, examples
 from tests.ranks import Ranks, axis
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """The oracle adds in the order of the ranks, which have one thread each: two round a batch norm in another way."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def run_programs(several: list[Program]) -> list[list[Seen]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -17,8 +18,6 @@ from property_tests.rules import Accumulate, Backward, Copy, Edit, Evaluate, Fai
 from property_tests.strategies_of_programs import programs, schedules
 from tests.profiles import examples
 from tests.simulation import Simulated
-
-MESHES: tuple[int | tuple[int, int], ...] = (1, 2, 2, 2, 3, 3, 4, (2, 2), 5, 8)
 
 timings = st.sampled_from(["early", "late"])
 transports = st.sampled_from(["exchange", "native"])
@@ -42,17 +41,32 @@ def check(
         assert not found, "\n".join(found)
 
 
-@examples(dev=330, ci=15_000, deep=1_000_000)
-@given(programs(), st.sampled_from(MESHES), schedules, timings, transports)
-def test_any_program_gives_what_replicas_give(
-    simulated: Simulated,
-    program: Program,
-    n: int | tuple[int, int],
-    schedule: tuple[int, ...],
-    timing: Literal["early", "late"],
-    transport: Literal["exchange", "native"],
-) -> None:
-    check(simulated, program, n, schedule, timing, transport)
+def any_program_on(*meshes: int | tuple[int, int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """What is drawn for a test of whole programs."""
+    return given(
+        program=programs(), n=st.sampled_from(meshes), schedule=schedules, timing=timings, transport=transports
+    )
+
+
+# Three tests, not one: processes that share the tests share them out one by one.
+
+
+@examples(dev=132, ci=6_000, deep=400_000)
+@any_program_on(1, 2, 2, 2)
+def test_any_program_gives_what_replicas_give_on_two_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
+
+
+@examples(dev=99, ci=4_500, deep=300_000)
+@any_program_on(3, 3, (2, 2))
+def test_any_program_gives_what_replicas_give_on_three_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
+
+
+@examples(dev=99, ci=4_500, deep=300_000)
+@any_program_on(4, 5, 8)
+def test_any_program_gives_what_replicas_give_on_many_ranks(simulated: Simulated, **drawn: Any) -> None:
+    check(simulated, **drawn)
 
 
 # -- found here ---------------------------------------------------------------------------------------------------------

@@ -1,10 +1,16 @@
-"""Fixtures of the whole suite: ranks, seeds, strict warnings, the profile of Hypothesis."""
+"""Fixtures of the whole suite: ranks, seeds, strict warnings, the profile of Hypothesis, and how many processes run tests.
+
+[Note: one thread] Ranks have one thread each, and an oracle that adds with two rounds in another way. Every thread that
+runs an operation of torch would also leave a pool of native threads behind, and simulated ranks are threads.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -13,9 +19,11 @@ from tests.faults import FreshRanks
 from tests.local_tensor import LocalTensors
 from tests.profiles import load_profile
 from tests.ranks import Ranks
+from tests.seeds import seed_generator
 from tests.simulation import Simulated
 
 load_profile()
+torch.set_num_threads(1)  # [Note: one thread]
 
 
 class Tier(Protocol):
@@ -36,13 +44,26 @@ TIERS: dict[str, Callable[[], Tier]] = {
 
 _TIERS = pytest.StashKey[dict[str, Tier]]()
 _PASSED = pytest.StashKey[Counter[str]]()
+_EXECUTED = pytest.StashKey[Counter[str]]()
+_WORKERS = 4
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", r"error:::zero_fn(\.|$)")
     config.stash[_TIERS] = {name: make() for name, make in TIERS.items()}
-    config.stash[_PASSED] = Counter()
+    config.stash[_PASSED], config.stash[_EXECUTED] = Counter(), Counter()
     config.pluginmanager.register(_Counting(), "zero_fn_tiers")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes share the tests, each with ranks of its own: as many as cores, for whole folders; none for files.
+
+    Ranks wait for one another most of the time, and simulated ones use one core: two processes keep two cores busy.
+    """
+    are_folders = all(Path(argument).is_dir() for argument in config.args)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _WORKERS) if are_folders and cores > 1 else 0
 
 
 def _tier(request: pytest.FixtureRequest) -> Iterator[Tier]:
@@ -77,7 +98,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Tier]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
 
 
 class _Counting:
@@ -93,16 +114,28 @@ class _Counting:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """A suite whose distributed tests pass without running anything on ranks has tested nothing: it fails."""
-    tiers, passed = session.config.stash[_TIERS], session.config.stash[_PASSED]
-    if any(passed[name] and not tier.executed for name, tier in tiers.items()):
+    config = session.config
+    config.stash[_EXECUTED].update({name: tier.executed for name, tier in config.stash[_TIERS].items()})
+    passed, executed = config.stash[_PASSED], config.stash[_EXECUTED]
+    if hasattr(config, "workeroutput"):  # one of several processes: the one that started them adds up and judges
+        config.workeroutput["tiers"] = dict(passed), dict(executed)
+    elif any(passed[name] and not executed[name] for name in TIERS):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A process that ran tests has ended: adds what it counted, unless it died."""
+    passed, executed = getattr(node, "workeroutput", {}).get("tiers", ({}, {}))
+    node.config.stash[_PASSED].update(passed)
+    node.config.stash[_EXECUTED].update(executed)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    for name, tier in config.stash[_TIERS].items():
-        passed = config.stash[_PASSED][name]
-        if passed or tier.executed:
-            verdict = "" if tier.executed else ": they tested nothing"
+    passed, executed = config.stash[_PASSED], config.stash[_EXECUTED]
+    for name in TIERS:
+        if passed[name] or executed[name]:
+            verdict = "" if executed[name] else ": they tested nothing"
             terminalreporter.write_line(
-                f"{passed} tests on {name} passed, {tier.executed} cases were executed{verdict}"
+                f"{passed[name]} tests on {name} passed, {executed[name]} cases were executed{verdict}"
             )

@@ -12,7 +12,7 @@ import os
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,10 +22,12 @@ from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
+from tests.metronome import Metronome
 from tests.ranks import axis
-from zero_fn.guarded import Guarded
-from zero_fn.local import ranks as local_ranks
-from zero_fn.local.ranks import LocalRanks, RankDied
+from zero_fn.guarded import LAST_WORDS_S, Guarded
+from zero_fn.local import blame
+from zero_fn.local.blame import RankDied
+from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
 
@@ -53,7 +55,7 @@ class Fault:
         kind: One of `ENDINGS` or `ASTRAY`.
         victim: The rank.
         at: The collective at which an ending strikes, or the step in which a rank goes astray.
-        deadline_s: Of every wait.
+        deadline_s: Of every wait, in seconds of this machine: more by the clock while others use it. See `metronome`.
     """
 
     kind: str
@@ -64,15 +66,25 @@ class Fault:
 
 @dataclass(frozen=True)
 class Said:
-    """What a rank that lives got: the name and text of its error, and seconds from the fault to the error."""
+    """What a rank that lives got.
+
+    Attributes:
+        error: The name of its error.
+        text: What the error says.
+        after_s: From the fault to the error, by the clock.
+        late_s: Of that, what was neither the deadline nor the wait for last words, in seconds of this machine.
+        slowness: Seconds of the clock for one of this machine.
+    """
 
     error: str
     text: str
     after_s: float
+    late_s: float
+    slowness: float
 
 
 class _Reported(Exception):
-    """Ends a case in which ranks noticed a fault, without waiting for one that is stopped."""
+    """Ends a case in which ranks noticed a fault."""
 
 
 class Layer(nn.Module):
@@ -113,19 +125,23 @@ class FreshRanks:
 
     def __call__(self, n: int, stage: str, fault: Fault, *, compare: bool = False) -> dict[int, Said | None]:
         self.executed += 1
-        with tempfile.TemporaryDirectory() as directory, LocalRanks(n) as ranks:
-            patience = patch.object(local_ranks, "_GRACE_S", 5.0)  # on a loaded machine survivors take longer to say it
+        with tempfile.TemporaryDirectory() as directory, Metronome() as metronome, LocalRanks(n) as ranks:
+            fault = replace(fault, deadline_s=fault.deadline_s * metronome.slowness())
+            patience = patch.object(blame, "GRACE_S", _CASE_S / 2)  # survivors of a loaded machine need longer
             with contextlib.suppress(RankDied, _Reported), patience:
                 ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
-            struck_s = json.loads((Path(directory) / "struck").read_text())
+            struck_s = json.loads((Path(directory) / "struck").read_text())["at_s"]
+            due_s = struck_s + (fault.deadline_s if fault.kind == "stop" else 0.0) + LAST_WORDS_S
             said: dict[int, Said | None] = {}
             for rank in range(n):
                 if rank == fault.victim and fault.kind in ENDINGS:
                     continue
                 report = json.loads((Path(directory) / f"rank{rank}").read_text())
-                said[rank] = (
-                    Said(report["error"], report["text"], report["at_s"] - struck_s) if report["error"] else None
-                )
+                said[rank] = None
+                if report["error"]:
+                    late_s = metronome.seconds(due_s, report["at_s"])
+                    after_s = report["at_s"] - struck_s
+                    said[rank] = Said(report["error"], report["text"], after_s, late_s, metronome.slowness())
             return said
 
     def close(self) -> None:
@@ -146,6 +162,9 @@ def _train(directory: str, stage: str, fault: Fault, compare: bool) -> None:
     end_s = time.monotonic() + fault.deadline_s + 2.0
     while len(list(Path(directory).glob("rank?"))) < alive and time.monotonic() < end_s:
         time.sleep(0.01)  # leave only when the others that live have seen it too: an exit is a closed connection
+    if fault.kind == "stop" and dist.get_rank() != fault.victim:
+        with contextlib.suppress(ProcessLookupError):  # another has ended it: nobody waits for one that stands still
+            os.kill(json.loads((Path(directory) / "struck").read_text())["pid"], signal.SIGKILL)
     if report["error"]:
         raise _Reported
 
@@ -186,7 +205,7 @@ def _strike_at(directory: Path, fault: Fault) -> None:
 
 
 def _note(directory: Path) -> None:
-    (directory / "struck").write_text(json.dumps(time.monotonic()))
+    (directory / "struck").write_text(json.dumps({"at_s": time.monotonic(), "pid": os.getpid()}))
 
 
 def _go_astray(model: nn.Module, kind: str, x: Tensor) -> None:

@@ -26,10 +26,10 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.seeds import seed_generator
 from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["Case", "Ranks", "axis"]
@@ -109,7 +109,7 @@ class Case:
 def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     """Runs a case as if it were the first of its process."""
     random.seed(0)
-    torch.manual_seed(0)
+    seed_generator(0)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module=r"zero_fn(\.|$)")
         return fn(*args, **kwargs)

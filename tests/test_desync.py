@@ -5,6 +5,7 @@ How many cases run is decided by the profile of Hypothesis (`tests/conftest.py`)
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
@@ -15,14 +16,19 @@ from hypothesis import strategies as st
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
-from tests.faults import ASTRAY, Fault, FreshRanks
+from tests.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from zero_fn.collectives.waiting import deadline
+from zero_fn.guarded import LAST_WORDS_S
 from zero_fn.local.ranks import LocalRanks
 
 DEADLINE_S = 1.0
-NOTICED_S = 1.0  # beyond the deadline
+NOTICED_S = 1.0 - LAST_WORDS_S
+"""Beyond the deadline and the wait for last words, in seconds of a machine that has time: see `tests/metronome.py`."""
+
+QUIET = 1.5
+"""The slowness up to which a rank that lives has its last words there in time, so that nobody takes it for lost."""
 
 stages = st.sampled_from(sorted(STAGES))
 
@@ -32,6 +38,16 @@ def victims(draw: st.DrawFn) -> tuple[int, int]:
     """A number of ranks, and one of them."""
     n = draw(st.integers(2, 3))
     return n, draw(st.integers(0, n - 1))
+
+
+def assert_blames(report: Said, victim: int, n: int, what: str) -> None:
+    """The error names the victim, and nobody else but one whose last words came too late on a busy machine."""
+    summary = report.text.splitlines()[0]
+    assert what in summary, report.text
+    if report.slowness < QUIET:
+        assert summary.startswith(f"Rank {victim} of axis 'dp' ({n}) "), report.text
+    blamed, _, _ = summary.partition(" of axis")
+    assert str(victim) in re.findall(r"\d+", blamed), report.text
 
 
 @examples(dev=6, ci=60, deep=100)
@@ -46,8 +62,8 @@ def test_the_others_name_a_rank_that_ended(
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
         assert report.error == "LostRankError", report.text
-        assert report.text.startswith(f"Rank {victim} of axis 'dp' ({n}) closed the connection."), report.text
-        assert report.after_s < NOTICED_S, report
+        assert_blames(report, victim, n, "closed the connection.")
+        assert report.late_s < NOTICED_S, report
 
 
 @examples(dev=3, ci=40, deep=60)
@@ -62,8 +78,9 @@ def test_the_others_name_a_rank_that_stopped_at_the_deadline(
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
         assert report.error == "LostRankError", report.text
-        assert report.text.startswith(f"Rank {victim} of axis 'dp' ({n}) did not answer within 1 s."), report.text
-        assert DEADLINE_S * 0.9 < report.after_s < DEADLINE_S + NOTICED_S, report
+        assert_blames(report, victim, n, "did not answer within ")
+        assert report.after_s > DEADLINE_S * 0.9, report
+        assert report.late_s < NOTICED_S, report
 
 
 @examples(dev=8, ci=60, deep=100)
@@ -80,7 +97,7 @@ def test_every_rank_is_told_at_once_where_one_went_astray(
     for rank, report in said.items():
         assert report is not None, f"rank {rank} noticed nothing"
         assert report.error == "DisagreementError", report.text
-        assert report.after_s < NOTICED_S, report
+        assert report.late_s < NOTICED_S, report
         assert "rank_0" in report.text
         assert f"rank_{victim or 1}" in report.text
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.launch import launch
 from zero_fn.local import ranks
-from zero_fn.local.ranks import RankDied, RankHung, RankTraceback
+from zero_fn.local.blame import RankDied, RankHung, RankTraceback
 from zero_fn.local.sending import SendError
 
 ROOT = Path(__file__).parents[1]

@@ -8,7 +8,8 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from tests.groups import alone
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.resident import forget_peak, in_new_process, peak_nbytes
-from tests.storage.disks import answers, small_disk
+from tests.storage.disks import answers, failing, small_disk
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.request import Request
 
@@ -414,36 +415,25 @@ def test_a_path_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: P
 def test_a_read_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_model(
     ranks: Ranks, tmp_path: Path, moment: str
 ) -> None:
-    def failing(path: str, moment: str) -> tuple[list[str], bool]:
+    def read(path: str, moment: str) -> tuple[list[str], bool]:
         torch.manual_seed(0)
         model: Any = zf.offload(zf.zero3(Language(), axis()), params=zf.nvme(path))
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), zf.nvme(path))
         said = []
-        advance = Request.advance
-
-        def refuse(request: Request, result: int) -> None:
-            advance(request, result if request.is_write else -errno.EIO)
-
         for step in range(4):
-            is_bad = step == 1 and axis().get_local_rank() == 1
+            broken = failing(writes=False, where=step == 1 and axis().get_local_rank() == 1)
             optimizer.zero_grad()
             try:
-                if is_bad and moment == "forward":
-                    Request.advance = refuse  # type: ignore[method-assign]
-                loss = model(tokens(step)).logsumexp(-1).mean()
-                if is_bad and moment == "backward":
-                    Request.advance = refuse  # type: ignore[method-assign]
-                loss.backward()
-                if is_bad:
-                    Request.advance = refuse  # type: ignore[method-assign]
+                with broken if moment == "forward" else nullcontext():
+                    loss = model(tokens(step)).logsumexp(-1).mean()
+                with broken if moment == "backward" else nullcontext():
+                    loss.backward()
                 if moment == "unsharded" and step == 1:
-                    with zf.unsharded(model.blocks[1]):
+                    with broken, zf.unsharded(model.blocks[1]):
                         pass
                 optimizer.step()
             except zf.StorageError as error:
                 said.append(error.summary)
-            finally:
-                Request.advance = advance  # type: ignore[method-assign]
         torch.manual_seed(0)
         expected: Any = zf.zero3(Language(), axis())
         stock = torch.optim.AdamW(expected.parameters(), lr=0.01)
@@ -454,7 +444,7 @@ def test_a_read_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_model(
         pairs = zip(model.parameters(), expected.parameters(), strict=True)
         return said, all(torch.equal(whole(a), whole(b)) for a, b in pairs)
 
-    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path), moment)
+    (here, good), (there, good_there) = ranks(2).run(read, str(tmp_path), moment)
     assert re.fullmatch(r"Fetching unit [\w.]+ failed on rank 1 of axis 'dp' \(2\)\.", here[0])
     assert there[0].startswith("Reading from parameters in")
     assert len(here) == len(there) == 1
@@ -529,42 +519,58 @@ def test_a_step_that_fails_half_way_says_so_until_states_are_loaded(
     assert equal(model, expected)
 
 
+def trained_on_a_failing_disk(
+    path: str, tiers: Sequence[str], refuses: Mapping[str, Any], *, clips_foreach: bool | None = None
+) -> tuple[list[str], bool]:
+    """What the ranks were told when the disk of rank 1 failed, and whether they train to the bit as if nothing had happened.
+
+    The disk fails in the second of three steps, which is then taken again: in its backward and update, or, where gradients
+    are clipped, from the clipping on.
+
+    Args:
+        path: Of the disk.
+        tiers: The states that rest there: "params", "grads".
+        refuses: Options of `failing`.
+        clips_foreach: Option `foreach` of the clipping; None for none.
+    """
+    said: list[str] = []
+
+    def train(model: nn.Module, optimizer: Optimizer, steps: Sequence[int], *, is_away: bool) -> list[Tensor]:
+        for step in steps:
+            breaks = is_away and step == 1 and not said and axis().get_local_rank() == 1
+            optimizer.zero_grad()
+            try:
+                with failing(**refuses, where=breaks and clips_foreach is None):
+                    model(tokens(step)).logsumexp(-1).mean().backward()
+                with failing(**refuses, where=breaks):
+                    if clips_foreach is not None:
+                        nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=clips_foreach)
+                    optimizer.step()
+            except zf.StorageError as error:
+                said.append(error.summary)
+        return [whole(parameter) for parameter in model.parameters()]
+
+    models: list[nn.Module] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(zf.zero3(Language(), axis()))
+    away = zf.offload(models[0], **dict.fromkeys(tiers, zf.nvme(path)))
+    streamed = zf.streamed(torch.optim.AdamW(away.parameters(), lr=0.01), zf.cpu())
+    found = train(away, streamed, (0, 1, 1, 2), is_away=True)
+    expected = train(models[1], torch.optim.AdamW(models[1].parameters(), lr=0.01), (0, 1, 2), is_away=False)
+    return said, all(map(torch.equal, found, expected))
+
+
 def test_a_gradient_that_cannot_be_written_is_an_error_on_all_and_the_step_may_be_taken_again(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    def failing(path: str) -> tuple[list[str], bool]:
-        results = []
-        said: list[str] = []
-        advance = Request.advance
-        for tier in (zf.nvme(path), None):
-            torch.manual_seed(0)
-            model: Any = zf.zero3(Language(), axis())
-            optimizer: Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-            if tier is not None:
-                model = zf.offload(model, params=tier, grads=tier)
-                optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=0.01), zf.cpu())
-            for step in (0, 1, 1, 2) if tier is not None else (0, 1, 2):
-                optimizer.zero_grad()
-                if step == 1 and not said and tier is not None and axis().get_local_rank() == 1:
-                    Request.advance = lambda self, result: advance(  # type: ignore[method-assign]
-                        self, -errno.ENOSPC if self.is_write else result
-                    )
-                try:
-                    model(tokens(step)).logsumexp(-1).mean().backward()
-                    optimizer.step()
-                except zf.StorageError as error:
-                    said.append(error.summary)
-                finally:
-                    Request.advance = advance  # type: ignore[method-assign]
-            results.append([whole(p) for p in model.parameters()])
-        return said, all(map(torch.equal, *results))
-
-    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path))
+    refuses = {"code": errno.ENOSPC, "reads": False}
+    (here, good), (there, good_there) = ranks(2).run(
+        trained_on_a_failing_disk, str(tmp_path), ["params", "grads"], refuses
+    )
     assert here == ["Writing gradients failed on rank 1 of axis 'dp' (2)."]
-    assert len(there) == 1
     assert there[0].startswith("Writing to gradients in")
-    assert good
-    assert good_there
+    assert (len(there), good, good_there) == (1, True, True)
 
 
 @pytest.mark.parametrize("moment", ["norm", "scaling"])
@@ -573,36 +579,10 @@ def test_a_disk_that_fails_while_gradients_are_clipped_is_an_error_on_all(
     ranks: Ranks, tmp_path: Path, moment: str, foreach: bool
 ) -> None:
     """Ranks whose disk is well once waited in torch's reduction of the norm, or stepped with other gradients."""
-
-    def failing(path: str) -> tuple[list[str], bool]:
-        advance, said = Request.advance, []
-        results = []
-        for tier in (zf.nvme(path), None):
-            torch.manual_seed(0)
-            model: Any = zf.zero3(Language(), axis())
-            if tier is not None:
-                model = zf.offload(model, grads=tier)
-            optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
-            if tier is not None:
-                optimizer = zf.streamed(optimizer, zf.cpu())
-            for step in (0, 1, 1, 2) if tier is not None else (0, 1, 2):
-                optimizer.zero_grad()
-                model(tokens(step)).logsumexp(-1).mean().backward()
-                if step == 1 and tier is not None and not said and axis().get_local_rank() == 1:
-                    Request.advance = lambda self, result: advance(  # type: ignore[method-assign]
-                        self, -errno.EIO if self.is_write == (moment == "scaling") else result
-                    )
-                try:
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05, foreach=foreach)
-                    optimizer.step()
-                except zf.StorageError as error:
-                    said.append(error.summary)
-                finally:
-                    Request.advance = advance  # type: ignore[method-assign]
-            results.append([whole(p) for p in model.parameters()])
-        return said, all(map(torch.equal, *results))
-
-    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path))
+    refuses = {"writes": False} if moment == "norm" else {"reads": False}
+    (here, good), (there, good_there) = ranks(2).run(
+        trained_on_a_failing_disk, str(tmp_path), ["grads"], refuses, clips_foreach=foreach
+    )
     names = {
         "norm": ("The norm of a gradient", "The norm of gradients"),
         "scaling": ("Scaling a gradient", "Scaling gradients"),
@@ -615,25 +595,22 @@ def test_a_disk_that_fails_while_gradients_are_clipped_is_an_error_on_all(
 def test_a_disk_that_fails_while_states_are_saved_is_an_error_on_all_that_have_a_part(
     ranks: Ranks, tmp_path: Path
 ) -> None:
-    def failing(path: str, stage: str) -> list[str]:
-        advance, said = Request.advance, []
+    def saved(path: str, stage: str) -> list[str]:
+        said = []
         model: Any = getattr(zf, stage)(Language(dim=30), axis())
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
         model(tokens(0)).sum().backward()
         optimizer.step()
-        if axis().get_local_rank() == 1:
-            Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
         try:
-            optimizer.state_dict()
+            with failing(where=axis().get_local_rank() == 1):
+                optimizer.state_dict()
         except zf.StorageError as error:
             said.append(error.summary)
-        finally:
-            Request.advance = advance  # type: ignore[method-assign]
         optimizer.state_dict()
         return said
 
-    here, there = ranks(2).run(failing, str(tmp_path), "zero1")
+    here, there = ranks(2).run(saved, str(tmp_path), "zero1")
     assert here == ["Reading the states of an optimizer failed on rank 1 of axis 'dp' (2)."]
     assert there[0].startswith("Reading from states of")
-    here, there = ranks(2).run(failing, str(tmp_path), "replicate")
+    here, there = ranks(2).run(saved, str(tmp_path), "replicate")
     assert here == [] and there[0].startswith("Reading from states of")

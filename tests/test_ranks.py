@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import zero_fn.errors
 from tests.ranks import Ranks, axis
-from zero_fn.local.ranks import RankDied, RankHung, RankTraceback
+from zero_fn.local.blame import RankDied, RankHung, RankTraceback
 
 SCALE = 3
 

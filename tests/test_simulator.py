@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -384,8 +385,33 @@ def test_a_message_of_nan_reaches_its_receiver(simulated: Simulated) -> None:
 def test_a_suite_whose_tier_executed_nothing_fails(executed: int, verdict: str) -> None:
     tier = Simulated()
     tier.executed = executed
-    session = SimpleNamespace(config=SimpleNamespace(stash=pytest.Stash()), exitstatus="passed")
-    session.config.stash[suite._TIERS] = {"simulated": tier}
-    session.config.stash[suite._PASSED] = Counter({"simulated": 2})
-    suite.pytest_sessionfinish(session)  # type: ignore[arg-type]
+    session = suite_with(tier, passed=2)
+    suite.pytest_sessionfinish(session)
     assert session.exitstatus == ("passed" if verdict == "passed" else pytest.ExitCode.TESTS_FAILED)
+
+
+@pytest.mark.parametrize(("executed", "verdict"), [(0, "failed"), (3, "passed")])
+def test_cases_are_added_up_over_the_processes_that_share_the_tests(executed: int, verdict: str) -> None:
+    """One of two processes had none of the tests of a tier: that is no fault."""
+    here = suite_with(Simulated(), passed=0)
+    for number in (0, executed):
+        tier = Simulated()
+        tier.executed = number
+        there = suite_with(tier, passed=2)
+        there.config.workeroutput = {}
+        suite.pytest_sessionfinish(there)
+        assert there.exitstatus == "passed"  # judged where all is known
+        suite.pytest_testnodedown(SimpleNamespace(config=here.config, workeroutput=there.config.workeroutput))
+    suite.pytest_testnodedown(SimpleNamespace(config=here.config))  # one that died has counted nothing
+    suite.pytest_sessionfinish(here)
+    assert here.exitstatus == ("passed" if verdict == "passed" else pytest.ExitCode.TESTS_FAILED)
+    assert here.config.stash[suite._PASSED]["simulated"] == 4
+
+
+def suite_with(tier: Simulated, *, passed: int) -> Any:
+    """A session that ends, with the counts of its process."""
+    config = SimpleNamespace(stash=pytest.Stash())
+    config.stash[suite._TIERS] = {"simulated": tier}
+    config.stash[suite._PASSED] = Counter({"simulated": passed})
+    config.stash[suite._EXECUTED] = Counter()
+    return SimpleNamespace(config=config, exitstatus="passed")

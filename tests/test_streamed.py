@@ -28,7 +28,7 @@ from tests.groups import alone
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.resident import forget_peak, in_new_process, peak_nbytes
-from tests.storage.disks import answers, small_disk
+from tests.storage.disks import answers, failing, small_disk
 from zero_fn.kernels import Library
 from zero_fn.kernels.adam import Rounding
 from zero_fn.storage.memory import Available
@@ -361,24 +361,20 @@ def test_parameters_of_every_awkward_kind_are_streamed(ranks: Ranks, tmp_path: P
 
 
 def test_a_failure_on_one_rank_is_raised_on_all(ranks: Ranks, tmp_path: Path) -> None:
-    def failing(path: str) -> list[str]:
+    def stepped(path: str) -> list[str]:
         model = zf.zero3(Language(), axis())
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(path), buffer="12KiB")
         said = []
-        advance = Request.advance
         for step in range(3):
             model(torch.zeros(2, 5, dtype=torch.int64)).sum().backward()
-            if step == 1 and axis().get_local_rank() == 1:
-                Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
             try:
-                optimizer.step()
+                with failing(where=step == 1 and axis().get_local_rank() == 1):
+                    optimizer.step()
             except zf.ZeroError as error:
                 said.append(f"{type(error).__name__}: {error.summary}")
-            finally:
-                Request.advance = advance  # type: ignore[method-assign]
         return said
 
-    here, there = ranks(2).run(failing, str(tmp_path))
+    here, there = ranks(2).run(stepped, str(tmp_path))
     assert here[0] == "StorageError: A step of a streamed optimizer failed on rank 1 of axis 'dp' (2)."
     assert there[0].startswith(("StorageError: Reading from states of", "StorageError: Writing to states of"))
     assert here[1] == there[1] == "StateError: step of an optimizer whose step failed half-way."

@@ -63,6 +63,19 @@ def test_a_parameter_over_a_dtensor_shares_its_memory_and_is_a_dtensor(mesh: Dev
     assert not parameter._local_tensor.requires_grad
 
 
+def test_a_flag_makes_a_dtensor_a_parameter_and_saves_a_detach(mesh: DeviceMesh) -> None:
+    tensor: Any = sharded(mesh, torch.zeros(2, 3))
+    assert not isinstance(tensor, nn.Parameter)
+    tensor._is_param = True
+    tensor.requires_grad_()
+    assert isinstance(tensor, nn.Parameter) and tensor.is_leaf
+    assert vars(tensor).keys() == vars(nn.Parameter(sharded(mesh, torch.zeros(2, 3)))).keys()
+    module = nn.Module()
+    module.weight = tensor
+    assert dict(module.named_parameters()) == {"weight": tensor}
+    assert isinstance(copy.deepcopy(module).weight, nn.Parameter)
+
+
 def test_the_local_tensor_of_a_parameter_may_be_replaced(mesh: DeviceMesh) -> None:
     parameter: Any = nn.Parameter(sharded(mesh, torch.zeros(2, 3)))
     other = torch.ones(2, 3)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -80,9 +80,15 @@ def named_fulls(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(zip(named, fulls(named.values()), strict=True))
 
 
-def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole of one tensor. All ranks call it."""
-    return fulls([tensor])[0]
+@overload
+def full(tensor: Tensor) -> Tensor: ...
+@overload
+def full(tensor: None) -> None: ...
+def full(tensor: Tensor | None) -> Tensor | None:
+    """A copy of the whole of one tensor, on any mesh. All ranks call it."""
+    if isinstance(tensor, DTensor):
+        return tensor.detach().full_tensor().clone()
+    return None if tensor is None else tensor.detach().clone()
 
 
 def means(grads: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor | None]:

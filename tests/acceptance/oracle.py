@@ -2,7 +2,7 @@
 
 A *program* is what a user does in one step. It runs on plain replicas and on every stage, and calls `run.backward` and
 `run.accumulate` for the two things that replicas must do by hand. After each step every whole gradient, every whole
-parameter, every buffer and whatever the program returned must be equal: `torch.equal`, and the same gradients None.
+parameter and whatever the program returned must be equal, to the bit: programs are trials of `tests/worlds.py`.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
+from tests import worlds
 from tests.distributed.training import STAGES
-from tests.ranks import axis
-from tests.wholes import Held, held, means, wholes
+from tests.wholes import means
+from tests.worlds import World, noise
 
-__all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise", "unequal"]
+__all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise"]
 
 OPTIMIZERS: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05, momentum=0.9),
@@ -49,12 +49,6 @@ class Run(Protocol):
 
 
 Program = Callable[[Any, Run, int], object]
-
-
-def noise(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """An input of this rank."""
-    generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    return torch.randn(*shape, generator=generator, dtype=dtype)
 
 
 def mean_of_ranks(tensor: Tensor) -> Tensor:
@@ -152,59 +146,24 @@ def differences(
         transform: Applied to each transformed model.
         zeroes: Whether gradients are dropped after each step.
     """
-    torch.manual_seed(0)
-    expected = _history(build(), _Replicas, program, steps, optimizer, zeroes)
-    found = []
-    for stage in stages:
-        torch.manual_seed(0)
-        model = transform(STAGES[stage](build(), axis(), **(options or {})))
-        history = _history(model, _Transformed, program, steps, optimizer, zeroes)
-        for step, (one, other) in enumerate(zip(expected, history, strict=True)):
-            found += [f"{stage}, step {step}: {line}" for line in unequal(one, other)]
-    return found
 
+    def trial(world: World) -> None:
+        model: nn.Module = world.build(build, **(options or {}))
+        model = model if world.is_replica else transform(model)
+        trained = OPTIMIZERS[optimizer](list(model.parameters()))
+        run: Run = (_Replicas if world.is_replica else _Transformed)(model, trained)
+        for step in range(steps):
+            torch.manual_seed(step)
+            for number, leaf in enumerate(tree_leaves(program(model, run, step))):
+                world.note(f"result {number} of step {step}", _tensor(leaf))
+            world.note_model(model)
+            trained.step()
+            if zeroes:
+                trained.zero_grad()
+        world.note_model(model)
 
-def _history(
-    model: nn.Module,
-    kind: Callable[[nn.Module, torch.optim.Optimizer], Run],
-    program: Program,
-    steps: int,
-    optimizer: str,
-    zeroes: bool,
-) -> list[dict[str, Tensor | None]]:
-    trained = OPTIMIZERS[optimizer](list(model.parameters()))
-    run = kind(model, trained)
-    history: list[dict[str, Held]] = []
-    for step in range(steps):
-        torch.manual_seed(step)
-        results = program(model, run, step)
-        state = {f"result {i}": held(_tensor(leaf)) for i, leaf in enumerate(tree_leaves(results))}
-        state.update({f"grad of {name}": held(parameter.grad) for name, parameter in model.named_parameters()})
-        trained.step()
-        if zeroes:
-            trained.zero_grad()
-        state.update({name: held(parameter) for name, parameter in model.named_parameters()})
-        history.append(state)
-    found = iter(wholes([part for state in history for part in state.values()]))
-    return [{name: next(found) for name in state} for state in history]
+    return worlds.differences(trial, stages=stages)
 
 
 def _tensor(leaf: object) -> Tensor | None:
     return leaf if leaf is None or isinstance(leaf, Tensor) else torch.as_tensor(leaf)
-
-
-def unequal(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> list[str]:
-    """What differs between two states, to the last bit."""
-    if one.keys() != other.keys():
-        return [f"names differ: {sorted(one.keys() ^ other.keys())}"]
-    lines = []
-    for name, expected in one.items():
-        value = other[name]
-        if expected is None or value is None:
-            if (expected is None) != (value is None):
-                lines.append(f"{name} is {'None' if value is None else 'not None'}")
-        elif expected.dtype != value.dtype or expected.shape != value.shape:
-            lines.append(f"{name} is {value.dtype}{list(value.shape)}, not {expected.dtype}{list(expected.shape)}")
-        elif not torch.equal(expected, value):
-            lines.append(f"{name} is off by {(expected - value).abs().max().item():.2e}")
-    return lines

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.models import Block
 from tests.ranks import Ranks, axis
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 
 class Recomputed(Tower):

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 
 def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:

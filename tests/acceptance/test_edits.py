@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, parameters
 from tests.models import Block
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import named_fulls
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 # -- G33 --------------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 
 class Breakdown(Exception):

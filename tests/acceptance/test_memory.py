@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, noise
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.worlds import ALL, WIDTH, Tower, noise
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.gathered import Group

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES
 from tests.models import Block, Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import full, fulls
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 # -- G37 --------------------------------------------------------------------------------------------------------------
 

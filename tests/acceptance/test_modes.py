@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.acceptance.worlds import WIDTH, Tower, World, differences, noise
 from tests.profiles import SIZES
 from tests.ranks import Ranks
+from tests.worlds import WIDTH, Tower, World, differences, noise
 
 # -- G25 --------------------------------------------------------------------------------------------------------------
 

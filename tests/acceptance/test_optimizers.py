@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, parameters
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import full, fulls
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 # -- G31 --------------------------------------------------------------------------------------------------------------
 

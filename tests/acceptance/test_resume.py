@@ -11,10 +11,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from tests.acceptance.worlds import WIDTH, Tower, noise
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.wholes import named_fulls
+from tests.worlds import WIDTH, Tower, noise
 
 STEPS = 3
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, Tower, World, differences, noise
 from tests.distributed.training import STAGES, parameters
 from tests.models import Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import named_fulls
+from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 from zero_fn.loading import keeps_every_bit
 
 # -- G29 --------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import GraphModule
 
 import zero_fn as zf
-from tests.acceptance.worlds import ALL, WIDTH, World, differences, noise
 from tests.ranks import Ranks, axis
 from tests.wholes import fulls
+from tests.worlds import ALL, WIDTH, World, differences, noise
 from zero_fn.resting import local_of
 from zero_fn.runtime.whole_graph import begin_region, end_region
 

@@ -24,13 +24,13 @@ from torch.distributed.tensor.parallel import (
 
 import zero_fn as zf
 from tests.reference import mean_in_rank_order
+from tests.wholes import full
 
 __all__ = [
     "Decoder",
     "averaging",
     "batch",
     "differing",
-    "full",
     "grid",
     "kept",
     "loss_of",
@@ -146,13 +146,6 @@ def step(
 def kept(tensor: Tensor | None) -> Tensor | None:
     """A copy of a tensor as it rests."""
     return None if tensor is None else tensor.detach().clone()
-
-
-def full(tensor: Tensor | None) -> Tensor | None:
-    """The whole of a tensor, on every rank. All ranks call it."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.detach().full_tensor()
-    return tensor if tensor is None else tensor.detach().clone()
 
 
 def snapshot(model: nn.Module) -> dict[str, Tensor | None]:

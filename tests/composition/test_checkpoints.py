@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zero_fn as zf
-from tests.composition.grids import Decoder, full, grid, loss_of, parallelized, snapshot
+from tests.composition.grids import Decoder, grid, loss_of, parallelized, snapshot
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 
 
 def _tensor_parallel() -> nn.Module:

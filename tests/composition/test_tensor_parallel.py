@@ -21,7 +21,6 @@ from tests.composition.grids import (
     Decoder,
     averaging,
     differing,
-    full,
     grid,
     loss_of,
     parallelized,
@@ -31,6 +30,7 @@ from tests.composition.grids import (
 )
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 from zero_fn.runtime.entry import units_of
 
 KINDS = ("columns", "sequence")

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import zero_fn as zf
-from tests.composition.grids import Decoder, averaging, batch, differing, full, grid, kept, loss_of, snapshot, step
+from tests.composition.grids import Decoder, averaging, batch, differing, grid, kept, loss_of, snapshot, step
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 from zero_fn.collectives import BY_BACKEND
 from zero_fn.collectives.native import Native
 from zero_fn.runtime.entry import units_of

@@ -1,4 +1,8 @@
-"""What users do with a model beside a plain step: every program gives what plain replicas give, in every stage."""
+"""What users do with a model beside a plain step: every program gives what plain replicas give, in every stage.
+
+A program runs forwards and backwards on a model and leaves gradients; replicas average theirs afterwards. Everything is
+float64, where the few orders of summation that differ stay far below the tolerance, and errors of meaning do not.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.distributed.against_replicas import Program, differences, noise
+from tests import worlds
+from tests.profiles import SIZES
 from tests.ranks import Ranks
+from tests.worlds import World, differences
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.unit import Phase
 
 WIDTH = 6
+TOLERANCE = 1e-11
+
+Program = Callable[[nn.Module, int], object]
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    """A float64 input of this rank."""
+    return worlds.noise(*shape, seed=seed, dtype=torch.float64)
 
 
 class Layer(nn.Module):
@@ -394,11 +408,25 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Program]] = {
 
 def _differences(case: str, variant: str) -> list[str]:
     build, program = CASES[case]
-    transform: Callable[[nn.Module], nn.Module] = copy.deepcopy if variant == "deepcopy" else lambda model: model
-    return differences(build, program, transform=transform)
+
+    def trial(world: World) -> None:
+        model = world.build(lambda: build().double())
+        if variant == "deepcopy" and not world.is_replica:
+            model = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        for step in range(3):
+            torch.manual_seed(step)
+            program(model, step)
+            world.reduce(model)
+            world.note_model(model)
+            optimizer.step()
+            optimizer.zero_grad()
+        world.note_model(model)
+
+    return differences(trial, tolerance=TOLERANCE)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize("case", CASES)
 def test_a_program_gives_what_replicas_give(ranks: Ranks, case: str, n: int) -> None:
     for found in ranks(n).run(_differences, case, "as it is"):

@@ -57,7 +57,7 @@ def train(
     build: Callable[[], nn.Module],
     stage: str,
     *,
-    steps: int = 20,
+    steps: int = 8,
     microbatches: int = 1,
     optimizer: str = "adamw",
     clip: float | None = None,
@@ -82,7 +82,7 @@ def train(
 
 
 def train_ddp(
-    build: Callable[[], nn.Module], *, steps: int = 20, microbatches: int = 1, optimizer: str = "adamw"
+    build: Callable[[], nn.Module], *, steps: int = 8, microbatches: int = 1, optimizer: str = "adamw"
 ) -> dict[str, Tensor]:
     """The same training under DistributedDataParallel."""
     torch.manual_seed(0)

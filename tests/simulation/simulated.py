@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tests.seeds import seed_generator
 from tests.simulation.group import SimulatedGroup
 from tests.simulation.traces import Recorded, Traces
 from tests.simulation.turns import RankKilled, Turns
@@ -274,7 +275,7 @@ def _held() -> threading.Lock:
 
 def _isolated(job: Callable[[], R]) -> R:
     """Runs a case as if it were the first of its process."""
-    torch.manual_seed(0)
+    seed_generator(0)
     return job()
 
 

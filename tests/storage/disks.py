@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ import pytest
 
 from zero_fn.storage.request import Request
 
-__all__ = ["answers", "small_disk"]
+__all__ = ["answers", "failing", "small_disk"]
 
 
 @contextmanager
@@ -25,6 +26,29 @@ def small_disk(path: Path, options: str = "size=1m") -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
+
+
+@contextmanager
+def failing(code: int = errno.EIO, *, reads: bool = True, writes: bool = True, where: bool = True) -> Iterator[None]:
+    """Inside, the kernel refuses what any engine asks for.
+
+    Args:
+        code: Its answer, a number of `errno`.
+        reads: Whether it refuses reads.
+        writes: Whether it refuses writes.
+        where: False changes nothing: to be said on the ranks whose disk is well.
+    """
+    advance = Request.advance
+
+    def refused(request: Request, result: int) -> None:
+        advance(request, -code if (writes if request.is_write else reads) else result)
+
+    if where:
+        Request.advance = refused  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Request.advance = advance  # type: ignore[method-assign]
 
 
 def answers(monkeypatch: pytest.MonkeyPatch, change: Callable[[Request, int], int]) -> list[int]:

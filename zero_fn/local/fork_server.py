@@ -161,6 +161,7 @@ class _ForkServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        self._log.close()
         atexit.unregister(self.close)
 
     def _died(self, summary: str) -> StateError:

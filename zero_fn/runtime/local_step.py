@@ -93,7 +93,7 @@ def _alike(tensors: tuple[Any, ...]) -> bool:
         return not any(isinstance(t, DTensor) for t in tensors)
     spec = parameter._spec
     return all(
-        t._spec is spec or (t._spec.placements == spec.placements and t._spec.mesh is spec.mesh)
+        t._spec is spec or (t._spec.placements == spec.placements and t._spec.mesh == spec.mesh)
         for t in tensors
         if isinstance(t, DTensor)
     )
