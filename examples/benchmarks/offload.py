@@ -85,7 +85,7 @@ def ours(way: str, path: str, task: Task) -> Callable[[], float]:
     def step() -> float:
         optimizer.zero_grad()
         loss = loss_of(model)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), BOUND)
         optimizer.step()
         return float(loss.detach())

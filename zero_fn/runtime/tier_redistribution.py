@@ -30,7 +30,7 @@ _stock = _redistribute.redistribute_local_tensor
 def agree_on_redistribution() -> None:
     """Lets redistributions of tensors in a tier agree over ranks. Does nothing the second time. [Note: the function]"""
     _redistribute.redistribute_local_tensor = _redistributed
-    _dispatch.redistribute_local_tensor = _redistributed
+    _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
 
 
 def _redistributed(local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any) -> Tensor:
