@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 
 import zero_fn as zf
@@ -589,6 +589,47 @@ def test_a_disk_that_fails_while_gradients_are_clipped_is_an_error_on_all(
     }
     assert here == [f"{names[moment][foreach]} failed on rank 1 of axis 'dp' (2)."]
     assert there[0].startswith("Writing to gradients in" if moment == "scaling" else "Reading from gradients in")
+    assert (len(there), good, good_there) == (1, True, True)
+
+
+@pytest.mark.parametrize("what", ["full_tensor", "redistribute", "gradient", "operand"])
+def test_a_disk_that_fails_while_a_tensor_is_redistributed_is_an_error_on_all(
+    ranks: Ranks, tmp_path: Path, what: str
+) -> None:
+    """Ranks whose disk is well once waited in the collective of torch. 3 rows on 2 ranks: one of them pads first."""
+
+    def failing(path: str, what: str) -> tuple[list[str], bool]:
+        torch.manual_seed(0)
+        stock = nn.Linear(4, 3)
+        x = torch.ones(4)
+        stock(x).square().sum().backward()
+        disk = zf.nvme(path)
+        model: Any = zf.offload(zf.zero3(stock, axis()), params=disk, grads=disk)
+        model(x).square().sum().backward()
+        tensor: Any = model.weight.grad if what == "gradient" else model.weight.detach()
+        expected: Any = stock.weight.grad if what == "gradient" else stock.weight.detach()
+        advance, said = Request.advance, []
+
+        def whole_of() -> Tensor:
+            if what == "redistribute":
+                return tensor.redistribute(placements=[Shard(1)]).full_tensor()  # type: ignore[no-any-return]
+            if what == "operand":  # torch gathers it, to take its softmax along the dim that is cut
+                return tensor.softmax(0).full_tensor()  # type: ignore[no-any-return]
+            return tensor.full_tensor()  # type: ignore[no-any-return]
+
+        if axis().get_local_rank() == 1:
+            Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
+        try:
+            whole_of()
+        except zf.StorageError as error:
+            said.append(error.summary)
+        finally:
+            Request.advance = advance  # type: ignore[method-assign]
+        return said, torch.equal(whole_of(), expected.softmax(0) if what == "operand" else expected)
+
+    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path), what)
+    assert here == ["Reading a tensor to redistribute it failed on rank 1 of axis 'dp' (2)."]
+    assert there[0].startswith("Reading from gradients in" if what == "gradient" else "Reading from parameters in")
     assert (len(there), good, good_there) == (1, True, True)
 
 

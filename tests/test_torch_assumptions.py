@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -625,3 +625,23 @@ def test_a_node_without_saved_tensors_runs_in_any_number_of_backwards() -> None:
         (shown[0] + 2 * shown[1]).sum().backward()
         assert leaf.grad is not None
         assert leaf.grad.tolist() == [3.0 * times] * 2
+
+
+def test_redistributions_of_dtensors_meet_in_one_function_of_two_modules(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`runtime.tier_redistribution` stands before it: explicit ones look it up in one, those of operands in the other."""
+    seen: list[str] = []
+    for module in (_redistribute, _dispatch):
+        stock = vars(module)["redistribute_local_tensor"]
+
+        def noted(*args: Any, stock: Any = stock, name: str = module.__name__, **kwargs: Any) -> Any:
+            seen.append(name.rpartition(".")[2])
+            return stock(*args, **kwargs)
+
+        monkeypatch.setattr(module, "redistribute_local_tensor", noted)
+    tensor = sharded(mesh, torch.ones(2, 3))
+    tensor.full_tensor()
+    tensor.redistribute(placements=[Shard(1)])
+    tensor.softmax(0)
+    assert seen == ["_redistribute", "_redistribute", "_dispatch"]

@@ -1,7 +1,7 @@
 """Disk: what zero_fn reads and writes per second, against fio on the same file system, idle and beside a busy
 interpreter.
 
-    python examples/benchmarks/storage.py --path /local_nvme --size 2GiB --fio fio
+    python examples/benchmarks/storage.py --path /local_nvme --size 2GiB --fio fio --peer /python/with/deepspeed
 
 Rounds of every way are interleaved, so that a loaded machine slows all alike; the table gives the best and the median.
 Ways:
@@ -10,8 +10,10 @@ Ways:
     unchecked  the same without checksums
     threads    os.preadv and os.pwritev in four threads, with checksums
     fio        io_uring, direct, blocks of 8 MiB, 8 under way, registered buffers, memory in huge pages (glibc's tunable)
+    ds-aio     the handle of DeepSpeed's NVMe offload, with `--aio` block bytes, blocks under way, threads; with --peer
 
-"busy" is a thread that runs Python without pause in the same process; fio, another process, has it beside it, too.
+"busy" is a thread that runs Python without pause in the same process; fio and DeepSpeed, other processes, have it beside
+them, too.
 Linux only.
 """
 
@@ -22,10 +24,11 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import which
 from tempfile import TemporaryDirectory
@@ -106,6 +109,28 @@ def fio(program: str, path: str, size: int) -> Callable[[bool], float]:
 
 
 @contextmanager
+def aio(python: str, path: str, size: int, options: list[int]) -> Iterator[Callable[[bool], float]]:
+    """Seconds that DeepSpeed's handle took, in a process that waits for its turn."""
+    program = str(Path(__file__).with_name("deepspeed_aio.py"))
+    command = [python, program, f"{path}/aio", size, BUFFERS * BUFFER_NBYTES, *options]
+    child = subprocess.Popen(list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdin is not None and child.stdout is not None
+    asked, answers = child.stdin, child.stdout
+    if answers.readline().strip() != "ready":
+        sys.exit("DeepSpeed's aio did not start, see above")
+
+    def move(is_write: bool) -> float:
+        print("write" if is_write else "read", file=asked, flush=True)
+        return float(answers.readline())
+
+    try:
+        yield move
+    finally:
+        asked.close()
+        child.wait()
+
+
+@contextmanager
 def interpreter(*, busy: bool) -> Iterator[None]:
     """With a thread that runs Python without pause."""
     ends = threading.Event()
@@ -138,10 +163,12 @@ def main() -> None:
     parser.add_argument("--size", default="1GiB", help="bytes to move each time")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--fio", default="fio", help="the program, if it is installed")
+    parser.add_argument("--peer", help="an interpreter that has deepspeed")
+    parser.add_argument("--aio", type=int, nargs=3, default=[8 << 20, 8, 4], help="of its handle, see above")
     options = parser.parse_args()
     size = max(nbytes_of_text(options.size, "--size") // BUFFER_NBYTES, 1) * BUFFER_NBYTES
 
-    with TemporaryDirectory(dir=options.path) as path:
+    with TemporaryDirectory(dir=options.path) as path, ExitStack() as stack:
         ways: dict[str, Callable[[bool], float | None]] = {
             "uring": through_spill(Uring(), path, size),
             "unchecked": unchecked(path, size),
@@ -149,6 +176,8 @@ def main() -> None:
         }
         if which(options.fio) is not None:
             ways["fio"] = fio(options.fio, path, size)
+        if options.peer is not None:
+            ways["ds-aio"] = stack.enter_context(aio(options.peer, path, size, options.aio))
         times: dict[tuple[str, bool, bool], list[float]] = {}
         for round_ in range(options.rounds + 1):
             for busy in (False, True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.composition.grids import Decoder, grid, loss_of, parallelized
 from tests.ranks import Ranks
+from zero_fn.storage.request import Request
 
 COMPOSITIONS = ("tp", "hybrid", "hpz")
 
@@ -60,3 +62,39 @@ def test_tiers_change_no_bit_on_two_axes(
     ranks: Ranks, composition: str, states: tuple[str, ...], tmp_path: Path
 ) -> None:
     assert ranks(4).run(_alike, composition, str(tmp_path), states) == [[]] * 4
+
+
+def _failing(composition: str, path: str, moment: str) -> str:
+    """What each of 2 x 2 ranks is told when the disk of the last one fails."""
+    model, row = _build(composition)
+    model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path))
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+    loss_of(model, 0, row).backward()
+    weight = max(model.parameters(), key=lambda p: p.numel() if sum(q.is_shard() for q in p.placements) > 1 else -1)
+    advance = Request.advance
+    if torch.distributed.get_rank() == 3:
+        Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
+    try:
+        if moment == "full_tensor":
+            weight.detach().full_tensor()
+        elif moment == "norm":
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        else:
+            optimizer.step()
+    except zf.StorageError as error:
+        return error.summary
+    finally:
+        Request.advance = advance  # type: ignore[method-assign]
+    return "nothing"
+
+
+@pytest.mark.parametrize("moment", ["full_tensor", "norm", "step"])
+def test_a_disk_that_fails_is_an_error_along_both_axes(ranks: Ranks, moment: str, tmp_path: Path) -> None:
+    """Along the axis of tensor parallelism ranks were once not told, and waited in the next collective of torch."""
+    told = ranks(4).run(_failing, "tp", str(tmp_path), moment)
+    assert told[3].startswith("Reading from")
+    assert [said.partition("failed on ")[2] for said in told[:3]] == [
+        "rank 1 of axis 'tp' (2).",
+        "rank 1 of axis 'dp' (2).",
+        "rank 1 of axis 'tp' (2).",
+    ]

@@ -8,15 +8,18 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.errors import StorageError
+from zero_fn.collectives import transport
+from zero_fn.errors import DisagreementError, LostRankError, StorageError
+from zero_fn.guarded import Guarded
 from zero_fn.hierarchy import Links, Waits
-from zero_fn.mesh import Axis
+from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.registry import slot_of
 
 F = TypeVar("F", bound=Exception)
 
-__all__ = ["Told", "everywhere", "is_cut", "is_shared", "tell"]
+__all__ = ["Told", "everywhere", "is_cut", "is_shared", "tell", "told_along"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -25,7 +28,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
     Communicates a byte per rank to each peer, and waits.
 
     Args:
-        parameters: Resting parameters: the ranks of their axes are meant.
+        parameters: Resting parameters: the ranks of their meshes are meant.
         act: What may fail.
         what: What it is, for the message: "A step of a streamed optimizer".
 
@@ -38,9 +41,8 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         act()
     except Exception as error:
         failure = error
-    for transport, axes in _transports(parameters):
-        found = tell(transport, axes, failure, what).failure(failure)
-        failure = found if failure is None else failure
+    for mesh in _meshes(parameters):
+        failure = told_along(mesh, range(mesh.ndim), failure, what)
     if failure is not None:
         raise failure
 
@@ -84,9 +86,31 @@ def tell(transport: Links, axes: Sequence[Axis], failure: Exception | None, what
     return Told(bits, transport.any(bits, f"how it went: {what}"), axes, own, what)
 
 
+def told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
+    """Tells the ranks along some axes of a mesh, data axes or not, whether something failed here. A collective; waits.
+
+    Communicates a byte per rank to each peer, along one axis after the other.
+
+    Returns:
+        The failure of this rank, or one that tells of that of another; None if all went well.
+    """
+    names = mesh.mesh_dim_names
+    axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
+    links = [Guarded(transport(axis), axis) for axis in axes if axis.size > 1]
+    found: F | StorageError | None = failure
+    try:
+        for axis, link in zip((axis for axis in axes if axis.size > 1), links, strict=True):
+            found = tell(link, [axis], found, what).failure(found)
+    except (LostRankError, DisagreementError):
+        for link in links:
+            link.give_up()  # ranks along the other axes would wait for this one
+        raise
+    return found
+
+
 def is_shared(parameters: Iterable[Tensor]) -> bool:
     """Whether other ranks hold these parameters, or other shards of them."""
-    return bool(_transports(parameters))
+    return bool(_meshes(parameters))
 
 
 def is_cut(parameter: Tensor) -> bool:
@@ -95,12 +119,7 @@ def is_cut(parameter: Tensor) -> bool:
     return slot is not None and slot.layout is not None
 
 
-def _transports(parameters: Iterable[Tensor]) -> list[tuple[Links, tuple[Axis, ...]]]:
-    found: dict[int, tuple[Links, tuple[Axis, ...]]] = {}
-    for parameter in parameters:
-        slot = slot_of(parameter)
-        unit = slot.unit() if slot is not None and slot.unit is not None else None
-        axes = unit.step.assignment.axes if unit is not None else ()
-        if unit is not None and prod(axis.size for axis in axes) > 1:
-            found.setdefault(id(unit.step), (unit.step.transport, axes))
-    return list(found.values())
+def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
+    """The meshes of several ranks on which resting parameters lie."""
+    specs = (slot.spec for slot in map(slot_of, parameters) if slot is not None)
+    return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None and spec.mesh.size() > 1))

@@ -2,28 +2,29 @@
 
 The norm is reduced over ranks by collectives of torch, in which ranks whose disk is well would wait for the one that has
 raised, up to the deadline of their group; and after gradients were scaled on some ranks only, no step may follow. So both
-operations end with a byte per rank, where any of their tensors rests in a tier. They are installed by the first transform
-that puts gradients there.
+operations end with a byte per rank along each axis of the mesh, where any of their tensors rests in a tier. They are
+installed by the first transform that puts gradients there.
 
-Other reads of such tensors have no such place. `full_tensor()` and `redistribute()` read inside a collective of torch, which
-only its own deadline ends; operations on single tensors need not be called on every rank, so no rank can wait there.
+Other operations on single tensors need not be called on every rank, so no rank can wait there; those that move a tensor
+between ranks are in `tier_redistribution`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of
 from zero_fn.runtime.dtensor_operations import around
-from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.everywhere import told_along
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.runtime.unit import Unit
 
 __all__ = ["agree_on_norms"]
 
@@ -46,8 +47,8 @@ def agree_on_norms() -> None:
 @cache  # the same function for the same words: `around` takes each once
 def _told(what: str) -> Callable[..., object]:
     def act(operation: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        unit = next(_owners(args[0]), None)
-        if unit is None:
+        mesh = _mesh_of(args[0])
+        if mesh is None:
             return operation(*args, **kwargs)
         failure: StorageError | None = None
         result: object = None
@@ -55,7 +56,7 @@ def _told(what: str) -> Callable[..., object]:
             result = operation(*args, **kwargs)
         except StorageError as error:
             failure = error
-        found = tell(unit.transport, unit.step.assignment.axes, failure, what).failure(failure)
+        found = told_along(mesh, range(mesh.ndim), failure, what)
         if found is not None:
             raise found
         return result
@@ -63,10 +64,9 @@ def _told(what: str) -> Callable[..., object]:
     return act
 
 
-def _owners(tensors: object) -> Iterator[Unit]:
-    """The units of those of the tensors that rest in a tier."""
+def _mesh_of(tensors: object) -> DeviceMesh | None:
+    """The mesh of those of the tensors that rest in a tier; None if none does."""
     for tensor in tree_leaves(tensors):
-        local = local_of(tensor) if isinstance(tensor, torch.Tensor) else None
-        owner = local.record.owner() if isinstance(local, TierTensor) else None
-        if owner is not None:
-            yield owner
+        if isinstance(tensor, DTensor) and isinstance(local_of(tensor), TierTensor):
+            return tensor.device_mesh
+    return None

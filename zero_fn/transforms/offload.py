@@ -10,6 +10,7 @@ from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
 from zero_fn.home import Home
 from zero_fn.runtime.tier_norms import agree_on_norms
+from zero_fn.runtime.tier_redistribution import agree_on_redistribution
 from zero_fn.substitute import assignment_of, substitute
 from zero_fn.tiers import Cpu, Nvme, Tier, Tiers
 from zero_fn.transforms.selection import Where, selected
@@ -55,9 +56,9 @@ def offload(
     Shapes: those that the other transforms give.
 
     Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every
-    rank. Over several ranks, one byte per rank with each gather, and with each norm and scaling of `clip_grad_norm_` over
-    tensors in a tier, by which all ranks learn that a disk has failed. From the
-    tier are read, per rank and step, the bytes that it owns, once for the forward and once for the backward of each unit.
+    rank. Over several ranks, one byte per rank with each gather, and with each norm and scaling of `clip_grad_norm_` and each
+    redistribution of tensors in a tier, by which all ranks learn that a disk has failed. From the tier are read, per rank and
+    step, the bytes that it owns, once for the forward and once for the backward of each unit.
 
     Args:
         module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it.
@@ -100,6 +101,7 @@ def offload(
         )
     if grads is not None or params is not None:
         agree_on_norms()
+        agree_on_redistribution()
     tiers = Tiers(params, grads, optim, fraction)
     home = Home(tiers=tiers)
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
