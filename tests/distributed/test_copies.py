@@ -6,8 +6,8 @@ For a parameter of n pieces on n ranks of one host:
     gather of a shard into a whole       the same, and this rank's piece into the whole
     reduce                               n - 1 pieces into the arena
 
-Pieces of all ranks are added from where they lie, autograd's gradients are read as they come, gathered parameters are used where they
-lie, and the optimizer steps in place.
+Pieces of all ranks are added from where they lie, autograd's gradients are read as they come, gathered parameters are used
+where they lie, and the optimizer steps in place.
 """
 
 from __future__ import annotations
