@@ -195,6 +195,7 @@ class BackwardPass:
         self._cursor = 0
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
+        self._reached: set[Use] = set()  # of those, by backward itself and not only by a recomputation ahead of it
         self._arrived: set[Use] = set()
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
@@ -228,22 +229,29 @@ class BackwardPass:
         """Uses of a unit in the schedule, the same number on every rank."""
         return self._script.uses_of[unit]
 
-    def enter(self, unit: int, number: int | None) -> Use | None:
-        """Backward has reached a use of a unit; with no number, the next one in the schedule, which is returned."""
+    def enter(self, unit: int, number: int | None, *, recomputes: bool) -> Use | None:
+        """Backward, or a recomputation, has reached a use of a unit; with no number the next one, which is returned.
+
+        [Note: recomputation is ahead] A checkpoint around several units enters them in the order of the forward, the one that
+        backward needs last first. So that it was entered does not mean that backward has passed the others: they stay.
+        """
         use = Use(unit, number) if number is not None else self._next_use(unit)
         if use is not None:
             self._entered.add(use)
+            if not recomputes:
+                self._reached.add(use)
         return use
 
     def _next_use(self, unit: int) -> Use | None:
         for event in self._events[self._cursor :]:
-            if isinstance(event, Enter) and event.use.unit == unit and event.use not in self._entered:
+            if isinstance(event, Exit) and event.use.unit == unit and event.use not in self._entered:
                 return event.use
         return None
 
     def arrive(self, use: Use) -> None:
         """The gradients of a use are there."""
         self._entered.add(use)
+        self._reached.add(use)
         self._arrived.add(use)
 
     def next_action(self) -> Action | None:
@@ -262,13 +270,15 @@ class BackwardPass:
     def _must_wait(self, at: int, gate: Enter | Exit) -> bool:
         use, is_enter = gate.use, type(gate) is Enter
         if use in self._passed_only:
-            return not (is_enter and use in self._entered) and not self._is_passed(at)
+            if is_enter:
+                return use not in self._entered and not self._is_passed(at, self._entered)
+            return not self._is_passed(at, self._reached)  # [Note: recomputation is ahead]
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
 
-    def _is_passed(self, at: int) -> bool:
-        """Whether backward has reached a use beyond an event: it has passed those before it, or never will."""
+    def _is_passed(self, at: int, reached: set[Use]) -> bool:
+        """Whether a use beyond an event was reached: those before it were passed, or never will be."""
         beyond = self._events[at + 1 :]
-        return any(isinstance(event, Enter) and event.use in self._entered for event in beyond)
+        return any(isinstance(event, Enter) and event.use in reached for event in beyond)
 
 
 class _EndOfBackward:

@@ -262,12 +262,12 @@ class Step:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def demand(self, unit: Unit, use: UnitUse | None = None) -> None:
-        """Backward needs the gathered parameters of a unit."""
+    def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
+        """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self._open_backward()
         self._reshard_left()
         if backward is not None:
-            key = backward.enter(unit.index, use.number if use is not None else None)
+            key = backward.enter(unit.index, use.number if use is not None else None, recomputes=recomputes)
             if use is not None and use.is_passed_only:
                 use.has_arrived = True  # nothing else will tell
             use = use or (self._graphs.use(key) if key is not None else None)
@@ -430,7 +430,7 @@ class Step:
         if any(use.began_at is entry for use in began):
             return False  # the unit was entered here, so it is now
         if unit.backward_entry is None and any(use.is_awaited for use in began):
-            self.demand(unit)  # the checkpoint is the first that backward meets: the outputs were not watched
+            self.demand(unit, recomputes=True)  # before backward itself: the outputs were not watched
         found = unit.backward_entry is not None and unit.backward_entry is not entry
         if found:
             self._demand_lenders(unit)
@@ -440,7 +440,7 @@ class Step:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self._open_backward()
         assert backward is not None
-        self.demand(unit)
+        self.demand(unit, recomputes=True)
         self._demand_lenders(unit)
         use = UnitUse(unit, -1, entry)
         backward.recomputed.append(use)
@@ -452,7 +452,7 @@ class Step:
         for index in unit.lenders:
             lender = self.units[index]()
             if lender is not None and lender.backward_entry is None and not lender.open:
-                self.demand(lender)
+                self.demand(lender, recomputes=True)
 
     def _prepare_recomputation(self, unit: Unit, began_at: object) -> None:
         """Puts the parameters under their names, for checkpoints inside the unit. [Note: recomputation in a unit]"""
