@@ -198,6 +198,17 @@ def test_a_layer_whose_parameters_belong_to_two_other_units_trains(simulated: Si
     check(simulated, Program(model, (Link(verb, {"units": "*"}),), (Backward(), Step(), Backward(forwards=2))))
 
 
+def test_a_recomputation_ahead_of_backward_is_not_taken_for_an_earlier_forward(simulated: Simulated) -> None:
+    """A checkpoint around two units entered the first of them; the schedule took it that backward had passed the other, and
+    the recomputation of that one for the use of an earlier forward. A rank that then came to a frozen expert gathered it
+    alone: LostRankError."""
+    inside = Part("nest", children=(Part("routed"), Part("routed", 2)), wrap="checkpoint")
+    parts = (Part("mlp", 2), Part("nest", 2, True, children=(Part("routed"), inside)))
+    model = Model(2, parts, ties=((21, 0), (3, 3), (21, 0)))
+    rules = (Backward(forwards=3, together=True, unused=True),)
+    check(simulated, Program(model, (Link("shard_params", {"units": "*inside.?"}),), rules))
+
+
 def test_ties_under_reentrant_checkpoints_train_in_later_backwards(simulated: Simulated) -> None:
     """A unit was resharded after the first checkpoint inside it: a retained graph was on no schedule."""
     inside = (Part("mlp", 1, wrap="reentrant"), Part("norm", 7, wrap="reentrant"), Part("conv", 7, wrap="reentrant"))

@@ -476,6 +476,14 @@ BUGS: tuple[Bug, ...] = (
         _RULES + "::test_ties_of_skipped_experts_train_in_later_backwards",
     ),
     Bug(
+        "recomputation-passes-uses",
+        "runtime/passes.py",
+        "units below one checkpoint, in one forward of several",
+        "return not self._is_passed(at, self._reached)",
+        "return not self._is_passed(at, self._entered)",
+        _RULES + "::test_a_recomputation_ahead_of_backward_is_not_taken_for_an_earlier_forward",
+    ),
+    Bug(
         "passed-uses-run-ahead",
         "runtime/gather.py",
         "a rank whose experts are all tied elsewhere",
