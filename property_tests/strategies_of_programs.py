@@ -42,6 +42,26 @@ def parts(draw: st.DrawFn, depth: int = 2) -> Part:
     return Part(kind, draw(st.integers(1, 7)), draw(st.sampled_from([False, False, False, True])), wrap, children)
 
 
+_leaves = st.builds(Part, st.sampled_from(["routed", "linear", "mlp"]), st.integers(2, 3), st.booleans())
+_below = st.builds(
+    lambda children, is_frozen: Part("nest", 2, is_frozen, "checkpoint", tuple(children)),
+    st.lists(_leaves, min_size=1, max_size=3),
+    st.booleans(),
+)
+_around = st.builds(
+    lambda children, wrap: Part("nest", 2, True, wrap, tuple(children)),
+    st.lists(_leaves | _below, min_size=1, max_size=3),
+    st.sampled_from(["", "checkpoint"]),
+)
+
+
+@st.composite
+def adapted(draw: st.DrawFn) -> tuple[Part, ...]:
+    """A trained layer before frozen ones, some below a checkpoint of several, of which ranks skip parts."""
+    first = Part(draw(st.sampled_from(["mlp", "linear"])), draw(st.integers(2, 3)))
+    return (first, *draw(st.lists(_around | _leaves, min_size=1, max_size=2)))
+
+
 @st.composite
 def models(draw: st.DrawFn) -> Model:
     """Models of one to four parts.
@@ -49,7 +69,8 @@ def models(draw: st.DrawFn) -> Model:
     No ties beside skipped experts below reentrant checkpoints: the one combination that is refused at run time, see
     `test_experts_that_are_tied_to_another_unit_below_a_reentrant_checkpoint_raise_on_every_rank`.
     """
-    chosen = tuple(draw(st.lists(parts(), min_size=1, max_size=4)))
+    some = st.lists(parts(), min_size=1, max_size=4).map(tuple)
+    chosen = draw(st.one_of(*[some] * 7, adapted()))
     ties: tuple[tuple[int, int], ...] = ()
     if not {"routed", "reentrant"} <= Model(1, chosen).kinds():
         ties = tuple(draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 7)), max_size=2)))
@@ -74,6 +95,8 @@ def chains_for(draw: st.DrawFn, model: Model, *, max_size: int = 3) -> Chain:
     Where a layer reads the parameters of another without calling it, both are in one unit; else that is a typed error.
     """
     choices: list[object] = [None, "parts.?"]
+    if "nest" in model.kinds():
+        choices += ["*inside.?", ("parts.?", "*inside.?")]
     if not model.kinds() & {"routed", "attention", "normed", "weighted", "odd"}:
         choices += ["*", zf.by_size(nbytes=1), zf.by_size(nbytes=100)]
     units = draw(st.sampled_from(choices))
