@@ -124,6 +124,7 @@ class Script:
 
     Attributes:
         events: The schedule.
+        enters: For each use, the number of the event that enters it.
         uses: Its uses.
         uses_of: How many of them each unit has, the same number on every rank.
         gates: For each event, the Enter or Exit that autograd must have come to before it may run, if there is one.
@@ -146,6 +147,7 @@ class Script:
         self._made_from = (trace, reduced)
         events = backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
         self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
+        self.enters = {event.use: at for at, event in enumerate(self.events) if isinstance(event, Enter)}
         self.uses = frozenset(event.use for event in self.events if isinstance(event, Exit))
         self.uses_of = Counter(use.unit for use in self.uses)
         self.gates: list[Enter | Exit | None] = []
@@ -195,8 +197,8 @@ class BackwardPass:
         self._cursor = 0
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
-        self._reached: set[Use] = set()  # of those, by backward itself and not only by a recomputation ahead of it
         self._arrived: set[Use] = set()
+        self._entered_to = self._reached_to = -1  # the last event that enters one of them; that backward itself came to
         self._callback: weakref.ref[_EndOfBackward] | None = None
 
     def register(self, step: Step) -> None:
@@ -237,10 +239,15 @@ class BackwardPass:
         """
         use = Use(unit, number) if number is not None else self._next_use(unit)
         if use is not None:
-            self._entered.add(use)
-            if not recomputes:
-                self._reached.add(use)
+            self._note(use, recomputes=recomputes)
         return use
+
+    def _note(self, use: Use, *, recomputes: bool) -> None:
+        at = self._script.enters.get(use, -1)
+        self._entered.add(use)
+        self._entered_to = max(self._entered_to, at)
+        if not recomputes:
+            self._reached_to = max(self._reached_to, at)
 
     def _next_use(self, unit: int) -> Use | None:
         for event in self._events[self._cursor :]:
@@ -250,8 +257,7 @@ class BackwardPass:
 
     def arrive(self, use: Use) -> None:
         """The gradients of a use are there."""
-        self._entered.add(use)
-        self._reached.add(use)
+        self._note(use, recomputes=False)
         self._arrived.add(use)
 
     def next_action(self) -> Action | None:
@@ -270,15 +276,9 @@ class BackwardPass:
     def _must_wait(self, at: int, gate: Enter | Exit) -> bool:
         use, is_enter = gate.use, type(gate) is Enter
         if use in self._passed_only:
-            if is_enter:
-                return use not in self._entered and not self._is_passed(at, self._entered)
-            return not self._is_passed(at, self._reached)  # [Note: recomputation is ahead]
+            # What lies before a use that was reached was passed, or never will be. [Note: recomputation is ahead]
+            return (use not in self._entered and at > self._entered_to) if is_enter else at > self._reached_to
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
-
-    def _is_passed(self, at: int, reached: set[Use]) -> bool:
-        """Whether a use beyond an event was reached: those before it were passed, or never will be."""
-        beyond = self._events[at + 1 :]
-        return any(isinstance(event, Enter) and event.use in reached for event in beyond)
 
 
 class _EndOfBackward:
