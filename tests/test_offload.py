@@ -598,7 +598,7 @@ def test_a_disk_that_fails_while_a_tensor_is_redistributed_is_an_error_on_all(
 ) -> None:
     """Ranks whose disk is well once waited in the collective of torch. 3 rows on 2 ranks: one of them pads first."""
 
-    def failing(path: str, what: str) -> tuple[list[str], bool]:
+    def redistributed(path: str, what: str) -> tuple[list[str], bool]:
         torch.manual_seed(0)
         stock = nn.Linear(4, 3)
         x = torch.ones(4)
@@ -608,7 +608,7 @@ def test_a_disk_that_fails_while_a_tensor_is_redistributed_is_an_error_on_all(
         model(x).square().sum().backward()
         tensor: Any = model.weight.grad if what == "gradient" else model.weight.detach()
         expected: Any = stock.weight.grad if what == "gradient" else stock.weight.detach()
-        advance, said = Request.advance, []
+        said = []
 
         def whole_of() -> Tensor:
             if what == "redistribute":
@@ -617,17 +617,14 @@ def test_a_disk_that_fails_while_a_tensor_is_redistributed_is_an_error_on_all(
                 return tensor.softmax(0).full_tensor()  # type: ignore[no-any-return]
             return tensor.full_tensor()  # type: ignore[no-any-return]
 
-        if axis().get_local_rank() == 1:
-            Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
         try:
-            whole_of()
+            with failing(where=axis().get_local_rank() == 1):
+                whole_of()
         except zf.StorageError as error:
             said.append(error.summary)
-        finally:
-            Request.advance = advance  # type: ignore[method-assign]
         return said, torch.equal(whole_of(), expected.softmax(0) if what == "operand" else expected)
 
-    (here, good), (there, good_there) = ranks(2).run(failing, str(tmp_path), what)
+    (here, good), (there, good_there) = ranks(2).run(redistributed, str(tmp_path), what)
     assert here == ["Reading a tensor to redistribute it failed on rank 1 of axis 'dp' (2)."]
     assert there[0].startswith("Reading from gradients in" if what == "gradient" else "Reading from parameters in")
     assert (len(there), good, good_there) == (1, True, True)

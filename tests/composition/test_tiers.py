@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.composition.grids import Decoder, grid, loss_of, parallelized
 from tests.ranks import Ranks
-from zero_fn.storage.request import Request
+from tests.storage.disks import failing
 
 COMPOSITIONS = ("tp", "hybrid", "hpz")
 
@@ -71,20 +70,16 @@ def _failing(composition: str, path: str, moment: str) -> str:
     optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
     loss_of(model, 0, row).backward()
     weight = max(model.parameters(), key=lambda p: p.numel() if sum(q.is_shard() for q in p.placements) > 1 else -1)
-    advance = Request.advance
-    if torch.distributed.get_rank() == 3:
-        Request.advance = lambda self, result: advance(self, -errno.EIO)  # type: ignore[method-assign]
     try:
-        if moment == "full_tensor":
-            weight.detach().full_tensor()
-        elif moment == "norm":
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        else:
-            optimizer.step()
+        with failing(where=torch.distributed.get_rank() == 3):
+            if moment == "full_tensor":
+                weight.detach().full_tensor()
+            elif moment == "norm":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            else:
+                optimizer.step()
     except zf.StorageError as error:
         return error.summary
-    finally:
-        Request.advance = advance  # type: ignore[method-assign]
     return "nothing"
 
 

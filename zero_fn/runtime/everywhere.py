@@ -18,8 +18,9 @@ from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.registry import slot_of
 
 F = TypeVar("F", bound=Exception)
+R = TypeVar("R")
 
-__all__ = ["Told", "everywhere", "is_cut", "is_shared", "tell", "told_along"]
+__all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "tell"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -42,7 +43,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
     except Exception as error:
         failure = error
     for mesh in _meshes(parameters):
-        failure = told_along(mesh, range(mesh.ndim), failure, what)
+        failure = _told_along(mesh, range(mesh.ndim), failure, what)
     if failure is not None:
         raise failure
 
@@ -86,23 +87,37 @@ def tell(transport: Links, axes: Sequence[Axis], failure: Exception | None, what
     return Told(bits, transport.any(bits, f"how it went: {what}"), axes, own, what)
 
 
-def told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
-    """Tells the ranks along some axes of a mesh, data axes or not, whether something failed here. A collective; waits.
+def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
+    """What `act` returns, if no disk failed in it on any rank along some axes of a mesh, data axes or not.
 
-    Communicates a byte per rank to each peer, along one axis after the other.
+    Communicates a byte per rank to each peer, along one axis after the other, and waits.
 
-    Returns:
-        The failure of this rank, or one that tells of that of another; None if all went well.
+    Raises:
+        StorageError: A disk failed, on this rank or another.
     """
+    failure: StorageError | None = None
+    done: list[R] = []
+    try:
+        done.append(act())
+    except StorageError as error:
+        failure = error
+    found = _told_along(mesh, dims, failure, what)
+    if found is not None:
+        raise found
+    return done[0]
+
+
+def _told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
+    """The failure of this rank, or one that tells of that of another along these axes; None if all went well."""
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
-    links = [Guarded(transport(axis), axis) for axis in axes if axis.size > 1]
+    links = [(axis, Guarded(transport(axis), axis)) for axis in axes if axis.size > 1]
     found: F | StorageError | None = failure
     try:
-        for axis, link in zip((axis for axis in axes if axis.size > 1), links, strict=True):
+        for axis, link in links:
             found = tell(link, [axis], found, what).failure(found)
     except (LostRankError, DisagreementError):
-        for link in links:
+        for _, link in links:
             link.give_up()  # ranks along the other axes would wait for this one
         raise
     return found

@@ -124,8 +124,7 @@ class Script:
 
     Attributes:
         events: The schedule.
-        enters: For each use, the number of the event that enters it.
-        uses: Its uses.
+        enters: Its uses, each with the number of the event that enters it.
         uses_of: How many of them each unit has, the same number on every rank.
         gates: For each event, the Enter or Exit that autograd must have come to before it may run, if there is one.
     """
@@ -148,8 +147,7 @@ class Script:
         events = backward_schedule(backward_trace(tuple(trace)), reduces=reduced.__contains__)
         self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
         self.enters = {event.use: at for at, event in enumerate(self.events) if isinstance(event, Enter)}
-        self.uses = frozenset(event.use for event in self.events if isinstance(event, Exit))
-        self.uses_of = Counter(use.unit for use in self.uses)
+        self.uses_of = Counter(use.unit for use in self.enters)
         self.gates: list[Enter | Exit | None] = []
         following: Enter | None = None
         for event in reversed(self.events):
@@ -221,11 +219,11 @@ class BackwardPass:
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
-        return use in self._script.uses and use not in self._arrived
+        return use in self._script.enters and use not in self._arrived
 
     def has_met(self, use: Use) -> bool:
         """Whether the use is in the schedule."""
-        return use in self._script.uses
+        return use in self._script.enters
 
     def uses_of(self, unit: int) -> int:
         """Uses of a unit in the schedule, the same number on every rank."""

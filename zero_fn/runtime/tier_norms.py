@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from zero_fn.errors import StorageError
 from zero_fn.resting import local_of
 from zero_fn.runtime.dtensor_operations import around
-from zero_fn.runtime.everywhere import told_along
+from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor
 
 __all__ = ["agree_on_norms"]
@@ -50,16 +49,7 @@ def _told(what: str) -> Callable[..., object]:
         mesh = _mesh_of(args[0])
         if mesh is None:
             return operation(*args, **kwargs)
-        failure: StorageError | None = None
-        result: object = None
-        try:
-            result = operation(*args, **kwargs)
-        except StorageError as error:
-            failure = error
-        found = told_along(mesh, range(mesh.ndim), failure, what)
-        if found is not None:
-            raise found
-        return result
+        return done_along(mesh, range(mesh.ndim), lambda: operation(*args, **kwargs), what)
 
     return act
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.errors import StorageError
-from zero_fn.runtime.everywhere import told_along
+from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory
 
 __all__ = ["agree_on_redistribution"]
@@ -45,14 +44,5 @@ def _read(tensor: TierTensor, spec: DTensorSpec) -> Tensor:
     Raises:
         StorageError: The disk failed, on this rank or another along the axes that cut the tensor.
     """
-    failure: StorageError | None = None
-    values: Tensor = tensor
-    try:
-        values = in_memory(tensor)
-    except StorageError as error:
-        failure = error
     cut = [dim for dim, placement in enumerate(spec.placements) if not placement.is_replicate()]
-    found = told_along(spec.mesh, cut, failure, "Reading a tensor to redistribute it")
-    if found is not None:
-        raise found
-    return values
+    return done_along(spec.mesh, cut, lambda: in_memory(tensor), "Reading a tensor to redistribute it")

@@ -20,9 +20,9 @@ from torch import Tensor
 from zero_fn.storage.memory import available
 from zero_fn.storage.slab import advise, too_small, whole_pages
 
-__all__ = ["RECYCLED_NBYTES", "Recurring", "Recycled", "recycled"]
+__all__ = ["Recurring", "Recycled", "recycled"]
 
-RECYCLED_NBYTES = 1 << 20
+_RECYCLED_NBYTES = 1 << 20
 """Buffers from this size on are worth it."""
 
 
@@ -67,7 +67,7 @@ class Recurring:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.numel, self.dtype, self.device = numel, dtype, device
         nbytes = numel * dtype.itemsize
-        is_large = device.type == "cpu" and nbytes >= RECYCLED_NBYTES
+        is_large = device.type == "cpu" and nbytes >= _RECYCLED_NBYTES
         self._mappings = recycled(whole_pages(nbytes)) if is_large else None
 
     def take(self) -> Tensor:
