@@ -12,9 +12,12 @@ where they lie, and the optimizer steps in place.
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
 from tests.ranks import Ranks, axis
+from zero_fn.kernels import nontemporal
 
 WIDTH, LAYERS = 512, 3
 PIECES = {2: WIDTH * WIDTH // 2, 4: WIDTH * WIDTH // 4}
@@ -55,13 +59,24 @@ class Copies(TorchDispatchMode):
             self.numels[name] += sum(numel for numel in numels.values() if numel >= self.least)
         return made
 
+    def counting_kernels(self) -> AbstractContextManager[object]:
+        """Copies in C are no operations of torch: inside the block they are counted too."""
+
+        def counted(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
+            copied(functions, into, source)
+            if into.numel() >= self.least:
+                self.numels["in C"] += into.numel()
+
+        copied = nontemporal._copy_in_c
+        return patch.object(nontemporal, "_copy_in_c", counted)
+
 
 def _copies(transform: Callable[..., nn.Module], n: int) -> Counter[str]:
     torch.manual_seed(0)
     model = transform(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), axis(), units=nn.Linear)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     for _ in range(3):  # the last one follows a recorded schedule and has states
-        with Copies(PIECES[n]) as copies:
+        with Copies(PIECES[n]) as copies, copies.counting_kernels():
             model(torch.ones(2, WIDTH)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()

@@ -48,16 +48,49 @@ _TRAINING = "tests/distributed/test_training.py"
 _COMPOSITION = "tests/composition"
 _OFFLOAD = "tests/test_offload.py"
 _RECORD = "tests/test_record.py"
+_NONTEMPORAL = "tests/kernels/test_nontemporal.py"
 
 BUGS: tuple[Bug, ...] = (
     # -- bytes ------------------------------------------------------------------------------------------------------
     Bug(
         "wrong-divisor",
-        "collectives/segment.py",
+        "kernels/nontemporal.py",
         "the mean over ranks",
-        "size = len(lower) + 1 + len(higher)",
-        "size = len(lower) + len(higher)",
+        "total.div_(len(parts))",
+        "total.div_(len(parts) - 1)",
         _COLLECTIVES,
+    ),
+    Bug(
+        "wrong-divisor-in-c",
+        "kernels/nontemporal.c",
+        "the mean over ranks, of large tensors",
+        "sum /= (float)count;",
+        "sum /= (float)(count - 1);",
+        _NONTEMPORAL,
+    ),
+    Bug(
+        "copies-forget-the-rest",
+        "kernels/nontemporal.c",
+        "copies whose bytes fill no whole line of the cache",
+        "    memcpy(into, source, nbytes);\n    order_writes();",
+        "    order_writes();",
+        _NONTEMPORAL,
+    ),
+    Bug(
+        "kernels-write-unseen",
+        "kernels/nontemporal.py",
+        "what autograd knows of memory that the kernels write",
+        "if not tensor.is_inference():",
+        "if tensor.is_inference():",
+        _NONTEMPORAL,
+    ),
+    Bug(
+        "kernels-ignore-strides",
+        "kernels/nontemporal.py",
+        "copies of what does not lie flat",
+        "and source.is_cpu and source.is_contiguous()",
+        "and source.is_cpu",
+        _NONTEMPORAL,
     ),
     Bug(
         "sum-in-another-order",
@@ -69,7 +102,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "blocks-forget-the-rest",
-        "collectives/segment.py",
+        "kernels/nontemporal.py",
         "sums of what is larger than a block",
         "return [tensors] if shape[0] <= rows else",
         "tensors = [t[: max(1, len(t) // rows) * rows] for t in tensors]; return [tensors] if shape[0] <= rows else",
@@ -77,7 +110,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "sum-in-16-bits",
-        "collectives/segment.py",
+        "kernels/nontemporal.py",
         "sums of bfloat16 in float32",
         "if first.dtype == into.dtype:",
         "if others:",

@@ -35,6 +35,7 @@ from zero_fn.collectives.segment import (
 )
 from zero_fn.collectives.shared import Shared, shared_by
 from zero_fn.collectives.waiting import OutOfStep
+from zero_fn.kernels.nontemporal import copy
 from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.traffic import count
 
@@ -70,10 +71,7 @@ class SameHost(Exchange):
                 pieces = [[segment.piece(source) for segment in run] for run in runs]
                 arrived = message.read(source, [(run[0].dtype, sum(p.numel() for p in run)) for run in pieces])
                 for run, elements in zip(pieces, arrived, strict=True):
-                    if len(run) == 1:
-                        run[0].copy_(elements)
-                    else:
-                        torch._foreach_copy_(run, torch.split(elements, [piece.numel() for piece in run]))
+                    copy(run, torch.split(elements, [piece.numel() for piece in run]))
                 message.acknowledge(source)
             message.close()
 
@@ -257,7 +255,7 @@ def _write(memory: Tensor, start: int, runs: list[list[Tensor]]) -> None:
         numel = sum(piece.numel() for piece in run)
         place = memory.narrow(0, start, numel * run[0].element_size()).view(run[0].dtype)
         if len(run) == 1:
-            place.view(run[0].shape).copy_(run[0])
+            copy([place.view(run[0].shape)], run)
         else:
             torch.cat([flat(piece) for piece in run], out=place)
         start += _room(run)

@@ -7,13 +7,14 @@ of one call are packed into one message per peer; larger ones are sent from wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from zero_fn.collectives.waiting import wait_for
+from zero_fn.kernels.nontemporal import copy, mean
 
 __all__ = [
     "PACKED_NBYTES",
@@ -313,7 +314,7 @@ def fill_own(segments: Sequence[Segment], rank: int) -> None:
     """Copies this rank's pieces into `whole` where they lie elsewhere."""
     apart = [segment for segment in segments if segment.source is not None]
     if apart:
-        torch._foreach_copy_([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])
+        copy([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])
 
 
 def nbytes_of(tensor: Tensor) -> int:
@@ -362,51 +363,12 @@ class Sum:
     def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
         """Adds the pieces of lower ranks, of this one and of higher ranks, in this order, divides, and writes the means."""
         own, out = self._pieces[0], self._outs[0]
-        if len(self._outs) == 1 and out.dtype == self._dtype:  # the sum is made where the mean goes
+        is_in_place = len(self._outs) == 1 and out.dtype == self._dtype  # the sum is made where the mean goes
+        if is_in_place:
             total = out.view(own.shape)
         else:
-            own = total = torch.cat([flat(piece) for piece in self._pieces]).to(self._dtype)
-        if own.data_ptr() == total.data_ptr():
-            # Those before this rank are added up first and then to its own, which is the same, for addition commutes.
-            parts = [own, *([_added_up(lower, self._dtype)] if lower else ()), *higher]
-        else:
-            parts = [*lower, own, *higher]
-        size = len(lower) + 1 + len(higher)
-        for into, *addends in _in_blocks([total, *(part.view(total.shape) for part in parts)]):
-            _add_up(into, addends)
-            into.div_(size)
-        if total is own:
+            own = torch.cat([flat(piece) for piece in self._pieces])
+            total = own if own.dtype == self._dtype else torch.empty_like(own, dtype=self._dtype)
+        mean(total, [part.view(own.shape) for part in (*lower, own, *higher)])
+        if not is_in_place:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))
-
-
-_BLOCK_NUMEL = 1 << 17
-"""Elements that are summed and divided before the next are begun: of float32, sums and addends fill 1 MiB, so the sums are in
-a processor's cache when they are divided."""
-
-
-def _in_blocks(tensors: list[Tensor]) -> Iterable[Sequence[Tensor]]:
-    """The same parts of tensors of one shape, one after another."""
-    shape = tensors[0].shape
-    rows = max(1, _BLOCK_NUMEL * shape[0] // max(1, tensors[0].numel()))
-    return [tensors] if shape[0] <= rows else zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-
-
-def _add_up(into: Tensor, parts: Sequence[Tensor]) -> None:
-    """Writes the sum of some parts, in their order; `into` may be the first."""
-    first, *others = parts
-    if first.data_ptr() != into.data_ptr():
-        if first.dtype == into.dtype:
-            torch.add(first, others.pop(0), out=into)
-        else:
-            into.copy_(first)
-    for other in others:
-        into.add_(other)
-
-
-def _added_up(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of some parts, which are not written."""
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.empty_like(parts[0], dtype=dtype)
-    _add_up(total, parts)
-    return total
