@@ -58,9 +58,8 @@ def drawn(numel: int, offset: int, dtype: torch.dtype, seed: int) -> Tensor:
     return room[start : start + numel].copy_(torch.randn(numel, generator=generator).mul(9).exp())
 
 
-numels = st.one_of(
-    st.integers(0, 40), st.sampled_from([BLOCK // 4, 2 * BLOCK // 4, 3 * BLOCK // 4]).map(lambda n: n + 7)
-)
+dtypes = st.sampled_from([torch.float32, torch.bfloat16])
+numels = st.one_of(st.integers(0, 40), st.sampled_from([BLOCK // 4, BLOCK // 2, BLOCK]).map(lambda n: n + 7))
 
 
 @given(nbytes=numels, into=st.integers(0, 63), source=st.integers(0, 63), flag=st.sampled_from(INSTRUCTIONS))
@@ -80,24 +79,37 @@ def test_a_copy_writes_every_byte_and_no_other(
     numel=numels,
     offsets=st.lists(st.integers(0, 31), min_size=3, max_size=6),
     at=st.none() | st.integers(0, 4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    dtype=dtypes,
+    into_dtype=dtypes,
     flag=st.sampled_from(INSTRUCTIONS),
 )
 def test_a_mean_has_the_bits_of_torch(
-    compiled: dict[str, ctypes.CDLL], numel: int, offsets: list[int], at: int | None, dtype: torch.dtype, flag: str
+    compiled: dict[str, ctypes.CDLL],
+    numel: int,
+    offsets: list[int],
+    at: int | None,
+    dtype: torch.dtype,
+    into_dtype: torch.dtype,
+    flag: str,
 ) -> None:
     functions = compiled.get(flag, compiled[""])
     parts = [drawn(numel, offset, dtype, seed) for seed, offset in enumerate(offsets[1:])]
     if numel > 2:
         parts[0][0], parts[-1][1], parts[0][2] = torch.inf, torch.nan, 1e-40  # the last one is not normal
-    is_one_of_them = at is not None and dtype == torch.float32
     expected = parts[0].float()
     for part in parts[1:]:
         expected = expected + part
-    expected = expected / len(parts)
-    for written in (nontemporal._mean_by_torch, lambda *args: nontemporal._mean_in_c(functions, *args)):
+    expected = (expected / len(parts)).to(into_dtype)
+
+    def by_torch(into: Tensor, parts: list[Tensor]) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(nontemporal, "library", lambda: Library(None, None, "for this test"))
+            mean(into, parts, torch.float32)
+
+    for written in (by_torch, lambda *args: nontemporal._mean_in_c(functions, *args)):
         own = [part.clone() for part in parts]
-        into = own[(at or 0) % len(own)] if is_one_of_them else drawn(numel, offsets[0], torch.float32, 9)
+        is_one_of_them = at is not None and into_dtype == dtype
+        into = own[(at or 0) % len(own)] if is_one_of_them else drawn(numel, offsets[0], into_dtype, 9)
         written(into, own)
         assert torch.equal(into.nan_to_num(-1.0), expected.nan_to_num(-1.0))
         assert all(
@@ -120,9 +132,10 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list[str]) -> None:
     large, rows = torch.randn(2, LARGE), torch.randn(2, 128, LARGE // 128)
     copy([large[0]], [large[1]])
-    mean(large[0], [large[0], large[1]])
-    mean(large[0], [large[0].bfloat16(), large[1].bfloat16()])
-    assert called == ["_copy_in_c", "_mean_in_c", "_mean_in_c"]
+    mean(large[0], [large[0], large[1]], torch.float32)
+    mean(large[0], [large[0].bfloat16(), large[1].bfloat16()], torch.float32)
+    mean(torch.empty(2 * LARGE).bfloat16(), [torch.ones(2 * LARGE)] * 2, torch.float32)
+    assert called == ["_copy_in_c", *["_mean_in_c"] * 3]
     called.clear()
     for into, source in (
         (large[0, 1:], large[1, 1:]),  # small
@@ -134,11 +147,12 @@ def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list
     ):
         copy([into], [source])
         assert torch.equal(into, source.to(into.dtype).expand_as(into))
-    mean(large[0].double(), [large[0].double(), large[1].double()])
-    mean(large[0], [large[0], large[1].bfloat16()])
+    mean(large[0].double(), [large[0].double(), large[1].double()], torch.float64)
+    mean(large[0], [large[0], large[1].bfloat16()], torch.float32)
+    mean(large[0], [large[0], large[1]], torch.float64)
     torch.set_num_threads(2)
     copy([large[0]], [large[1]])
-    mean(large[0], [large[0], large[1]])
+    mean(large[0], [large[0], large[1]], torch.float32)
     assert not called
 
 
@@ -146,7 +160,7 @@ def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch)
     parts = list(torch.randn(3, LARGE))
     means, copies = torch.empty(2, LARGE), torch.empty(2, LARGE)
     for number in range(2):
-        mean(means[number], parts)
+        mean(means[number], parts, torch.float32)
         copy([copies[number]], [parts[0]])
         monkeypatch.setattr(nontemporal, "library", lambda: Library(None, None, "for this test"))
     assert torch.equal(*means) and torch.equal(*copies) and torch.equal(copies[0], parts[0])
@@ -164,7 +178,10 @@ def test_a_list_may_hold_small_and_large_ones(called: list[str]) -> None:
 def test_autograd_refuses_what_was_overwritten(numel: int) -> None:
     """As after an operation of torch's own."""
     saved = torch.ones(numel)
-    for write in (lambda: copy([saved], [torch.ones(numel)]), lambda: mean(saved, [torch.ones(numel)] * 2)):
+    for write in (
+        lambda: copy([saved], [torch.ones(numel)]),
+        lambda: mean(saved, [torch.ones(numel)] * 2, torch.float32),
+    ):
         loss = (torch.ones(numel, requires_grad=True) * saved).sum()
         write()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -362,13 +362,12 @@ class Sum:
 
     def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
         """Adds the pieces of lower ranks, of this one and of higher ranks, in this order, divides, and writes the means."""
-        own, out = self._pieces[0], self._outs[0]
-        is_in_place = len(self._outs) == 1 and out.dtype == self._dtype  # the sum is made where the mean goes
-        if is_in_place:
-            total = out.view(own.shape)
+        if len(self._outs) == 1:
+            own = self._pieces[0]
+            total = self._outs[0].view(own.shape)  # the sum is made where the mean goes
         else:
-            own = torch.cat([flat(piece) for piece in self._pieces])
-            total = own if own.dtype == self._dtype else torch.empty_like(own, dtype=self._dtype)
-        mean(total, [part.view(own.shape) for part in (*lower, own, *higher)])
-        if not is_in_place:
+            own = joined(self._pieces)
+            total = torch.empty_like(own, dtype=self._dtype)
+        mean(total, [part.view(own.shape) for part in (*lower, own, *higher)], self._dtype)
+        if len(self._outs) > 1:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))

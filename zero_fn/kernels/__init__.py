@@ -5,6 +5,7 @@ cache       a folder of this user's for what was compiled
 loaded      compiles, loads and hands out the functions, or says why there are none
 checksum    a digest of blocks of memory
 adam        a step of Adam and AdamW in one pass
+nontemporal copies and means that are written past the caches
 
 Who calls a kernel has the same result without it, from torch or numpy: a machine without a compiler is slower, never
 different. `library()` says which of the two it is; whatever prints itself repeats it.

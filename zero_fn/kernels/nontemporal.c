@@ -8,7 +8,6 @@
 
 enum {
     LINE_NBYTES = 64,
-    LANES = LINE_NBYTES / sizeof(float),
     PAGE_NBYTES = 4096,
     PAGES = 4,          /* written in turns, so that memory works on several of its rows */
     AHEAD_NBYTES = 512, /* how far reads are begun ahead of the processor's own guess, which ends with a page */
@@ -62,68 +61,102 @@ void zero_fn_copy(char *into, const char *source, int64_t nbytes) {
 
 typedef float Floats __attribute__((vector_size(LINE_NBYTES)));
 typedef uint32_t Words __attribute__((vector_size(LINE_NBYTES)));
+enum { LANES = LINE_NBYTES / sizeof(float) };
 
-static inline __attribute__((always_inline)) float one_of(const void *part, int is_bfloat16, int64_t i) {
-    if (!is_bfloat16) return ((const float *)part)[i];
-    const uint32_t bits = (uint32_t)((const uint16_t *)part)[i] << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
+/* Which of float and bfloat16 the parts and the result are; constant where the loop is called. */
+typedef struct {
+    int parts_are_bfloat16, into_is_bfloat16;
+} Form;
 
-static inline __attribute__((always_inline)) Floats line_of(const void *part, int is_bfloat16, int64_t i) {
+#define INLINE static inline __attribute__((always_inline))
+
+INLINE Floats of_bfloat16(const uint16_t *halves) {
+    Words bits;
+    for (int lane = 0; lane < LANES; lane++) bits[lane] = (uint32_t)halves[lane] << 16;
     Floats values;
-    if (!is_bfloat16) {
-        memcpy(&values, (const float *)part + i, sizeof values);
-    } else {
-        Words bits;
-        for (int lane = 0; lane < LANES; lane++) bits[lane] = (uint32_t)((const uint16_t *)part)[i + lane] << 16;
-        memcpy(&values, &bits, sizeof values);
-    }
+    memcpy(&values, &bits, sizeof values);
     return values;
 }
 
-static inline __attribute__((always_inline)) void
-mean_one(float *into, const void *const *parts, int64_t count, int is_bfloat16, int64_t i) {
-    float sum = one_of(parts[0], is_bfloat16, i);
-    for (int64_t part = 1; part < count; part++) sum += one_of(parts[part], is_bfloat16, i);
-    into[i] = sum / (float)count;
+INLINE void to_bfloat16(uint16_t *halves, Floats values) { /* to nearest, ties to even; every NaN becomes one */
+    Words bits;
+    memcpy(&bits, &values, sizeof bits);
+    const Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    for (int lane = 0; lane < LANES; lane++)
+        halves[lane] = (uint16_t)((bits[lane] & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded[lane]);
 }
 
-static inline __attribute__((always_inline)) void
-mean_line(float *into, const void *const *parts, int64_t count, int is_bfloat16, int64_t i) {
-    Floats sum = line_of(parts[0], is_bfloat16, i);
-    for (int64_t part = 1; part < count; part++) sum += line_of(parts[part], is_bfloat16, i);
-    sum /= (float)count;
-    write_line((char *)(into + i), (const char *)&sum);
+INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int64_t i) {
+    Floats sum = {0}, addend;
+    for (int64_t part = 0; part < count; part++) {
+        if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)parts[part] + i);
+        else memcpy(&addend, (const float *)parts[part] + i, sizeof addend);
+        sum = part ? sum + addend : addend;
+    }
+    return sum / (float)count;
 }
 
-/* The loop. What is constant where it is called decides what is left of it. */
-static inline __attribute__((always_inline)) void
-mean(float *into, const void *const *parts, int64_t count, int is_bfloat16, int64_t numel) {
-    enum { PAGE_NUMEL = PAGE_NBYTES / sizeof(float) };
-    const int64_t size = is_bfloat16 ? 2 : 4;
-    int64_t i = 0;
-    for (; i < numel && (intptr_t)(into + i) & (LINE_NBYTES - 1); i++) mean_one(into, parts, count, is_bfloat16, i);
-    for (; i + PAGES * PAGE_NUMEL <= numel; i += PAGES * PAGE_NUMEL)
-        for (int64_t pair = i; pair < i + PAGE_NUMEL; pair += 2 * LANES)
-            for (int64_t at = pair; at < i + PAGES * PAGE_NUMEL; at += PAGE_NUMEL) {
-                for (int64_t part = 0; part < count; part++) {
-                    read_ahead((const char *)parts[part] + at * size);
-                    read_ahead((const char *)parts[part] + (at + LANES) * size);
-                }
-                mean_line(into, parts, count, is_bfloat16, at);
-                mean_line(into, parts, count, is_bfloat16, at + LANES);
+/* One line of the result. */
+INLINE void mean_line(void *into, const void *const *parts, int64_t count, Form form, int64_t i) {
+    if (form.into_is_bfloat16) {
+        uint16_t halves[2 * LANES];
+        to_bfloat16(halves, mean_from(parts, count, form, i));
+        to_bfloat16(halves + LANES, mean_from(parts, count, form, i + LANES));
+        write_line((char *)((uint16_t *)into + i), (const char *)halves);
+    } else {
+        const Floats values = mean_from(parts, count, form, i);
+        write_line((char *)((float *)into + i), (const char *)&values);
+    }
+}
+
+/* Fewer than fill a line. */
+INLINE void mean_rest(void *into, const void *const *parts, int64_t count, Form form, int64_t begin, int64_t end) {
+    const int64_t into_size = form.into_is_bfloat16 ? 2 : 4, part_size = form.parts_are_bfloat16 ? 2 : 4;
+    for (int64_t i = begin; i < end; i += LANES) {
+        const int64_t numel = end - i < LANES ? end - i : LANES;
+        Floats sum = {0}, addend;
+        for (int64_t part = 0; part < count; part++) {
+            char padded[sizeof addend] = {0};
+            memcpy(padded, (const char *)parts[part] + i * part_size, numel * part_size);
+            if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)padded);
+            else memcpy(&addend, padded, sizeof addend);
+            sum = part ? sum + addend : addend;
+        }
+        sum /= (float)count;
+        uint16_t halves[LANES];
+        to_bfloat16(halves, sum);
+        const void *values = form.into_is_bfloat16 ? (const void *)halves : (const void *)&sum;
+        memcpy((char *)into + i * into_size, values, numel * into_size);
+    }
+}
+
+INLINE void mean(void *into, const void *const *parts, int64_t count, Form form, int64_t numel) {
+    const int64_t into_size = form.into_is_bfloat16 ? 2 : 4, part_size = form.parts_are_bfloat16 ? 2 : 4;
+    const int64_t line = LINE_NBYTES / into_size, page = PAGE_NBYTES / into_size;
+    int64_t i = (-(intptr_t)into & (LINE_NBYTES - 1)) / into_size;
+    if (i > numel) i = numel;
+    mean_rest(into, parts, count, form, 0, i);
+    for (; i + PAGES * page <= numel; i += PAGES * page)
+        for (int64_t pair = i; pair < i + page; pair += 2 * line)
+            for (int64_t at = pair; at < i + PAGES * page; at += page) {
+                for (int64_t part = 0; part < count; part++)
+                    for (int64_t ahead = 0; ahead < 2 * line * part_size; ahead += LINE_NBYTES)
+                        read_ahead((const char *)parts[part] + at * part_size + ahead);
+                mean_line(into, parts, count, form, at);
+                mean_line(into, parts, count, form, at + line);
             }
-    for (; i + LANES <= numel; i += LANES) mean_line(into, parts, count, is_bfloat16, i);
-    for (; i < numel; i++) mean_one(into, parts, count, is_bfloat16, i);
+    for (; i + line <= numel; i += line) mean_line(into, parts, count, form, i);
+    mean_rest(into, parts, count, form, i, numel);
     order_writes();
 }
 
 /* The parts, all of one dtype, are added in their order, in float. `into` may be one of them. */
-void zero_fn_mean(float *into, const void *const *parts, int64_t count, int32_t is_bfloat16, int64_t numel) {
-    if (count == 2 && !is_bfloat16) mean(into, parts, 2, 0, numel);
-    else if (count == 2) mean(into, parts, 2, 1, numel);
-    else if (!is_bfloat16) mean(into, parts, count, 0, numel);
-    else mean(into, parts, count, 1, numel);
+void zero_fn_mean(
+    void *into, const void *const *parts, int64_t count, int32_t parts_are_bfloat16, int32_t into_is_bfloat16, int64_t numel
+) {
+    if (!parts_are_bfloat16 && !into_is_bfloat16 && count == 2) mean(into, parts, 2, (Form){0, 0}, numel);
+    else if (!parts_are_bfloat16 && !into_is_bfloat16) mean(into, parts, count, (Form){0, 0}, numel);
+    else if (!parts_are_bfloat16) mean(into, parts, count, (Form){0, 1}, numel);
+    else if (!into_is_bfloat16) mean(into, parts, count, (Form){1, 0}, numel);
+    else mean(into, parts, count, (Form){1, 1}, numel);
 }

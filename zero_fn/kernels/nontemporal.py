@@ -27,6 +27,8 @@ __all__ = ["copy", "mean"]
 _LEAST_NBYTES = 1 << 16
 """Smaller ones are left in the cache. Training was as fast with 16 KiB, and slower from 256 KiB on."""
 
+_DTYPES_IN_C = (torch.float32, torch.bfloat16)
+
 
 def copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copies each source into the tensor of the same number, as `torch._foreach_copy_` does."""
@@ -44,24 +46,30 @@ def copy(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         torch._foreach_copy_(*small)
 
 
-def mean(into: Tensor, parts: Sequence[Tensor]) -> None:
-    """Adds up some parts in their order, in the dtype of the result, and divides by their number.
+def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
+    """Adds up some parts in their order and divides by their number.
 
     Args:
         into: Receives the mean; may be one of the parts.
         parts: Two or more of its shape, in any strides and dtypes. Only read.
+        sum_dtype: Of the running sum, and of the mean until it is rounded to the dtype of `into`.
     """
     dtype = parts[0].dtype
     functions = _functions_for(into, parts)
     if (
         functions is not None
-        and into.dtype == torch.float32
-        and dtype in (torch.float32, torch.bfloat16)
+        and sum_dtype == torch.float32
+        and into.dtype in _DTYPES_IN_C
+        and dtype in _DTYPES_IN_C
         and all(part.dtype == dtype for part in parts)
     ):
         _mean_in_c(functions, into, parts)
-    else:
+    elif into.dtype == sum_dtype:
         _mean_by_torch(into, parts)
+    else:
+        total = torch.empty_like(into, dtype=sum_dtype)
+        _mean_by_torch(total, parts)
+        into.copy_(total)
 
 
 def _functions_for(into: Tensor, sources: Iterable[Tensor]) -> ctypes.CDLL | None:
@@ -93,6 +101,7 @@ def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) ->
         (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
         ctypes.c_int64(len(parts)),
         ctypes.c_int32(parts[0].dtype == torch.bfloat16),
+        ctypes.c_int32(into.dtype == torch.bfloat16),
         ctypes.c_int64(into.numel()),
     )
     _was_written(into)
