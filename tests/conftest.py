@@ -18,12 +18,13 @@ import torch
 from tests.faults import FreshRanks
 from tests.local_tensor import LocalTensors
 from tests.profiles import load_profile
-from tests.ranks import Ranks
+from tests.ranks import Ranks, let_kernels_take_small_tensors
 from tests.seeds import seed_generator
 from tests.simulation import Simulated
 
 load_profile()
 torch.set_num_threads(1)  # [Note: one thread]
+let_kernels_take_small_tensors()
 
 
 class Tier(Protocol):

@@ -30,13 +30,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.seeds import seed_generator
+from zero_fn.kernels import nontemporal
 from zero_fn.local.ranks import LocalRanks
 
-__all__ = ["Case", "Ranks", "axis"]
+__all__ = ["Case", "Ranks", "axis", "let_kernels_take_small_tensors"]
 
 R = TypeVar("R")
 
 _COLLECTIVE_TIMEOUT_S = 20.0
+
+
+def let_kernels_take_small_tensors() -> None:
+    """Models of tests are small: from here on what they send meets the kernels in C, and torch below."""
+    nontemporal._LEAST_NBYTES = 256
 
 
 @functools.cache
@@ -110,6 +116,7 @@ def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, 
     """Runs a case as if it were the first of its process."""
     random.seed(0)
     seed_generator(0)
+    let_kernels_take_small_tensors()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module=r"zero_fn(\.|$)")
         return fn(*args, **kwargs)
