@@ -33,6 +33,8 @@ from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
 from zero_fn.runtime.optimizer_watch import watch_optimizers
+from zero_fn.runtime.partial_values import read_values_whole
+from zero_fn.runtime.random_shards import draw_shards_from_wholes
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
@@ -109,6 +111,7 @@ def substitute(
     give_empty_shards_a_norm()
     watch_stacks_of_norms()
     watch_registrations()
+    draw_shards_from_wholes()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate)
 
@@ -120,6 +123,8 @@ def _substitute(
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
+    if grid.mesh is not None:
+        read_values_whole(grid.mesh)
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
@@ -143,9 +148,9 @@ def _substitute(
         _attach(modules[anchor], unit, assignment.output if not anchor else None)
         for parameter, slot in zip(chosen, unit.slots, strict=True):
             _carry_over(parameter.parameter, slot.parameter)
-            note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
             if donate:
                 _release(parameter.parameter)
+            note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
     _note_lenders(units, modules)
     for method in assignment.methods:
         name, _, attribute = method.rpartition(".")

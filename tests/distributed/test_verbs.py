@@ -580,3 +580,54 @@ def _purity(stage: str) -> None:
 @pytest.mark.parametrize("stage", ALL)
 def test_a_transform_leaves_its_argument_alone_unless_donated(ranks: Ranks, stage: str) -> None:
     ranks(2).run(_purity, stage)
+
+
+def _cast_beside(stage: str, which: str) -> bool:
+    """A model whose module of before, or whose successor, is still there is cast; both run."""
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2))
+    first = zf.replicate(plain, axis())
+    second = getattr(zf, stage)(first, axis())
+    chosen = {"plain": plain, "first": first, "second": second}[which]
+    chosen.to(torch.float64)
+    chosen(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    others = [model for model in (plain, first, second) if model is not chosen]
+    for model in others:
+        model(torch.ones(1, 4)).sum().backward()
+    return all(p.grad is not None and p.grad.dtype == p.dtype for m in (chosen, *others) for p in m.parameters())
+
+
+@pytest.mark.parametrize("which", ["plain", "first", "second"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
+    ranks: Ranks, stage: str, which: str
+) -> None:
+    """torch swaps parameters that are DTensors, and refused: the transform referred to them weakly."""
+    assert ranks(2).run(_cast_beside, stage, which) == [True, True]
+
+
+def _assigned(stage: str, is_plain: bool) -> list[str]:
+    """What is said when `.data` is assigned, and how the model goes on."""
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6)
+    model = getattr(zf, stage)(plain, axis())
+    said = []
+    for _ in range(3):
+        model.weight.data = torch.ones(6, 4) if is_plain else model.weight.data * 2
+        try:
+            model(torch.ones(1, 4))
+        except zf.PlacementError as error:
+            said.append(error.summary)
+        with torch.no_grad():
+            model.weight.mul_(0.5)
+            plain.weight.mul_(0.5)
+        if not torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4))):
+            said.append("the model is not what it was")
+    return said
+
+
+@pytest.mark.parametrize("is_plain", [False, True], ids=["resting", "whole"])
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
+def test_assigning_to_data_is_refused_by_the_next_forward(ranks: Ranks, stage: str, is_plain: bool) -> None:
+    """torch drops the values, silently."""
+    text = "The values assigned to `.data` of 'weight' are lost."
+    assert ranks(2).run(_assigned, stage, is_plain) == [[text] * 3] * 2

@@ -601,6 +601,13 @@ def parameter_was_replaced_by_nothing() -> object:
         return zf.refresh(model)
 
 
+def data_of_a_parameter_was_assigned() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        model.head.weight.data = model.head.weight.data * 2
+        return model(batch())
+
+
 class Peeking(Model):
     """Reads a weight of the first layer outside the forward of its unit."""
 
@@ -1033,7 +1040,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
-        parameter_was_replaced,
+        parameter_was_replaced, data_of_a_parameter_was_assigned,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,

@@ -1,6 +1,9 @@
 """Which unit a resting parameter belongs to, and what a transform put in place of a parameter.
 
 Both are weak: they keep neither parameters nor units alive. Nothing is written on the user's tensors.
+
+[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch swaps no tensor that somebody
+refers to weakly. So a slot stands for its parameter, and the local tensor for one that a transform took the place of.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
@@ -23,25 +27,27 @@ class Replacement:
 
     Attributes:
         fqn: Its name in the module.
-        parameter: The resting parameter that took its place, weakly.
         site: The verb and the place it was called from.
     """
 
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
-        self.fqn, self.parameter, self.site = fqn, weakref.ref(parameter), site
+        self.fqn, self.site = fqn, site
+        self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
+
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter that took its place; None if it is gone."""
+        successor = self._successor()
+        return successor if successor is None or isinstance(successor, Tensor) else successor.parameter
 
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 
 _slots: dict[int, weakref.ref[Slot]] = {}
-_replaced: dict[int, tuple[weakref.ref[nn.Parameter], Replacement]] = {}
+_replaced: dict[int, tuple[weakref.ref[Tensor], Replacement]] = {}
 
 
 def note_slot(parameter: nn.Parameter, slot: Slot) -> None:
-    """Remembers that `parameter` is the resting parameter of `slot`.
-
-    The slot holds the parameter; a weak reference to the parameter itself would forbid `Module.to` to swap it.
-    """
+    """Remembers that `parameter` is the resting parameter of `slot`. [Note: no weak references to DTensors]"""
     key = id(parameter)
     _slots[key] = weakref.ref(slot, lambda _: _slots.pop(key, None))
 
@@ -56,13 +62,20 @@ def slot_of(parameter: object) -> Slot | None:
 def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
     """Remembers that a transform put another parameter in place of `old`."""
     key = id(old)
-    _replaced[key] = (weakref.ref(old, lambda _: _replaced.pop(key, None)), replacement)
+    _replaced[key] = (weakref.ref(_anchor(old), lambda _: _replaced.pop(key, None)), replacement)
 
 
 def replacement_of(parameter: object) -> Replacement | None:
     """What took the place of a parameter; None if nothing did."""
     entry = _replaced.get(id(parameter))
-    return entry[1] if entry is not None and entry[0]() is parameter else None
+    return (
+        entry[1] if entry is not None and isinstance(parameter, Tensor) and entry[0]() is _anchor(parameter) else None
+    )
+
+
+def _anchor(parameter: Tensor) -> Tensor:
+    """What lives as long as a parameter does. [Note: no weak references to DTensors]"""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def call_site(verb: str) -> str:

@@ -14,11 +14,12 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.collectives import Route, Rows, Segment
+from zero_fn.errors import PlacementError
 from zero_fn.grid import Cut, Grid, local_part
 from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, set_local, spec_on
+from zero_fn.resting import local_of, resting_tensor, set_local, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.tiers import Tier, is_away
@@ -214,6 +215,7 @@ class Slot:
         self.offset = 0
         self.parameter: nn.Parameter
         self.local: Tensor
+        self._outside: torch.UntypedStorage | None = None
         self.flat: Tensor
         self.hosted: Tensor | None = None
         self.set_dtype(source.dtype)
@@ -300,6 +302,7 @@ class Slot:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
+        self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         note_slot(parameter, self)
 
     def give_storage(self) -> None:
@@ -325,10 +328,34 @@ class Slot:
             if module is None or module._parameters.get(place.attribute) is not registered:
                 return False
         if isinstance(registered, DTensor):
-            return registered._local_tensor is self.local
+            return registered._local_tensor is self.local and not self._is_assigned(registered)
         if isinstance(registered, TierTensor):
             return same_place(registered, self.flat)
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
+
+    def _is_assigned(self, registered: DTensor) -> bool:
+        """Whether somebody has assigned to its `.data`: torch then replaces all of a DTensor but the shard in it."""
+        return self._outside is not None and registered.untyped_storage()._cdata != self._outside._cdata
+
+    def refuse_assignment(self) -> None:
+        """Undoes what assigning to `.data` did to the resting parameter, so that it is whole again, and raises.
+
+        Raises:
+            PlacementError: Somebody has assigned to it.
+        """
+        registered = self.parameter
+        if not isinstance(registered, DTensor) or registered._local_tensor is not self.local:
+            return
+        if self._is_assigned(registered):
+            registered.data = resting_tensor(self.local, registered._spec)
+            self._outside = registered.untyped_storage()
+            raise PlacementError(
+                f"The values assigned to `.data` of {self.fqn!r} are lost.",
+                parameter=self,
+                why="torch keeps the old shard in a DTensor whose `.data` is assigned; its values are those of before",
+                fix="with torch.no_grad(): parameter.copy_(values), or, with whole tensors, "
+                "`with zf.unsharded(model, writeback=True):`",
+            )
 
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""

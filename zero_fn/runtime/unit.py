@@ -178,7 +178,7 @@ class Unit:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
-            PlacementError: A parameter was replaced by one that is not sharded as the unit is.
+            PlacementError: A parameter was replaced by one that is not sharded as the unit is, or its `.data` was assigned.
         """
         self.swapped = {}
         if self.leaves is not None:
@@ -195,6 +195,8 @@ class Unit:
                 unit=self.name or "root",
                 fix="bring it back first: evicted = zf.evict(model, optimizer, to=...); ...; evicted.restore()",
             )
+        for slot in self.slots:
+            slot.refuse_assignment()
         self.swapped = swapped_values(self.slots)
         if self.pinned is not None:
             return

@@ -1,0 +1,84 @@
+"""Random numbers of a tensor that rests in shards are those of the whole tensor, on the CPU.
+
+Where a generator has an offset, as on CUDA, DTensor lets each shard draw from a range of its own. On the CPU it warns and
+draws every shard from the state that all ranks share (2.13): a weight that `nn.init` fills after a transform then has the
+same rows on each rank, and noise from `torch.randn_like` repeats itself. Here each rank draws the whole tensor and keeps its
+part, so the numbers, and the state of the generator afterwards, are those of the module that was not transformed. The whole
+tensor is in memory for that moment, and nothing is communicated. Installed by the first transform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from zero_fn.resting import local_of, spec_on
+from zero_fn.runtime.dtensor_operations import around
+
+__all__ = ["draw_shards_from_wholes"]
+
+_aten = torch.ops.aten
+_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_ALIKE = (
+    _aten.rand_like.default,
+    _aten.randn_like.default,
+    _aten.randint_like.default,
+    _aten.randint_like.low_dtype,
+)
+
+
+def draw_shards_from_wholes() -> None:
+    """Lets random numbers of shards be those of whole tensors. Does nothing the second time."""
+    for operation in _IN_PLACE:
+        around(operation, _filled)
+    for operation in _ALIKE:
+        around(operation, _made_alike)
+
+
+def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    tensor, *others = args
+    if not _is_cut(tensor):
+        return draw(*args, **kwargs)
+    whole = _whole_of(tensor)
+    draw(whole, *others, **kwargs)
+    local_of(tensor).copy_(_own(whole, tensor))
+    return tensor
+
+
+def _made_alike(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    tensor, *others = args
+    if not _is_cut(tensor):
+        return draw(*args, **kwargs)
+    whole: Tensor = draw(_whole_of(tensor), *others, **kwargs)
+    own = _own(whole, tensor).clone(memory_format=torch.preserve_format)
+    return DTensor(own, spec_on(tensor._spec, whole.shape, whole.stride(), whole.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    """Whether ranks hold different parts of a DTensor, in the memory of the CPU."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type != "cpu":
+        return False
+    if any(placement.is_partial() for placement in tensor.placements):
+        return False
+    return any(
+        tensor.device_mesh.size(dim) > 1 and not placement.is_replicate()
+        for dim, placement in enumerate(tensor.placements)
+    )
+
+
+def _whole_of(tensor: DTensor) -> Tensor:
+    """Room for the whole tensor, in the order of memory it has without a transform: that is the order of drawing."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+
+def _own(whole: Tensor, tensor: DTensor) -> Tensor:
+    """This rank's part."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    for dim, (numel, start) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, start, numel)
+    return whole
