@@ -48,6 +48,7 @@ from zero_fn.errors import (
     ZeroError,
 )
 from zero_fn.mesh import mesh_axis
+from zero_fn.runtime.entry import NoCodeError
 from zero_fn.storage import Slab, Spill
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
@@ -548,6 +549,16 @@ def meta_without_reset_parameters() -> object:
         return zf.materialize(zf.shard_params(model, mesh), "cpu")
 
 
+def forward_is_traced() -> object:
+    with alone() as mesh:
+        return torch.jit.trace(zf.shard_params(Model(), mesh), batch())  # type: ignore[no-untyped-call]
+
+
+def forward_is_exported() -> object:
+    with alone() as mesh:
+        return torch.export.export(zf.shard_params(Model(), mesh), (batch(),))
+
+
 def forward_is_pickled() -> object:
     with pretended(2) as mesh:
         return pickle.dumps(zf.shard_params(Model(), mesh).forward)
@@ -1013,6 +1024,7 @@ def untiled_of_some_parts() -> object:
 
 
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
+    NoCodeError: (forward_is_exported,),
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
         axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
@@ -1067,6 +1079,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
+        forward_is_traced,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),

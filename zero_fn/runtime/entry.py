@@ -41,6 +41,16 @@ from zero_fn.runtime.whole_step import cast_leaves
 __all__ = ["Entry", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
 
 
+_EXPORT = (
+    "export the plain module with the whole values: plain.load_state_dict(get_model_state_dict(model, options="
+    "StateDictOptions(full_state_dict=True))), of torch.distributed.checkpoint.state_dict; or torch.compile the model"
+)
+
+
+class NoCodeError(StateError, AttributeError):
+    """So that whoever only asks whether there is code is answered no."""
+
+
 class Entry:
     """Callable in place of `module.forward`, or of another method.
 
@@ -96,6 +106,16 @@ class Entry:
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.__wrapped__.__doc__
 
+    def __getattr__(self, name: str) -> Any:
+        """Called for attributes that are not there: torch.export and torch.jit.script look for the code of a forward."""
+        if name in ("__code__", "__globals__"):
+            raise NoCodeError(
+                "A transformed module has no forward that could be exported or scripted.",
+                why="its forward gathers parameters from other ranks, which no file can hold",
+                fix=_EXPORT,
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     @traced_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -112,6 +132,13 @@ class Entry:
         unit = self.unit
         if unit.leaves is not None:
             return self._call_with_leaves(*args, **kwargs)
+        if torch._C._is_tracing():
+            raise StateError(
+                "A transformed module cannot be traced by torch.jit.",
+                module=type(self.module).__name__,
+                why="the trace would hold gathered parameters as constants",
+                fix=_EXPORT,
+            )
         if unit.open or unit.step.is_recomputing(unit, self):
             return self.__wrapped__(*args, **kwargs)
         use = called_outside(unit.step.enter, unit, self)
