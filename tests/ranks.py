@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.seeds import seed_generator
-from zero_fn.kernels import nontemporal
+from zero_fn.kernels import library, nontemporal
 from zero_fn.local.ranks import LocalRanks
 
 __all__ = ["Case", "Ranks", "axis", "let_kernels_take_small_tensors"]
@@ -41,8 +41,12 @@ _COLLECTIVE_TIMEOUT_S = 20.0
 
 
 def let_kernels_take_small_tensors() -> None:
-    """Models of tests are small: from here on what they send meets the kernels in C, and torch below."""
+    """Models of tests are small: from here on what they send meets the kernels in C, and torch below.
+
+    The kernels are compiled, or found, now: not in the first collective, which may have a second to wait for its peers.
+    """
     nontemporal._LEAST_NBYTES = 256
+    library()
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -98,13 +99,18 @@ def _copy_in_c(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
 def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) -> None:
     functions.zero_fn_mean(
         ctypes.c_void_p(into.data_ptr()),
-        (ctypes.c_void_p * len(parts))(*[part.data_ptr() for part in parts]),
+        _addresses(len(parts))(*[part.data_ptr() for part in parts]),
         ctypes.c_int64(len(parts)),
         ctypes.c_int32(parts[0].dtype == torch.bfloat16),
         ctypes.c_int32(into.dtype == torch.bfloat16),
         ctypes.c_int64(into.numel()),
     )
     _was_written(into)
+
+
+@cache  # a type, which Python would make anew once nobody holds it
+def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
+    return ctypes.c_void_p * count
 
 
 def _was_written(tensor: Tensor) -> None:
