@@ -45,6 +45,10 @@ def _with_noise(model: nn.Module) -> None:
         parameter.add_(torch.randn_like(parameter)).mul_(torch.rand_like(parameter))
         parameter.add_(torch.randint_like(parameter, 3)).add_(torch.randint_like(parameter, 5, 9))
         parameter.mul_(torch.empty_like(parameter).bernoulli_(0.5))
+        parameter.add_(torch.bernoulli(parameter.abs().clamp(0, 1)))
+        for fill in ("exponential_", "log_normal_", "cauchy_", "random_"):
+            parameter.add_(getattr(torch.empty_like(parameter), fill)() % 7)
+        parameter.add_(torch.empty_like(parameter).geometric_(0.5)).add_(torch.empty_like(parameter).random_(2, 5))
 
 
 def _drawn(model: nn.Module, act: Callable[[nn.Module], None]) -> tuple[dict[str, Tensor], Tensor]:

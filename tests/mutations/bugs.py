@@ -1128,8 +1128,8 @@ BUGS: tuple[Bug, ...] = (
         "shards-drawn-alike",
         "runtime/random_shards.py",
         "random numbers of shards",
-        'tensor.device_mesh.device_type != "cpu"',
         'tensor.device_mesh.device_type == "cpu"',
+        'tensor.device_mesh.device_type != "cpu"',
         "tests/composition/test_random_values.py",
     ),
     Bug(

@@ -23,7 +23,18 @@ from zero_fn.runtime.dtensor_operations import around
 __all__ = ["draw_shards_from_wholes"]
 
 _aten = torch.ops.aten
-_IN_PLACE = (_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float)
+_IN_PLACE = (
+    _aten.normal_.default,
+    _aten.uniform_.default,
+    _aten.bernoulli_.float,
+    _aten.exponential_.default,
+    _aten.log_normal_.default,
+    _aten.cauchy_.default,
+    _aten.geometric_.default,
+    _aten.random_.default,
+    _aten.random_.to,
+    getattr(_aten.random_, "from"),
+)
 _ALIKE = (
     _aten.rand_like.default,
     _aten.randn_like.default,
@@ -38,11 +49,12 @@ def draw_shards_from_wholes() -> None:
         around(operation, _filled)
     for operation in _ALIKE:
         around(operation, _made_alike)
+    around(_aten.bernoulli.default, _decided)
 
 
 def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensor, *others = args
-    if not _is_cut(tensor):
+    if not _is_on_cpu(tensor):
         return draw(*args, **kwargs)
     whole = _whole_of(tensor)
     draw(whole, *others, **kwargs)
@@ -52,23 +64,31 @@ def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str
 
 def _made_alike(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensor, *others = args
-    if not _is_cut(tensor):
+    if not _is_on_cpu(tensor):
         return draw(*args, **kwargs)
-    whole: Tensor = draw(_whole_of(tensor), *others, **kwargs)
+    return _part_of(draw(_whole_of(tensor), *others, **kwargs), tensor)
+
+
+def _decided(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    probabilities, *others = args
+    if not _is_on_cpu(probabilities):
+        return draw(*args, **kwargs)
+    whole = _whole_of(probabilities).zero_()  # elsewhere any: each element takes as much from the generator
+    _own(whole, probabilities).copy_(local_of(probabilities))
+    return _part_of(draw(whole, *others, **kwargs), probabilities)
+
+
+def _part_of(whole: Tensor, tensor: DTensor) -> DTensor:
+    """What this rank keeps of a new whole tensor, placed as another one."""
     own = _own(whole, tensor).clone(memory_format=torch.preserve_format)
     return DTensor(own, spec_on(tensor._spec, whole.shape, whole.stride(), whole.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-def _is_cut(tensor: Tensor) -> bool:
-    """Whether ranks hold different parts of a DTensor, in the memory of the CPU."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type != "cpu":
+def _is_on_cpu(tensor: Tensor) -> bool:
+    """Whether it is a DTensor whose values lie in the memory of the CPU."""
+    if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
         return False
-    if any(placement.is_partial() for placement in tensor.placements):
-        return False
-    return any(
-        tensor.device_mesh.size(dim) > 1 and not placement.is_replicate()
-        for dim, placement in enumerate(tensor.placements)
-    )
+    return bool(tensor.device_mesh.device_type == "cpu")
 
 
 def _whole_of(tensor: DTensor) -> Tensor:
