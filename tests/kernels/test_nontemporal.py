@@ -130,7 +130,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list[str]) -> None:
-    large, rows = torch.randn(2, LARGE), torch.randn(2, 128, LARGE // 128)
+    large, rows = torch.randn(2, LARGE), torch.randn(2, 8, LARGE // 8)
     copy([large[0]], [large[1]])
     mean(large[0], [large[0], large[1]], torch.float32)
     mean(large[0], [large[0].bfloat16(), large[1].bfloat16()], torch.float32)
@@ -140,9 +140,14 @@ def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list
     for into, source in (
         (large[0, 1:], large[1, 1:]),  # small
         (rows[0].t(), rows[1].t()),  # strides
-        (torch.empty(LARGE // 128, 128), rows[1].t()),
-        (rows[0].t(), torch.randn(LARGE // 128, 128)),
+        (torch.empty(LARGE // 8, 8), rows[1].t()),
+        (rows[0].t(), torch.randn(LARGE // 8, 8)),
         (torch.empty(LARGE, dtype=torch.float64), large[1]),  # casts
+        (
+            torch.empty(LARGE, dtype=torch.complex64),
+            torch.complex(large[0], large[1]).conj(),
+        ),  # conjugated when it is read
+        (torch.empty(LARGE), torch._neg_view(large[1])),  # negated when it is read
         (torch.empty(2, LARGE), large[1]),  # shapes
     ):
         copy([into], [source])

@@ -85,11 +85,19 @@ BUGS: tuple[Bug, ...] = (
         _NONTEMPORAL,
     ),
     Bug(
+        "kernels-ignore-lazy-bits",
+        "kernels/nontemporal.py",
+        "copies of what is to be conjugated",
+        "and not tensor.is_conj() and",
+        "and",
+        _NONTEMPORAL,
+    ),
+    Bug(
         "kernels-ignore-strides",
         "kernels/nontemporal.py",
         "copies of what does not lie flat",
-        "and source.is_cpu and source.is_contiguous()",
-        "and source.is_cpu",
+        "return is_real_memory and tensor.is_contiguous()",
+        "return is_real_memory",
         _NONTEMPORAL,
     ),
     Bug(

@@ -76,15 +76,19 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
 def _functions_for(into: Tensor, sources: Iterable[Tensor]) -> ctypes.CDLL | None:
     """The kernels, if there are any and they are to be called for these tensors."""
     if (
-        type(into) is not Tensor  # a simulated tensor, or one without memory
-        or not into.is_cpu
-        or into.numel() * into.element_size() < _LEAST_NBYTES
-        or not into.is_contiguous()
-        or not all(type(source) is Tensor and source.is_cpu and source.is_contiguous() for source in sources)
+        into.numel() * into.element_size() < _LEAST_NBYTES
+        or not _lies_flat(into)
+        or not all(_lies_flat(source) for source in sources)
         or torch.get_num_threads() != 1
     ):
         return None
     return library().functions
+
+
+def _lies_flat(tensor: Tensor) -> bool:
+    """Whether the bytes in its memory are its elements, in order, and not to be conjugated or negated when they are read."""
+    is_real_memory = type(tensor) is Tensor and tensor.is_cpu  # and not that of a simulated tensor
+    return is_real_memory and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _copy_in_c(functions: ctypes.CDLL, into: Tensor, source: Tensor) -> None:
