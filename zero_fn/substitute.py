@@ -149,7 +149,7 @@ def _substitute(
         for parameter, slot in zip(chosen, unit.slots, strict=True):
             _carry_over(parameter.parameter, slot.parameter)
             if donate:
-                _release(parameter.parameter)
+                _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
     _note_lenders(units, modules)
     for method in assignment.methods:

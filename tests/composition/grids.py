@@ -30,6 +30,7 @@ __all__ = [
     "Decoder",
     "averaging",
     "batch",
+    "composed",
     "differing",
     "grid",
     "kept",
@@ -185,3 +186,18 @@ def _is_equal(whole: Tensor | None, value: Tensor | None) -> bool:
         whole = everywhere.redistribute(placements=value.placements).to_local()
         value = value.to_local()
     return torch.equal(whole, value)
+
+
+def composed(composition: str) -> tuple[nn.Module, int]:
+    """A decoder of seed 0 on four ranks, below transforms over one or two axes, and which batch this rank has."""
+    torch.manual_seed(0)
+    if composition in ("hybrid", "hpz"):
+        mesh = grid("outer", "inner")
+        if composition == "hybrid":
+            return zf.hybrid(Decoder(), mesh), dist.get_rank()
+        return zf.shard_grads(zf.shard_params(Decoder(), mesh["inner"]), mesh["outer"]), dist.get_rank()
+    mesh = grid("dp", "tp")
+    if composition == "tp":
+        return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
+    model: nn.Module = getattr(zf, composition)(Decoder(), mesh["dp"])
+    return model, mesh["dp"].get_local_rank()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.composition.grids import Decoder, grid, loss_of, parallelized
+from tests.composition.grids import composed, loss_of
 from tests.ranks import Ranks, axis
 from tests.wholes import full
 
@@ -29,20 +29,9 @@ READ: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def _model(composition: str) -> tuple[Any, int]:
-    torch.manual_seed(0)
-    if composition == "tp":
-        mesh = grid("dp", "tp")
-        return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
-    if composition == "hybrid":
-        return zf.hybrid(Decoder(), grid("outer", "inner")), dist.get_rank()
-    mesh = grid("dp", "tp")["dp"]
-    return getattr(zf, composition)(Decoder(), mesh), mesh.get_local_rank()
-
-
 def _read(composition: str) -> tuple[list[str], list[Any]]:
     """What differs from the whole tensor, and all that was read."""
-    model, row = _model(composition)
+    model, row = composed(composition)
     loss_of(model, 0, row).backward()
     wrong, values = [], []
     for name, parameter in model.named_parameters():

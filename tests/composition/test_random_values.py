@@ -11,18 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.composition.grids import Decoder, grid, parallelized
+from tests.composition.grids import Decoder, composed, grid
 from tests.ranks import Ranks
 from tests.wholes import full
 
-COMPOSITIONS: dict[str, Callable[[], nn.Module]] = {
-    "zero1": lambda: zf.zero1(Decoder(), grid("dp", "tp")["dp"]),
-    "zero2": lambda: zf.zero2(Decoder(), grid("dp", "tp")["dp"]),
-    "zero3": lambda: zf.zero3(Decoder(), grid("dp", "tp")["dp"]),
-    "tp": lambda: zf.shard_params(parallelized(grid("dp", "tp")["tp"]), grid("dp", "tp")["dp"]),
-    "hybrid": lambda: zf.hybrid(Decoder(), grid("outer", "inner")),
-    "hpz": lambda: zf.shard_grads(zf.shard_params(Decoder(), grid("o", "i")["i"]), grid("o", "i")["o"]),
-}
+COMPOSITIONS = ("zero1", "zero2", "zero3", "tp", "hybrid", "hpz")
 
 
 @torch.no_grad()
@@ -61,8 +54,7 @@ def _drawn(model: nn.Module, act: Callable[[nn.Module], None]) -> tuple[dict[str
 def _differing(composition: str, act: Callable[[nn.Module], None]) -> list[str]:
     torch.manual_seed(0)
     expected, then = _drawn(Decoder(), act)
-    torch.manual_seed(0)
-    model = COMPOSITIONS[composition]()
+    model, _ = composed(composition)
     assert any(p.device_mesh.size() > 1 and p._local_tensor.numel() < p.numel() for p in _resting(model))
     found, next_ones = _drawn(model, act)
     wrong = [name for name, values in found.items() if not torch.equal(values, expected[name])]

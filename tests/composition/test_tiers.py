@@ -11,22 +11,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.composition.grids import Decoder, grid, loss_of, parallelized
+from tests.composition.grids import composed, loss_of
 from tests.ranks import Ranks
 from tests.storage.disks import failing
 
 COMPOSITIONS = ("tp", "hybrid", "hpz")
-
-
-def _build(composition: str) -> tuple[Any, int]:
-    torch.manual_seed(0)
-    if composition == "tp":
-        mesh = grid("dp", "tp")
-        return zf.shard_params(parallelized(mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
-    mesh = grid("outer", "inner")
-    if composition == "hybrid":
-        return zf.hybrid(Decoder(), mesh), torch.distributed.get_rank()
-    return zf.shard_grads(zf.shard_params(Decoder(), mesh["inner"]), mesh["outer"]), torch.distributed.get_rank()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -37,7 +26,7 @@ def _alike(composition: str, path: str, states: tuple[str, ...]) -> list[str]:
     """Where training with states on a disk, and an absence in between, differs from training without."""
     given = []
     for is_away in (False, True):
-        model, row = _build(composition)
+        model, row = composed(composition)
         if is_away and states:
             model = zf.offload(model, **{name: zf.nvme(path) for name in states})
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -65,7 +54,7 @@ def test_tiers_change_no_bit_on_two_axes(
 
 def _failing(composition: str, path: str, moment: str) -> str:
     """What each of 2 x 2 ranks is told when the disk of the last one fails."""
-    model, row = _build(composition)
+    model, row = composed(composition)
     model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path))
     optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
     loss_of(model, 0, row).backward()

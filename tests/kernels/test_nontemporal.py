@@ -131,6 +131,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list[str]) -> None:
     large, rows = torch.randn(2, LARGE), torch.randn(2, 8, LARGE // 8)
+    pairs = torch.complex(large[0], large[1])
     copy([large[0]], [large[1]])
     mean(large[0], [large[0], large[1]], torch.float32)
     mean(large[0], [large[0].bfloat16(), large[1].bfloat16()], torch.float32)
@@ -143,10 +144,7 @@ def test_large_tensors_are_given_to_the_kernels_and_others_to_torch(called: list
         (torch.empty(LARGE // 8, 8), rows[1].t()),
         (rows[0].t(), torch.randn(LARGE // 8, 8)),
         (torch.empty(LARGE, dtype=torch.float64), large[1]),  # casts
-        (
-            torch.empty(LARGE, dtype=torch.complex64),
-            torch.complex(large[0], large[1]).conj(),
-        ),  # conjugated when it is read
+        (torch.empty(LARGE, dtype=torch.complex64), pairs.conj()),  # conjugated when it is read
         (torch.empty(LARGE), torch._neg_view(large[1])),  # negated when it is read
         (torch.empty(2, LARGE), large[1]),  # shapes
     ):

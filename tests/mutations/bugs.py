@@ -64,8 +64,8 @@ BUGS: tuple[Bug, ...] = (
         "wrong-divisor-in-c",
         "kernels/nontemporal.c",
         "the mean over ranks, of large tensors",
-        "sum /= (float)count;",
-        "sum /= (float)(count - 1);",
+        "return sum / (float)count;",
+        "return sum / (float)(count - 1);",
         _NONTEMPORAL,
     ),
     Bug(

@@ -86,11 +86,15 @@ INLINE void to_bfloat16(uint16_t *halves, Floats values) { /* to nearest, ties t
         halves[lane] = (uint16_t)((bits[lane] & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded[lane]);
 }
 
-INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int64_t i) {
+/* Of the next `numel` elements, at most LANES; the lanes after them are of no use. */
+INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int64_t i, int64_t numel) {
+    const int64_t size = form.parts_are_bfloat16 ? 2 : 4;
     Floats sum = {0}, addend;
     for (int64_t part = 0; part < count; part++) {
-        if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)parts[part] + i);
-        else memcpy(&addend, (const float *)parts[part] + i, sizeof addend);
+        char raw[sizeof addend] = {0};
+        memcpy(raw, (const char *)parts[part] + i * size, numel * size);
+        if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)raw);
+        else memcpy(&addend, raw, sizeof addend);
         sum = part ? sum + addend : addend;
     }
     return sum / (float)count;
@@ -100,33 +104,24 @@ INLINE Floats mean_from(const void *const *parts, int64_t count, Form form, int6
 INLINE void mean_line(void *into, const void *const *parts, int64_t count, Form form, int64_t i) {
     if (form.into_is_bfloat16) {
         uint16_t halves[2 * LANES];
-        to_bfloat16(halves, mean_from(parts, count, form, i));
-        to_bfloat16(halves + LANES, mean_from(parts, count, form, i + LANES));
+        to_bfloat16(halves, mean_from(parts, count, form, i, LANES));
+        to_bfloat16(halves + LANES, mean_from(parts, count, form, i + LANES, LANES));
         write_line((char *)((uint16_t *)into + i), (const char *)halves);
     } else {
-        const Floats values = mean_from(parts, count, form, i);
+        const Floats values = mean_from(parts, count, form, i, LANES);
         write_line((char *)((float *)into + i), (const char *)&values);
     }
 }
 
 /* Fewer than fill a line. */
 INLINE void mean_rest(void *into, const void *const *parts, int64_t count, Form form, int64_t begin, int64_t end) {
-    const int64_t into_size = form.into_is_bfloat16 ? 2 : 4, part_size = form.parts_are_bfloat16 ? 2 : 4;
+    const int64_t size = form.into_is_bfloat16 ? 2 : 4;
     for (int64_t i = begin; i < end; i += LANES) {
         const int64_t numel = end - i < LANES ? end - i : LANES;
-        Floats sum = {0}, addend;
-        for (int64_t part = 0; part < count; part++) {
-            char padded[sizeof addend] = {0};
-            memcpy(padded, (const char *)parts[part] + i * part_size, numel * part_size);
-            if (form.parts_are_bfloat16) addend = of_bfloat16((const uint16_t *)padded);
-            else memcpy(&addend, padded, sizeof addend);
-            sum = part ? sum + addend : addend;
-        }
-        sum /= (float)count;
+        const Floats values = mean_from(parts, count, form, i, numel);
         uint16_t halves[LANES];
-        to_bfloat16(halves, sum);
-        const void *values = form.into_is_bfloat16 ? (const void *)halves : (const void *)&sum;
-        memcpy((char *)into + i * into_size, values, numel * into_size);
+        to_bfloat16(halves, values);
+        memcpy((char *)into + i * size, form.into_is_bfloat16 ? (const void *)halves : (const void *)&values, numel * size);
     }
 }
 

@@ -38,7 +38,7 @@ from zero_fn.runtime.whole_graph import (
 )
 from zero_fn.runtime.whole_step import cast_leaves
 
-__all__ = ["Entry", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
+__all__ = ["Entry", "NoCodeError", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
 
 
 _EXPORT = (

@@ -85,7 +85,7 @@ def _part_of(whole: Tensor, tensor: DTensor) -> DTensor:
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
-    """Whether it is a DTensor whose values lie in the memory of the CPU."""
+    """Whether it is a DTensor with values of its own, no parts of a sum, in the memory of the CPU."""
     if not isinstance(tensor, DTensor) or any(placement.is_partial() for placement in tensor.placements):
         return False
     return bool(tensor.device_mesh.device_type == "cpu")

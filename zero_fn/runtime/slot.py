@@ -302,6 +302,7 @@ class Slot:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
+        # Held, so that no other storage comes to have its address.
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         note_slot(parameter, self)
 
@@ -345,17 +346,18 @@ class Slot:
         """
         registered = self.parameter
         if not isinstance(registered, DTensor) or registered._local_tensor is not self.local:
+            return  # no DTensor, or moved as a whole
+        if not self._is_assigned(registered):
             return
-        if self._is_assigned(registered):
-            registered.data = resting_tensor(self.local, registered._spec)
-            self._outside = registered.untyped_storage()
-            raise PlacementError(
-                f"The values assigned to `.data` of {self.fqn!r} are lost.",
-                parameter=self,
-                why="torch keeps the old shard in a DTensor whose `.data` is assigned; its values are those of before",
-                fix="with torch.no_grad(): parameter.copy_(values), or, with whole tensors, "
-                "`with zf.unsharded(model, writeback=True):`",
-            )
+        registered.data = resting_tensor(self.local, registered._spec)
+        self._outside = registered.untyped_storage()
+        raise PlacementError(
+            f"The values assigned to `.data` of {self.fqn!r} are lost.",
+            parameter=self,
+            why="torch keeps the old shard in a DTensor whose `.data` is assigned; its values are those of before",
+            fix="with torch.no_grad(): parameter.copy_(values), or, with whole tensors, "
+            "`with zf.unsharded(model, writeback=True):`",
+        )
 
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
