@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +224,7 @@ class Replicas:
             for owner in _read_by(module):
                 for name, parameter in owner._parameters.items():
                     if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
-                        alias = parameter.view_as(parameter)
+                        alias = _Same.apply(parameter)
                         alias.register_hook(partial(self._measure, number_of[id(parameter)]))
                         owner.__dict__[name] = alias
                         if isinstance(owner, nn.LSTM):
@@ -339,6 +340,18 @@ def differences(program: Program, by_rank: Sequence[Sequence[Seen]]) -> list[str
         if found:
             return [f"after rule {number}, {rule}: {line}" for line in found]
     return []
+
+
+class _Same(torch.autograd.Function):
+    """The same memory, as another tensor. A view would lose its hooks where a forward changes it in place."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.data
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad
 
 
 def _unalias(module: nn.Module, *_: object) -> None:

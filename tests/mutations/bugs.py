@@ -36,6 +36,7 @@ _LAWS = "property_tests/test_layout_laws.py"
 _MANY = "property_tests/test_many_ranks_laws.py"
 _PROGRAMS = "tests/distributed/test_programs.py"
 _RULES = "property_tests/test_simulated_training.py"
+_CHANGES = "tests/distributed/test_changes.py"
 _VERBS = "tests/distributed/test_verbs.py"
 _ERRORS = "tests/errors"
 _SCHEDULE = "tests/test_schedule.py"
@@ -1155,5 +1156,69 @@ BUGS: tuple[Bug, ...] = (
         "weakref.ref(slot_of(parameter) or parameter)",
         "weakref.ref(parameter)",
         _VERBS,
+    ),
+    Bug(
+        "changes-lost",
+        "runtime/changes.py",
+        "what a forward changes in gathered parameters",
+        "                slot.local.copy_(slot.owned(whole))\n\n\n@uncompiled",
+        "                pass\n\n\n@uncompiled",
+        _CHANGES,
+    ),
+    Bug(
+        "changes-lost-in-backward",
+        "runtime/unit.py",
+        "what a recomputation changes in gathered parameters",
+        "            if self.phase is Phase.GATHERED:\n                self.changes.keep(self, tensors)\n",
+        "",
+        _CHANGES,
+    ),
+    Bug(
+        "changes-lost-in-hosts",
+        "runtime/changes.py",
+        "what a forward changes in parameters that are hosted over two axes",
+        "slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)",
+        "slot.hosted.narrow(0, 0, 0).copy_(host[:0])",
+        _CHANGES,
+    ),
+    Bug(
+        "changes-lost-of-leaves",
+        "runtime/whole_step.py",
+        "what forwards change in a block that gathers once",
+        "    keep_whole(unit, leaves)\n",
+        "",
+        _CHANGES,
+    ),
+    Bug(
+        "changes-of-casts-accepted",
+        "runtime/changes.py",
+        "that a change of a copy in another dtype is refused",
+        "    if slot.compute_dtype != slot.dtype:\n        raise",
+        "    if slot.compute_dtype == slot.dtype and slot.numel < 0:\n        raise",
+        _CHANGES,
+    ),
+    Bug(
+        "silent-changes-unseen",
+        "runtime/changes.py",
+        "that changes through `.data` are looked for",
+        "if self._forwards & (self._forwards - 1) or",
+        "if self._forwards or",
+        _CHANGES,
+    ),
+    Bug(
+        "changed-activations-used",
+        "runtime/saved.py",
+        "that backward refuses what was changed after it was saved",
+        "        if tensor._version != version:",
+        "        if tensor._version < version:",
+        _CHANGES,
+    ),
+    Bug(
+        "changed-weights-used",
+        "runtime/saved.py",
+        "that backward refuses a gathered weight that was changed after it was saved",
+        "        if version != packed.version:",
+        "        if version < packed.version:",
+        _CHANGES,
     ),
 )

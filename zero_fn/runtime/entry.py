@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.access import explained, is_about_shards
+from zero_fn.runtime.changes import require_untouched_casts
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
@@ -144,8 +145,13 @@ class Entry:
         use = called_outside(unit.step.enter, unit, self)
         hidden = _hide(unit)
         failed = True
+        watched: list[Tensor] | None = None
         try:
-            unit.shadow(gather(use))
+            tensors = gather(use)
+            unit.shadow(tensors)
+            probe = None
+            if unit.gathered is not None and not is_transforming():
+                watched, probe = tensors, unit.changes.probe(unit)
             if self.input_dtype is not None:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
             has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
@@ -160,6 +166,8 @@ class Entry:
                 _watch(output, use)
             elif use.node is not None:
                 use.has_graph = True
+            if probe is not None:
+                probe.check(tensors)
             failed = False
         except RuntimeError as error:
             if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
@@ -169,7 +177,7 @@ class Entry:
             unit.unshadow()
             for names, entry in hidden:
                 names["forward"] = entry
-            called_outside(unit.step.leave, use, failed=failed)
+            _leave(use, watched, failed=failed)
         return output
 
     @left_alone
@@ -180,10 +188,12 @@ class Entry:
             return self.__wrapped__(*args, **kwargs)
         unit.open += 1
         try:
-            unit.shadow(cast_leaves(unit))
+            tensors = cast_leaves(unit)
+            unit.shadow(tensors)
             if self.input_dtype is not None:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
             output = self.__wrapped__(*args, **kwargs)
+            require_untouched_casts(unit, tensors)
             return output if self.output_dtype is None else _cast(output, self.output_dtype)
         finally:
             unit.open -= 1
@@ -233,6 +243,18 @@ class Entry:
             "A transformed module cannot be pickled: it belongs to the ranks of a process group.",
             fix="save its state_dict() (torch.distributed.checkpoint), and transform a fresh module after loading",
         )
+
+
+@uncompiled
+def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
+    """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
+    is_kept = False
+    try:
+        if tensors is not None:
+            use.unit.changes.keep(use.unit, tensors)
+        is_kept = True
+    finally:
+        called_outside(use.unit.step.leave, use, failed=failed or not is_kept)
 
 
 @uncompiled

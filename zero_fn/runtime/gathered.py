@@ -170,6 +170,15 @@ class Gathered:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
         return [view.data for view in self._views]
 
+    @property
+    def is_readable(self) -> bool:
+        """Whether its values can be read: they are not those of a simulated tensor, or on no device."""
+        return all(type(view) is Tensor and view.device.type != "meta" for view in self._views)
+
+    def whole(self, number: int) -> Tensor:
+        """The whole parameter of one slot of the unit, on the buffers."""
+        return self._views[number]
+
     def lend(self, lent: Lent | None) -> None:
         """Keeps tensors on the buffers to be shown again, in place of those there were."""
         for sign, other in ((-1, self.lent), (1, lent)):

@@ -6,6 +6,10 @@ unpacking in backward finds the buffer gathered again, or gathers it.
 
 [Note: only the innermost hooks apply] Hooks pushed inside a unit hide those around it, of `torch.utils.checkpoint` or
 `save_on_cpu`. What is not ours is therefore handed to the pair that was on top when the unit began.
+
+[Note: changed after it was saved] Without hooks autograd refuses, in backward, a saved tensor that was changed in place
+since. Where hooks are pushed it looks no longer (torch 2.13), so it is done here: the version is packed with the tensor.
+What goes to hooks around the unit is theirs to check, as without a unit.
 """
 
 from __future__ import annotations
@@ -48,12 +52,18 @@ def remember_buffer(buffer: Tensor, gathered: Gathered, unit: Unit, group: int) 
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "place", "spec", "unit")
+    __slots__ = ("group", "place", "spec", "unit", "version")
 
     def __init__(
-        self, unit: Unit, group: int, place: tuple[Sequence[int], Sequence[int], Any], spec: DTensorSpec | None
+        self,
+        unit: Unit,
+        group: int,
+        place: tuple[Sequence[int], Sequence[int], Any],
+        spec: DTensorSpec | None,
+        version: int,
     ) -> None:
         self.unit, self.group, self.place, self.spec = unit, group, place, spec
+        self.version: int | None = version + unit.changes.before(group, place[2])
 
 
 def _find(tensor: Tensor) -> _Packed | None:
@@ -70,26 +80,45 @@ def _find(tensor: Tensor) -> _Packed | None:
     unit = entry[0]()
     if unit is None:
         return None
-    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, tensor._version)
+
+
+_Kept = tuple[Tensor, int]  # with its version
 
 
 @uncompiled
-def _pack(tensor: Tensor) -> Tensor | _Packed:
+def _pack(tensor: Tensor) -> _Kept | _Packed:
     packed = _find(tensor)
     if packed is not None:
         return packed
     # The tensor may be an output of the node that saves it: kept with its history it would keep that node alive for ever,
     # should backward never run. Autograd remembers the history itself.
-    return tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
 @uncompiled
-def _unpack(packed: Tensor | _Packed) -> Tensor:
-    if isinstance(packed, _Packed):
-        buffer = packed.unit.buffer_for_backward(packed.group)
-        view = buffer.as_strided(*packed.place)
-        return view if packed.spec is None else on_spec(view, packed.spec)
-    return packed
+def _unpack(packed: _Kept | _Packed) -> Tensor:
+    if type(packed) is tuple:
+        tensor, version = packed
+        if tensor._version != version:
+            raise _changed(tensor, version, tensor._version)
+        return tensor
+    assert isinstance(packed, _Packed)
+    buffer = packed.unit.buffer_for_backward(packed.group)
+    view = buffer.as_strided(*packed.place)
+    if packed.version is not None:
+        version = packed.unit.changes.before(packed.group, packed.place[2])
+        if version != packed.version:
+            raise _changed(view, packed.version, version)
+    return view if packed.spec is None else on_spec(view, packed.spec)
+
+
+def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
+    """What autograd raises. [Note: changed after it was saved]"""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace operation: "
+        f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead."
+    )
 
 
 @uncompiled
@@ -113,7 +142,10 @@ class _PackOr:
 
     @uncompiled
     def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
-        return _find(tensor) or _Delegated(self._outer(tensor))
+        if (packed := _find(tensor)) is None:
+            return _Delegated(self._outer(tensor))
+        packed.version = None  # below hooks of others torch looks at no version either: a checkpoint changes it again
+        return packed
 
 
 class _UnpackOr:

@@ -34,6 +34,7 @@ from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
+from zero_fn.runtime.changes import Changes
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered, Group
@@ -86,6 +87,7 @@ class Unit:
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
         gathered: The memory of the gathered parameters, from the gather until they are freed.
+        changes: What forwards have changed in gathered parameters.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
@@ -121,6 +123,7 @@ class Unit:
         self._told: Told | None = None
         self._hosts = Hosts()
         self.gradients, self._names = Gradients(slots), Names(slots)
+        self.changes = Changes()
         self.gathered: Gathered | None = None
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
@@ -266,7 +269,7 @@ class Unit:
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
-        twin.gradients, twin._names = Gradients(twin.slots), Names(twin.slots)
+        twin.gradients, twin._names, twin.changes = Gradients(twin.slots), Names(twin.slots), Changes()
         for slot in twin.slots:
             slot.unit = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
@@ -585,8 +588,11 @@ class Unit:
     def leave_backward(self) -> None:
         """Undoes `shadow_for_backward`, if backward was in the unit."""
         if self.backward_entry is not None:
-            self._backward_tensors, self.backward_entry, self.is_left = [], None, False
+            tensors, self._backward_tensors = self._backward_tensors, []
+            self.backward_entry, self.is_left = None, False
             self.unshadow()
+            if self.phase is Phase.GATHERED:
+                self.changes.keep(self, tensors)
 
     @uncompiled
     def unshadow(self) -> None:

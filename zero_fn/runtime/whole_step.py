@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from zero_fn.runtime.changes import keep_whole
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
@@ -34,9 +35,10 @@ def begin_whole_step(units: list[Unit]) -> None:
 
 
 def end_whole_step(unit: Unit) -> list[Tensor | None]:
-    """Registers the resting parameters again. Returns the gradients of this rank, whole."""
+    """Registers the resting parameters again, as changed in the leaves. Returns the gradients of this rank, whole."""
     leaves, unit.leaves = unit.leaves or [], None
     register_resting(unit)
+    keep_whole(unit, leaves)
     return [_local_gradient(slot, leaf.grad) for slot, leaf in zip(unit.slots, leaves, strict=True)]
 
 

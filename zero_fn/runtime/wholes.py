@@ -16,7 +16,8 @@ def register_wholes(unit: Unit, wholes: Sequence[Tensor]) -> list[nn.Parameter]:
     """Registers whole values in place of the resting parameters: plain, or on the model axes where they were placed."""
     parameters = []
     for slot, whole in zip(unit.slots, wholes, strict=True):
-        value = whole if slot.model is None else on_spec(whole, slot.model)
+        value = whole.data  # its version counts changes from here on
+        value = value if slot.model is None else on_spec(value, slot.model)
         parameter = nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
         for place in slot.places:
             place.register(parameter)

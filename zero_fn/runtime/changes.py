@@ -1,0 +1,182 @@
+"""Values that a forward changes in its parameters: an embedding with `max_norm`, a clamp, a codebook with running means.
+
+A plain module keeps what its forward changes in place. Gathered parameters are copies, which are freed, so this rank's part
+of what was changed is written back to rest before. Nothing is communicated: ranks that change the same part alike have
+changed the whole.
+
+A change through `.data` leaves no trace in the tensor. It is looked for in the first forward of a unit, the second, the
+fourth, the eighth and so on, and refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zero_fn.agreement import content_digest
+from zero_fn.errors import PlacementError
+from zero_fn.resting import local_of
+from zero_fn.runtime.uncompiled import uncompiled
+
+if TYPE_CHECKING:
+    from zero_fn.runtime.gathered import Gathered
+    from zero_fn.runtime.slot import Slot
+    from zero_fn.runtime.unit import Unit
+
+__all__ = ["Changes", "Probe", "keep_whole", "require_untouched_casts"]
+
+
+class Changes:
+    """How often forwards and backwards have changed the gathered parameters of a unit in place."""
+
+    __slots__ = ("_by_place", "_forwards")
+
+    def __init__(self) -> None:
+        self._by_place: dict[tuple[int, int], tuple[int, int]] = {}  # by group and first element: end, times
+        self._forwards = 0
+
+    def before(self, group: int, element: int) -> int:
+        """How often the parameter with this element of a group was changed so far, what runs now not counted."""
+        if not self._by_place:
+            return 0
+        return next(
+            (
+                times
+                for (number, start), (end, times) in self._by_place.items()
+                if number == group and start <= element < end
+            ),
+            0,
+        )
+
+    @uncompiled
+    def probe(self, unit: Unit) -> Probe | None:
+        """What finds changes through `.data` in the forward that begins, if it is one of those that are looked at."""
+        self._forwards += 1
+        if self._forwards & (self._forwards - 1) or unit.gathered is None:
+            return None
+        return Probe(unit, unit.gathered) if unit.gathered.is_readable else None
+
+    def keep(self, unit: Unit, tensors: Sequence[Tensor]) -> None:
+        """Writes what was changed in gathered parameters back to rest. They are still gathered.
+
+        Args:
+            unit: Whose changes these are.
+            tensors: Under the names of its parameters, as they were made when it was gathered.
+
+        Raises:
+            PlacementError: What was changed is a copy in another dtype.
+        """
+        for number, (slot, tensor) in enumerate(zip(unit.slots, tensors, strict=True)):
+            times = local_of(tensor)._version
+            if times and number not in unit.swapped:
+                self._keep(unit, number, slot, times)
+
+    def _keep(self, unit: Unit, number: int, slot: Slot, times: int) -> None:
+        _require_same_dtype(slot)
+        if not _is_copy(slot):
+            return
+        gathered = unit.gathered
+        assert gathered is not None and slot.group is not None, f"{unit} is at rest"
+        start, end = slot.offset, slot.offset + max(slot.numel, 1)
+        key = (slot.group, start)
+        self._by_place[key] = (end, self._by_place.get(key, (end, 0))[1] + times)
+        slot.initial = None
+        whole = gathered.whole(number)
+        with torch.no_grad():
+            if slot.hosted is not None:
+                host = unit.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
+                slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)
+                return
+            with unit.in_memory():
+                slot.local.copy_(slot.owned(whole))
+
+
+@uncompiled
+def require_untouched_casts(unit: Unit, tensors: Sequence[Tensor]) -> None:
+    """Refuses changes of copies in another dtype, which would be lost.
+
+    Raises:
+        PlacementError: A forward changed one.
+    """
+    for slot, tensor in zip(unit.slots, tensors, strict=True):
+        if slot.compute_dtype != slot.dtype and local_of(tensor)._version:
+            _require_same_dtype(slot)
+
+
+def keep_whole(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    """Writes this rank's part of what was changed in whole parameters back to rest.
+
+    Args:
+        unit: Whose parameters stood whole under their names for a while.
+        wholes: Those, which had version 0 when they began to.
+    """
+    changed = [
+        (slot, local_of(whole)) for slot, whole in zip(unit.slots, wholes, strict=True) if local_of(whole)._version
+    ]
+    if changed:
+        with torch.no_grad(), unit.in_memory():
+            for slot, whole in changed:
+                slot.local.copy_(slot.owned(whole))
+
+
+def _require_same_dtype(slot: Slot) -> None:
+    if slot.compute_dtype != slot.dtype:
+        raise PlacementError(
+            f"The forward changed {slot.fqn!r} in place, in its copy in {slot.compute_dtype}.",
+            parameter=slot,
+            why="the copy is dropped, and the parameter would stay as it was",
+            fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); or leave this module out of "
+            "zf.precision (where=)",
+        )
+
+
+class Probe:
+    """What gathered parameters were when a forward began."""
+
+    __slots__ = ("_before", "_gathered", "_unit")
+
+    def __init__(self, unit: Unit, gathered: Gathered) -> None:
+        self._unit, self._gathered = unit, gathered
+        self._before = [
+            (content_digest(whole) if _is_copy(slot) else 0, whole.data_ptr())
+            for slot, whole in zip(unit.slots, self._wholes(), strict=True)
+        ]
+
+    @uncompiled
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Looks at them again when it ends.
+
+        Args:
+            tensors: Under the names of the parameters.
+
+        Raises:
+            PlacementError: A parameter was changed through `.data`.
+        """
+        unit = self._unit
+        if unit.gathered is not self._gathered:
+            return
+        for number, (slot, whole) in enumerate(zip(unit.slots, self._wholes(), strict=True)):
+            if number in unit.swapped:
+                continue
+            digest, address = self._before[number]
+            shown = local_of(tensors[number])
+            is_changed = shown._version == 0 and _is_copy(slot) and content_digest(whole) != digest
+            if is_changed or shown.data_ptr() != address:
+                raise PlacementError(
+                    f"The forward changed {slot.fqn!r} through `.data`.",
+                    parameter=slot,
+                    unit=unit.name or "root",
+                    why="the values are a copy, and a change through `.data` leaves no trace in it: it would be lost",
+                    fix="in the forward: with torch.no_grad(): parameter.copy_(values), or clamp_(), mul_(), ...",
+                )
+
+    def _wholes(self) -> list[Tensor]:
+        return [self._gathered.whole(number) for number in range(len(self._unit.slots))]
+
+
+def _is_copy(slot: Slot) -> bool:
+    """Whether the gathered parameter has other memory than the resting one, and is dropped after use."""
+    return slot.compute_dtype != slot.dtype or not (slot.is_kept or slot.group is None)
