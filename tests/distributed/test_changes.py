@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.composition.grids import grid
+from tests.composition.grids import differing, grid, loss_of, parallelized, snapshot
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.wholes import full
@@ -196,6 +196,32 @@ def _over_two_axes() -> list[str]:
 
 def test_changes_stay_over_two_axes(ranks: Ranks) -> None:
     for found in ranks(4).run(_over_two_axes):
+        assert found == []
+
+
+def _on_model_axes() -> list[str]:
+    """Each rank of an axis of the mesh sees the same batch: the model that is only tensor parallel is the oracle."""
+    mesh = grid("dp", "tp")
+    results = []
+    for place in (
+        lambda module: module,
+        lambda module: zf.shard_grads(module, mesh["dp"]),
+        lambda module: zf.shard_params(module, mesh["dp"]),
+    ):
+        model: Any = place(parallelized(mesh["tp"]))
+        for block in model.blocks:
+            block.up.register_forward_pre_hook(_shrink)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            loss_of(model, seed, 0).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(snapshot(model))
+    return [name for other in results[1:] for name in differing(results[0], other)]
+
+
+def test_changes_stay_below_tensor_parallelism(ranks: Ranks) -> None:
+    for found in ranks(4).run(_on_model_axes):
         assert found == []
 
 

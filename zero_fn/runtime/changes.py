@@ -30,26 +30,23 @@ __all__ = ["Changes", "Probe", "keep_whole", "require_untouched_casts"]
 
 
 class Changes:
-    """How often forwards and backwards have changed the gathered parameters of a unit in place."""
+    """How often forwards and backwards have changed the gathered parameters of a unit in place.
 
-    __slots__ = ("_by_place", "_forwards")
+    Attributes:
+        are_none: Whether none ever did.
+    """
+
+    __slots__ = ("_by_place", "_forwards", "are_none")
 
     def __init__(self) -> None:
+        self.are_none = True
         self._by_place: dict[tuple[int, int], tuple[int, int]] = {}  # by group and first element: end, times
         self._forwards = 0
 
     def before(self, group: int, element: int) -> int:
         """How often the parameter with this element of a group was changed so far, what runs now not counted."""
-        if not self._by_place:
-            return 0
-        return next(
-            (
-                times
-                for (number, start), (end, times) in self._by_place.items()
-                if number == group and start <= element < end
-            ),
-            0,
-        )
+        places = self._by_place.items()
+        return sum(times for (number, start), (end, times) in places if number == group and start <= element < end)
 
     @uncompiled
     def probe(self, unit: Unit) -> Probe | None:
@@ -69,10 +66,11 @@ class Changes:
         Raises:
             PlacementError: What was changed is a copy in another dtype.
         """
-        for number, (slot, tensor) in enumerate(zip(unit.slots, tensors, strict=True)):
-            times = local_of(tensor)._version
-            if times and number not in unit.swapped:
-                self._keep(unit, number, slot, times)
+        times = [tensor._version for tensor in tensors]
+        if any(times):
+            for number, slot in enumerate(unit.slots):
+                if times[number] and number not in unit.swapped:
+                    self._keep(unit, number, slot, times[number])
 
     def _keep(self, unit: Unit, number: int, slot: Slot, times: int) -> None:
         _require_same_dtype(slot)
@@ -80,9 +78,9 @@ class Changes:
             return
         gathered = unit.gathered
         assert gathered is not None and slot.group is not None, f"{unit} is at rest"
-        start, end = slot.offset, slot.offset + max(slot.numel, 1)
-        key = (slot.group, start)
+        key, end = (slot.group, slot.offset), slot.offset + slot.numel
         self._by_place[key] = (end, self._by_place.get(key, (end, 0))[1] + times)
+        self.are_none = False
         slot.initial = None
         whole = gathered.whole(number)
         with torch.no_grad():
@@ -102,7 +100,7 @@ def require_untouched_casts(unit: Unit, tensors: Sequence[Tensor]) -> None:
         PlacementError: A forward changed one.
     """
     for slot, tensor in zip(unit.slots, tensors, strict=True):
-        if slot.compute_dtype != slot.dtype and local_of(tensor)._version:
+        if slot.compute_dtype != slot.dtype and tensor._version:
             _require_same_dtype(slot)
 
 
@@ -113,9 +111,7 @@ def keep_whole(unit: Unit, wholes: Sequence[Tensor]) -> None:
         unit: Whose parameters stood whole under their names for a while.
         wholes: Those, which had version 0 when they began to.
     """
-    changed = [
-        (slot, local_of(whole)) for slot, whole in zip(unit.slots, wholes, strict=True) if local_of(whole)._version
-    ]
+    changed = [(slot, local_of(whole)) for slot, whole in zip(unit.slots, wholes, strict=True) if whole._version]
     if changed:
         with torch.no_grad(), unit.in_memory():
             for slot, whole in changed:
@@ -162,9 +158,9 @@ class Probe:
             if number in unit.swapped:
                 continue
             digest, address = self._before[number]
-            shown = local_of(tensors[number])
+            shown = tensors[number]
             is_changed = shown._version == 0 and _is_copy(slot) and content_digest(whole) != digest
-            if is_changed or shown.data_ptr() != address:
+            if is_changed or local_of(shown).data_ptr() != address:
                 raise PlacementError(
                     f"The forward changed {slot.fqn!r} through `.data`.",
                     parameter=slot,

@@ -254,6 +254,8 @@ def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
             use.unit.changes.keep(use.unit, tensors)
         is_kept = True
     finally:
+        if tensors is not None:
+            tensors.clear()  # memory that somebody holds a part of is not used again
         called_outside(use.unit.step.leave, use, failed=failed or not is_kept)
 
 

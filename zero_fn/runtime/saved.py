@@ -63,11 +63,13 @@ class _Packed:
         version: int,
     ) -> None:
         self.unit, self.group, self.place, self.spec = unit, group, place, spec
-        self.version: int | None = version + unit.changes.before(group, place[2])
+        changes = unit.changes
+        self.version: int | None = version if changes.are_none else version + changes.before(group, place[2])
 
 
 def _find(tensor: Tensor) -> _Packed | None:
     spec: DTensorSpec | None = None
+    version = tensor._version
     if isinstance(tensor, DTensor):
         spec = tensor._spec
         tensor = tensor._local_tensor
@@ -80,7 +82,7 @@ def _find(tensor: Tensor) -> _Packed | None:
     unit = entry[0]()
     if unit is None:
         return None
-    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, tensor._version)
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, version)
 
 
 _Kept = tuple[Tensor, int]  # with its version
@@ -106,8 +108,9 @@ def _unpack(packed: _Kept | _Packed) -> Tensor:
     assert isinstance(packed, _Packed)
     buffer = packed.unit.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
-    if packed.version is not None:
-        version = packed.unit.changes.before(packed.group, packed.place[2])
+    changes = packed.unit.changes
+    if not changes.are_none and packed.version is not None:
+        version = changes.before(packed.group, packed.place[2])
         if version != packed.version:
             raise _changed(view, packed.version, version)
     return view if packed.spec is None else on_spec(view, packed.spec)
