@@ -25,6 +25,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import os
 import selectors
@@ -216,6 +217,8 @@ def _receive_code(leash: socket.socket) -> int | None:
 def serve(control_fd: int) -> None:
     """Imports torch, then forks ranks until the other end of the control socket closes. Runs in the server process."""
     _import_all()
+    gc.collect()
+    gc.freeze()  # what was imported is never garbage: ranks need not look at it again, and share its pages
     server = _Server(socket.socket(fileno=control_fd))
     server.control.sendall(b"r")
     server.run()
