@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
-from tests.composition.grids import differing, grid, loss_of, parallelized, snapshot
+from tests.composition.grids import batch, differing, grid, loss_of, parallelized, snapshot
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.wholes import full
@@ -213,6 +215,8 @@ def _on_model_axes() -> list[str]:
             block.up.register_forward_pre_hook(_shrink)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for seed in range(3):
+            with torch.inference_mode():
+                model(batch(seed, 0)[0])
             loss_of(model, seed, 0).backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -291,23 +295,21 @@ def test_what_would_be_lost_is_refused(ranks: Ranks, stage: str, how: str) -> No
         ranks(2).run(_through_data, stage, how)
 
 
-def _in_a_cast(unshard: bool) -> None:
+def _in_a_cast(unshard: bool, infers: bool) -> None:
     model = zf.precision(zf.zero1(_Clamped(), axis()), compute=torch.bfloat16)
     before = {name: full(parameter) for name, parameter in model.named_parameters()}
     try:
-        if unshard:
-            with zf.accumulate(model, unshard=True):
-                model(torch.ones(2, WIDTH))
-        else:
+        with zf.accumulate(model, unshard=True) if unshard else nullcontext(), torch.inference_mode(infers):
             model(torch.ones(2, WIDTH))
     finally:
         assert all(torch.equal(before[name], full(p)) for name, p in model.named_parameters())
 
 
+@pytest.mark.parametrize("infers", [False, True])
 @pytest.mark.parametrize("unshard", [False, True])
-def test_a_change_of_a_copy_in_another_dtype_is_refused(ranks: Ranks, unshard: bool) -> None:
+def test_a_change_of_a_copy_in_another_dtype_is_refused(ranks: Ranks, unshard: bool, infers: bool) -> None:
     with pytest.raises(zf.PlacementError, match=r"changed 'first.weight' in place, in its copy in torch.bfloat16"):
-        ranks(2).run(_in_a_cast, unshard)
+        ranks(2).run(_in_a_cast, unshard, infers)
 
 
 # -- changed after it was saved -----------------------------------------------------------------------------------------
@@ -355,6 +357,21 @@ def test_what_a_later_forward_changes_is_refused_by_the_backward_of_an_earlier_o
 ) -> None:
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         ranks(2).run(_backward_of, _Clamped, stage, 2)
+
+
+def _swapped() -> None:
+    """Tensors that stand in for some parameters are the user's: tensors of inference, which count no changes."""
+    torch.manual_seed(0)
+    model: Any = zf.zero3(_Clamped(), axis())
+    with torch.inference_mode():
+        weight = torch.full((WIDTH, 7), 0.5)
+        functional_call(model, {"last.weight": weight}, (torch.ones(2, WIDTH),))
+        assert torch.equal(weight, torch.full((WIDTH, 7), 0.5).mul(0.98))
+    assert full(model.first.weight).abs().max() <= 0.2
+
+
+def test_tensors_that_stand_in_are_changed_themselves(ranks: Ranks) -> None:
+    ranks(2).run(_swapped)
 
 
 def _of_one_rank() -> None:

@@ -66,10 +66,13 @@ class Changes:
         Raises:
             PlacementError: What was changed is a copy in another dtype.
         """
-        times = [tensor._version for tensor in tensors]
+        if unit.swapped:  # by tensors of the user, which may count no changes
+            times = [0 if number in unit.swapped else tensor._version for number, tensor in enumerate(tensors)]
+        else:
+            times = [tensor._version for tensor in tensors]
         if any(times):
             for number, slot in enumerate(unit.slots):
-                if times[number] and number not in unit.swapped:
+                if times[number]:
                     self._keep(unit, number, slot, times[number])
 
     def _keep(self, unit: Unit, number: int, slot: Slot, times: int) -> None:

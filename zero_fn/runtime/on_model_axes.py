@@ -27,6 +27,9 @@ __all__ = ["arrived", "in_flight", "local_gradient"]
 
 def in_flight(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gathered parameters as the forward sees them; those that were never placed on model axes are left as they are."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
+            return in_flight(slots, tensors)
     return [
         tensor if slot.model is None else _OnModelAxes.apply(tensor, slot.model_spec)  # type: ignore[no-untyped-call]
         for slot, tensor in zip(slots, tensors, strict=True)

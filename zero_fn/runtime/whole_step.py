@@ -10,6 +10,7 @@ gradients are summed in the dtype at rest, whoever sums them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,9 @@ def end_whole_step(unit: Unit) -> list[Tensor | None]:
 def cast_leaves(unit: Unit) -> list[Tensor]:
     """The leaves as a forward sees them: in the compute dtype."""
     assert unit.leaves is not None
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
+            return cast_leaves(unit)
     return [
         leaf if leaf.dtype == slot.compute_dtype else leaf.to(slot.compute_dtype)
         for slot, leaf in zip(unit.slots, unit.leaves, strict=True)
