@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +79,37 @@ def _aliasing(world: World) -> None:
 def test_g29_a_state_dict_aliases_the_model_as_that_of_a_replica_does(ranks: Ranks) -> None:
     for found in ranks(2).run(differences, _aliasing):
         assert found == []
+
+
+def _copied_and_pickled(stage: str) -> None:
+    """The best epoch is kept in memory, and the last one in a file of each rank."""
+    torch.manual_seed(0)
+    model = STAGES[stage](Odd(), axis())
+    for module in (model, STAGES[stage](model, axis())):  # hooks are there once
+        state = module.state_dict()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        kept = {"copied": copy.deepcopy(state), "pickled": torch.load(file, weights_only=False)}
+        for key, value in state.items():
+            own = value.to_local() if isinstance(value, DTensor) else value
+            for how, other in kept.items():
+                held = other[key].to_local() if isinstance(other[key], DTensor) else other[key]
+                assert type(other[key]) is type(value), (how, key)
+                assert torch.equal(held, own), (how, key)
+                assert not own.numel() or held.data_ptr() != own.data_ptr(), (how, key)
+        before = parameters(module)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter.zero_()
+        module.load_state_dict(kept["copied"])
+        assert all(torch.equal(value, before[name]) for name, value in parameters(module).items())
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g29_a_state_dict_is_copied_and_pickled_as_that_of_a_replica(ranks: Ranks, stage: str) -> None:
+    """torch 2.13 takes a DTensor whose local tensor begins inside its memory for a plain one, and raised."""
+    ranks(2).run(_copied_and_pickled, stage)
 
 
 # -- G30 --------------------------------------------------------------------------------------------------------------
