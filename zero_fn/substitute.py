@@ -44,6 +44,7 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.saving import give_entries_that_can_be_copied
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
+from zero_fn.wrapped import refuse_ddp
 
 __all__ = ["Donated", "assignment_of", "substitute"]
 
@@ -161,6 +162,7 @@ def _substitute(
     for child in twin.modules():
         check_and_shard_entries(child)
         give_entries_that_can_be_copied(child)
+    refuse_ddp(twin)
     if donate:
         module.__dict__["forward"] = Donated(site)
     return twin

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
@@ -619,6 +620,11 @@ def data_of_a_parameter_was_assigned() -> object:
         return model(batch())
 
 
+def module_is_wrapped_in_ddp() -> object:
+    with alone() as mesh:
+        return DistributedDataParallel(zf.shard_params(zf.shard_grads(Model(), mesh), mesh))
+
+
 class Clamped(Model):
     """Changes a weight in its forward."""
 
@@ -1087,6 +1093,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
+        module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
