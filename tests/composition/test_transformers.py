@@ -49,14 +49,14 @@ def _gpt2() -> nn.Module:
     return t.GPT2LMHeadModel(t.GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2))
 
 
-def _llama(*, is_tied: bool = True) -> nn.Module:
+def _llama() -> nn.Module:
     """Rotary buffers that no state_dict holds, grouped keys and values."""
     t = _transformers()
     return t.LlamaForCausalLM(
         t.LlamaConfig(
             vocab_size=VOCABULARY,
             num_key_value_heads=1,
-            tie_word_embeddings=is_tied,
+            tie_word_embeddings=True,
             max_position_embeddings=32,
             **_SIZES,
         )

@@ -70,28 +70,29 @@ class Changes:
         else:
             times = [tensor._version for tensor in tensors]
         if any(times):
-            for number, slot in enumerate(unit.slots):
-                if times[number]:
-                    self._keep(unit, number, slot, times[number])
+            self._keep(unit, times)
 
-    def _keep(self, unit: Unit, number: int, slot: Slot, times: int) -> None:
-        _require_same_dtype(slot)
-        if not _is_copy(slot):
-            return
+    def _keep(self, unit: Unit, times: Sequence[int]) -> None:
         gathered = unit.gathered
-        assert gathered is not None and slot.group is not None, f"{unit} is at rest"
-        key, end = (slot.group, slot.offset), slot.offset + slot.numel
-        self._by_place[key] = (end, self._by_place.get(key, (end, 0))[1] + times)
-        self.are_none = False
-        slot.initial = None
-        whole = gathered.whole(number)
-        with torch.no_grad():
-            if slot.hosted is not None:
-                host = unit.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
+        changed: dict[Slot, Tensor] = {}
+        for number, slot in enumerate(unit.slots):
+            if not times[number]:
+                continue
+            _require_same_dtype(slot)
+            if not _is_copy(slot):
+                continue
+            assert gathered is not None and slot.group is not None, f"{unit} is at rest"
+            key, end = (slot.group, slot.offset), slot.offset + slot.numel
+            self._by_place[key] = (end, self._by_place.get(key, (end, 0))[1] + times[number])
+            self.are_none = False
+            slot.initial = None
+            if slot.hosted is None:
+                changed[slot] = gathered.whole(number)
+                continue
+            host = unit.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
+            with torch.no_grad():
                 slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)
-                return
-            with unit.in_memory():
-                slot.local.copy_(slot.owned(whole))
+        _write_back(unit, changed)
 
 
 @uncompiled
@@ -102,7 +103,7 @@ def require_untouched_casts(unit: Unit, tensors: Sequence[Tensor]) -> None:
         PlacementError: A forward changed one.
     """
     for slot, tensor in zip(unit.slots, tensors, strict=True):
-        if slot.compute_dtype != slot.dtype and tensor._version:
+        if tensor._version:
             _require_same_dtype(slot)
 
 
@@ -113,11 +114,13 @@ def keep_whole(unit: Unit, wholes: Sequence[Tensor]) -> None:
         unit: Whose parameters stood whole under their names for a while.
         wholes: Those, which had version 0 when they began to.
     """
-    changed = [(slot, local_of(whole)) for slot, whole in zip(unit.slots, wholes, strict=True) if whole._version]
-    if changed:
-        with torch.no_grad(), unit.in_memory():
-            for slot, whole in changed:
-                slot.local.copy_(slot.owned(whole))
+    _write_back(unit, {slot: whole for slot, whole in zip(unit.slots, wholes, strict=True) if whole._version})
+
+
+def _write_back(unit: Unit, wholes: dict[Slot, Tensor]) -> None:
+    if wholes:
+        with torch.no_grad():
+            unit.scatter_whole(wholes)
 
 
 def _require_same_dtype(slot: Slot) -> None:

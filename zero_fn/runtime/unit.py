@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
@@ -567,10 +567,10 @@ class Unit:
         self._let_go()
         return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
-    def scatter_whole(self, wholes: list[Tensor]) -> None:
+    def scatter_whole(self, wholes: Mapping[Slot, Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
         with self.in_memory():
-            for slot, whole in zip(self.slots, wholes, strict=True):
+            for slot, whole in wholes.items():
                 slot.local.copy_(slot.owned(local_of(whole)))
 
     # -- in flight --------------------------------------------------------------------------------------------------

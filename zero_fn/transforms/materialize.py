@@ -78,7 +78,7 @@ def materialize(module: M, device: torch.device | str) -> M:
                     place.register(slot.parameter)
         with torch.no_grad():
             parts = [local_part(whole, slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
-            unit.scatter_whole(parts)
+            unit.scatter_whole(dict(zip(unit.slots, parts, strict=True)))
     for _, child in owners:
         if id(child) in pending:
             _reset(child, target)

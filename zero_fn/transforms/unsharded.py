@@ -71,7 +71,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
                 _require_equal_edits(unit, wholes)
             for unit, wholes in zip(units, edited, strict=True):
                 with torch.no_grad():
-                    unit.scatter_whole(wholes)
+                    unit.scatter_whole(dict(zip(unit.slots, wholes, strict=True)))
                 for slot in unit.slots:
                     slot.initial = None
 
