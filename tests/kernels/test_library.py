@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -201,6 +202,25 @@ def test_the_absence_of_a_compiler_is_said(
     monkeypatch.setenv("CC", compiler)
     assert str(again()) == f"no kernels: {said}"
     assert again().functions is again().kept is None
+
+
+def test_a_machine_without_a_compiler_takes_that_of_a_package(
+    fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The package `ziglang` is too large for every run of the tests: another of its name calls this machine's compiler."""
+    real = found_compiler()
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert str(again()) == "no kernels: no C compiler was found (`pip install ziglang` brings one)"
+    package = tmp_path / "packages" / "ziglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    calls = f"import os, sys\nassert sys.argv[1] == 'cc'\nos.execvp({real.command[0]!r}, [*{real.command!r}, *sys.argv[2:]])\n"
+    (package / "__main__.py").write_text(calls)
+    monkeypatch.syspath_prepend(package.parent)
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    assert answer(again()) == 42
+    assert found_compiler().command == (sys.executable, "-m", "ziglang", "cc")
 
 
 def test_a_source_that_does_not_compile_is_said(fresh: Path) -> None:

@@ -154,7 +154,8 @@ def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
-_PART_NUMEL = 1 << 20  # smaller ones wait more often for all threads of torch than the cache saves
+_PART_NUMEL = 1 << 16  # which stays in the second-level cache
+_SHARED_PART_NUMEL = 1 << 20  # with several threads smaller parts wait more often for all of them than the cache saves
 
 
 def by_torch(pieces: Sequence[Piece], rates: Rates) -> None:
@@ -179,10 +180,11 @@ def _parts(piece: Piece) -> Iterator[Piece]:
     numel = piece.param.numel()
     tensors = (piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.max_exp_avg_sq, piece.send)
     flat = [None if tensor is None else tensor.as_strided((numel,), (1,)) for tensor in tensors]
-    cast = torch.empty(min(numel, _PART_NUMEL))
-    for start in range(0, numel, _PART_NUMEL):
+    part_numel = _PART_NUMEL if torch.get_num_threads() == 1 else _SHARED_PART_NUMEL
+    cast = torch.empty(min(numel, part_numel))
+    for start in range(0, numel, part_numel):
         param, grad, exp_avg, exp_avg_sq, largest, send = (
-            None if tensor is None else tensor[start : start + _PART_NUMEL] for tensor in flat
+            None if tensor is None else tensor[start : start + part_numel] for tensor in flat
         )
         assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
         yield Piece(param, cast[: grad.numel()].copy_(grad), exp_avg, exp_avg_sq, largest, piece.step, send)

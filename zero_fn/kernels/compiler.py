@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import platform
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +67,8 @@ class Compiler:
 
 
 def found_compiler() -> Compiler:
-    """The compiler that `CC` names, else the first of cc, gcc and clang. With `CC` set to nothing there is none.
+    """The compiler that `CC` names, else the first of cc, gcc and clang, else the clang in the package `ziglang` (the extra
+    `compiler`), where the machine has none. With `CC` set to nothing there is none.
 
     Raises:
         CompilerError: There is none, or it does not run.
@@ -79,9 +82,12 @@ def found_compiler() -> Compiler:
             raise CompilerError(f"CC names {command[0]!r}, which is not there")
     else:
         first = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-        if first is None:
-            raise CompilerError("no C compiler was found")
-        command = (first,)
+        if first is not None:
+            command = (first,)
+        elif importlib.util.find_spec("ziglang") is not None:
+            command = (sys.executable, "-m", "ziglang", "cc")
+        else:
+            raise CompilerError("no C compiler was found (`pip install ziglang` brings one)")
     return Compiler(command, _run([*command, "--version"]).partition("\n")[0].strip())
 
 
