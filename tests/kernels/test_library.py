@@ -215,8 +215,12 @@ def test_a_machine_without_a_compiler_takes_that_of_a_package(
     package = tmp_path / "packages" / "ziglang"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    calls = f"import os, sys\nassert sys.argv[1] == 'cc'\nos.execvp({real.command[0]!r}, [*{real.command!r}, *sys.argv[2:]])\n"
-    (package / "__main__.py").write_text(calls)
+    (package / "__main__.py").write_text(
+        "import os, sys\n"
+        "assert sys.argv[1] == 'cc'\n"
+        "del os.environ['PYTHONPATH']  # where this machine's compiler may look for a package of this name\n"
+        f"os.execvp({real.command[0]!r}, [*{real.command!r}, *sys.argv[2:]])\n"
+    )
     monkeypatch.syspath_prepend(package.parent)
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     assert answer(again()) == 42
