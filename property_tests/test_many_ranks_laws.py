@@ -17,7 +17,7 @@ from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch,
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.local_tensor import LocalTensors, World
 from zero_fn.layout import ShardLayout, is_shardable, shard_layout
-from zero_fn.resting import resting_parameter, resting_spec, resting_tensor
+from zero_fn.resting import on_spec, resting_parameter, resting_spec
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 
 SIZES = st.sampled_from([8, 8, 8, 9, 12, 16, 16, 31])  # a case takes n * n copies; 64 ranks are among the examples
@@ -43,7 +43,7 @@ def at_rest(world: World, whole: Tensor, layout: ShardLayout) -> DTensor:
         return empty.copy_(whole.narrow(layout.dim, *layout.owned_rows(rank)))
 
     spec = resting_spec(world.axis, layout.dim, whole.shape, layout.stride, whole.dtype)
-    return resting_tensor(world.each(shard), spec)
+    return on_spec(world.each(shard), spec)
 
 
 @given(leaf=parameters(), n=SIZES)

@@ -174,6 +174,7 @@ def _steps(directory: Path, stage: str, fault: Fault) -> None:
     torch.manual_seed(0)
     model = STAGES[stage](Wandering(), axis())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    dist.barrier()  # nobody is late because it was still being made
     if fault.kind in ENDINGS and is_victim:
         _strike_at(directory, fault)
     for step in range(4):

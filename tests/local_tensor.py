@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn.collectives.segment
 import zero_fn.layout
-import zero_fn.resting
 from tests.groups import pretended
 from zero_fn.mesh import Axis, mesh_axis
 
@@ -86,9 +85,6 @@ class LocalTensors:
                 stack.enter_context(patch.object(module, "max", _greatest, create=True))
             stack.enter_context(patch.object(LocalTensor, "data_ptr", _addresses, create=True))
             stack.enter_context(patch.object(torch.UntypedStorage, "data_ptr", _address_or_identity, create=True))
-            # A tensor that is kept from one world would have the ranks of that world in the next.
-            stack.callback(zero_fn.resting.nothing.cache_clear)
-            zero_fn.resting.nothing.cache_clear()
             mode = stack.enter_context(LocalTensorMode(n))
             yield World(mesh, mode)
 

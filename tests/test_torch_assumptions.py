@@ -474,7 +474,7 @@ def test_the_compiler_says_whether_it_makes_one_graph_and_runs_constants_while_i
 
 
 def test_the_compiler_takes_a_dtensor_and_its_local_tensor_for_one_storage_offset(mesh: DeviceMesh) -> None:
-    """(Slot.give_storage) The slice of a storage is a storage of its own over the same memory."""
+    """(resting.alone) The slice of a storage is a storage of its own over the same memory."""
     buffer = torch.arange(8.0)
     alias = torch.empty(0).set_(buffer.untyped_storage()[16:32], 0, (2, 2), (2, 1))
     parameter: Any = nn.Parameter(sharded(mesh, torch.zeros(2, 2)))
@@ -487,6 +487,25 @@ def test_the_compiler_takes_a_dtensor_and_its_local_tensor_for_one_storage_offse
     assert torch.equal(run(parameter), torch.tensor([[8.0, 10.0], [12.0, 14.0]]))
     buffer[7] = 0.0
     assert alias[1, 1] == 0.0
+
+
+def test_dlpack_puts_a_view_on_a_storage_of_its_own() -> None:
+    """(resting.way_to_be_alone)"""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        buffer = torch.arange(40).to(dtype)
+        view = buffer.as_strided((2, 3, 2), (1, 2, 10), 5)
+        alone = torch._C._from_dlpack(torch._C._to_dlpack(view))
+        assert (alone.stride(), alone.storage_offset(), alone.dtype) == (view.stride(), 0, dtype)
+        assert alone.data_ptr() == view.data_ptr()
+        assert alone.untyped_storage()._cdata != buffer.untyped_storage()._cdata
+        held = weakref.ref(buffer.untyped_storage())  # lives as long as the memory, not as the object in Python
+        expected = view.clone()
+        del buffer, view
+        gc.collect()
+        assert held() is not None
+        assert torch.equal(alone, expected)
+        del alone
+        assert held() is None
 
 
 # -- registrations (members.py) --------------------------------------------------------------------------------------

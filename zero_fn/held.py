@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -58,9 +59,11 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     """
     parameters = [local_of(parameter) for parameter in module.parameters()]
     gradients = [local_of(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
-        parameters += unit.buffers()
+        parameters += [*unit.buffers(), *(slot.flat for slot in unit.slots)]  # with the padding between them
         gradients += [grad for grad in unit.gradients.local if grad is not None]
+        buffers += unit.gradient_memory().held()
     shelves = [shelf for step in {unit.step for unit in units_of(module)} for _, shelf in step.away.shelves()]
     tiers = Counter[str]()
     for shelf in shelves:
@@ -74,7 +77,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
                 tiers[str(tier)] += nbytes
     return Held(
         _nbytes(parameters),
-        _nbytes(gradients),
+        _nbytes(gradients, buffers),
         _nbytes(_states(optimizer)) + streaming,
         sum(shelf.host_nbytes for shelf in shelves),
         dict(tiers),
@@ -89,9 +92,9 @@ def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
                     yield local_of(value)
 
 
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind tensors. Storages may overlap: one may be a range of another."""
-    storages = [t.untyped_storage() for t in tensors if not (t.is_meta or isinstance(t, TierTensor))]
+def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] = ()) -> int:
+    """Bytes of the memory behind tensors, and of buffers. Storages may overlap: one may be a range of another."""
+    storages = [*buffers, *(t.untyped_storage() for t in tensors if not (t.is_meta or isinstance(t, TierTensor)))]
     ranges = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages)
     total = reached = 0
     for start, end in ranges:

@@ -7,8 +7,7 @@ checks what is relied on here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,16 +17,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from zero_fn.mesh import Axis
 
 __all__ = [
+    "alone",
     "is_dense",
     "local_of",
-    "moved",
-    "nothing",
     "on_spec",
     "resting_parameter",
     "resting_spec",
-    "resting_tensor",
     "set_local",
     "spec_on",
+    "way_to_be_alone",
 ]
 
 
@@ -44,33 +42,41 @@ def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dty
     return DTensorSpec(model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
-def resting_tensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor whose local tensor is `local`, without a copy."""
-    # A DTensor takes over the storage offset of its local tensor and then passes for a tensor with a storage of its own,
-    # which deepcopy fails on (2.13). So one that has an offset is made over a tensor at offset 0 and moved.
-    if not local.storage_offset():
-        return on_spec(local, spec)
-    return moved(local, spec, nothing(local.dtype, local.device))
+def alone(view: Tensor) -> Tensor:
+    """The same memory as a tensor on a storage of its own, which begins and ends where this dense view does.
+
+    A DTensor takes over the storage offset of its local tensor, and one that has an offset passes for a tensor with memory
+    of its own: `copy.deepcopy` and `torch.save` look for its bytes and raise (2.13). And whoever pickles or copies a view
+    takes all of its storage along, here those of a unit.
+    """
+    if type(view) is not Tensor:  # simulated, fake or in another tier: it has no storage to cut
+        return view
+    if view.is_meta:
+        return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
+    start, nbytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
+    own = torch.empty(0, dtype=view.dtype, device=view.device)
+    return own.set_(view.untyped_storage()[start : start + nbytes], 0, view.shape, view.stride())
 
 
-def moved(local: Tensor, spec: DTensorSpec, empty: Tensor) -> DTensor:
-    """The same for a tensor at any offset; `empty` is `nothing` of its dtype and device, looked up by the caller."""
-    tensor = DTensor.__new__(DTensor, empty, spec, requires_grad=False)
-    tensor._local_tensor = local
-    return tensor
+def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """`alone` for views of this shape on memory like this, many times over: through DLPack at half the cost, where it knows
+    the dtype and keeps all strides (some versions set those of dims of one element to 1)."""
+    is_kept = all(size > 1 for size in shape) and like.dtype in _IN_DLPACK
+    return _through_dlpack if is_kept and type(like) is Tensor else alone
+
+
+_IN_DLPACK = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+
+
+def _through_dlpack(view: Tensor) -> Tensor:
+    found: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(view))
+    return found
 
 
 def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over a view of memory, for one use."""
+    """A DTensor whose local tensor is `local`, without a copy."""
     # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's frame evaluation: twice the cost.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
-@cache
-def nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor without elements, for `moved`."""
-    with torch.inference_mode(False):
-        return torch.empty(0, dtype=dtype, device=device)
 
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
@@ -78,7 +84,7 @@ def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad:
     if spec is None:
         return nn.Parameter(local, requires_grad=requires_grad)
     # Not `nn.Parameter(...)`, which detaches: DTensor then works out the placements of a detach for every new shape (1 ms).
-    parameter: nn.Parameter = moved(local, spec, local.new_empty(0))  # type: ignore[assignment]
+    parameter: nn.Parameter = on_spec(local, spec)  # type: ignore[assignment]
     parameter._is_param = True  # what makes a tensor of another class a parameter
     parameter.requires_grad_(requires_grad)
     return parameter

@@ -41,7 +41,6 @@ from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
-from zero_fn.saving import give_entries_that_can_be_copied
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
@@ -161,7 +160,6 @@ def _substitute(
     note_members(modules)
     for child in twin.modules():
         check_and_shard_entries(child)
-        give_entries_that_can_be_copied(child)
     refuse_ddp(twin)
     if donate:
         module.__dict__["forward"] = Donated(site)

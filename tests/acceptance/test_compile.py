@@ -138,6 +138,77 @@ def test_g44_a_compiled_forward_and_backward_is_exact(ranks: Ranks) -> None:
         assert found == []
 
 
+def _compiled_optimizer(make: Callable[..., torch.optim.Optimizer], world: World) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = world.build(Tower)
+    optimizer = make(model.parameters())
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    for seed in range(3):
+        model(noise(4, WIDTH, seed=seed)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        step()
+        optimizer.zero_grad()
+    assert _compiled()[0], "nothing was compiled"
+
+
+@pytest.mark.parametrize(("name", "stage"), [("momentum", "zero1"), ("AdamW", "zero3")])
+def test_g44_a_compiled_optimizer_steps_with_the_gradients_of_each_step(ranks: Ranks, name: str, stage: str) -> None:
+    """All steps once took the gradients of the first, silently, where every unit had one parameter; else the first raised."""
+    make: Callable[..., torch.optim.Optimizer] = {
+        "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    }[name]
+
+    def trial(world: World) -> None:
+        _compiled_optimizer(make, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=[stage]):
+        assert found == []
+
+
+class _Sign(torch.optim.Optimizer):
+    """An optimizer that compiles the update of a tensor, as those of torchao do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+        self._update = torch.compile(self._one, backend="aot_eager", fullgraph=True, dynamic=False)
+
+    @staticmethod
+    def _one(parameter: Tensor, grad: Tensor, average: Tensor) -> None:
+        average.lerp_(grad, 0.1)
+        parameter.sub_(average.sign() * 0.01)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    if not state:
+                        state["average"] = torch.zeros_like(parameter)
+                    self._update(parameter.detach(), parameter.grad, state["average"])
+
+
+def test_g44_an_optimizer_that_compiles_its_update_is_exact(ranks: Ranks) -> None:
+    """The compiler raised at shards and gradients that begin inside the memory of their unit."""
+
+    def trial(world: World) -> None:
+        torch._dynamo.reset()
+        model = world.build(Tower)
+        optimizer = _Sign(model.parameters())
+        for seed in range(2):
+            model(noise(4, WIDTH, seed=seed)).square().mean().backward()
+            world.reduce(model)
+            world.note_model(model)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero1", "zero2", "zero3"]):
+        assert found == []
+
+
 def _graphs_of_blocks() -> tuple[int, int]:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

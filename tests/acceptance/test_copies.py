@@ -16,6 +16,7 @@ from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
+from zero_fn.resting import local_of
 
 
 def _train(world: World, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, steps: int = 2) -> None:
@@ -65,6 +66,30 @@ def _part(world: World) -> None:
 def test_g28_a_deep_copy_of_a_part_trains_on_its_own(ranks: Ranks) -> None:
     for found in ranks(2).run(differences, _part):
         assert found == []
+
+
+def _tensors_on_their_own(stage: str) -> None:
+    torch.manual_seed(0)
+    model = STAGES[stage](Tower(), axis())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        for tensor in (parameter.detach(), parameter.grad):
+            file = io.BytesIO()
+            torch.save(tensor, file)
+            assert local_of(tensor).untyped_storage().nbytes() == local_of(tensor).nbytes, name
+            file.seek(0)
+            for twin in (copy.deepcopy(tensor), torch.load(file, weights_only=False)):
+                assert type(twin) is type(tensor), name
+                assert torch.equal(local_of(twin), local_of(tensor)), name
+                local_of(twin).zero_()
+    assert any(bool(parameter.grad.any()) for parameter in model.parameters() if parameter.grad is not None)
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g28_single_parameters_and_gradients_are_copied_and_saved_without_their_unit(ranks: Ranks, stage: str) -> None:
+    """They lie in the memory of a unit: torch raised, or took all of it along into each copy and file."""
+    ranks(2).run(_tensors_on_their_own, stage)
 
 
 def _pickles() -> None:

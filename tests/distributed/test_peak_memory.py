@@ -39,12 +39,15 @@ _resize = torch.UntypedStorage.resize_
 
 
 class Storages(TorchDispatchMode):
-    """Bytes of the storages made, or given memory, inside the block that are alive, now and at most."""
+    """Bytes of the storages made, or given memory, inside the block that are alive, now and at most.
+
+    A storage that is a range of another is no memory of its own.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._alive: dict[int, int] = {}
+        self._alive: dict[int, tuple[int, int]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,12 +76,16 @@ class Storages(TorchDispatchMode):
     def _note(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._alive:
             weakref.finalize(storage, self._drop, storage._cdata)
-        self.now += storage.nbytes() - self._alive.get(storage._cdata, 0)
-        self._alive[storage._cdata] = storage.nbytes()
+        self._drop(storage._cdata)
+        start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+        if not any(first <= start and end <= last for first, last in self._alive.values()):
+            self._alive[storage._cdata] = start, end
+        self.now += end - start if storage._cdata in self._alive else 0
         self.peak = max(self.peak, self.now)
 
     def _drop(self, key: int) -> None:
-        self.now -= self._alive.pop(key, 0)
+        start, end = self._alive.pop(key, (0, 0))
+        self.now -= end - start
 
 
 def _peak(blocks: int, block: type[Block]) -> tuple[float, float]:

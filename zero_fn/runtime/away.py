@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.hierarchy import Links
-from zero_fn.resting import local_of, resting_tensor
+from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -134,5 +134,5 @@ def _take_gradients(unit: Unit) -> list[tuple[Record, dict[int, Tensor]]]:
             local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
         found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
         away = slot.local_view(place)
-        slot.parameter.grad = away if slot.spec is None else resting_tensor(away, slot.spec)
+        slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
     return list(found.items())

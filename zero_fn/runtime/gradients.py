@@ -13,7 +13,7 @@ gradient only if no rank has one, as in a replica.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_fn.collectives import Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
-from zero_fn.resting import local_of, moved, nothing
+from zero_fn.resting import local_of, on_spec, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -164,20 +164,20 @@ class _Range:
         offset, numel: Its range of the buffer, in elements.
         out: First element and number of elements that the reduction of this rank's piece fills.
         resting: Size, stride and offset of the gradient as it rests.
-        empty: A tensor without elements of its dtype and device.
+        alone: Puts it on a storage of its own.
     """
 
-    __slots__ = ("buffer", "empty", "numel", "offset", "out", "resting")
+    __slots__ = ("alone", "buffer", "numel", "offset", "out", "resting")
 
     def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
         self.buffer, self.offset, self.numel = buffer, offset, numel
-        self.empty = nothing(slot.dtype, slot.flat.device)
         start, out_numel = 0, slot.local_numel
         if slot.layout is None:
             start, out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
         elif slot.keeps_whole_gradient:
             start = slot.start
         self.out = offset + start, out_numel
+        self.alone = way_to_be_alone(slot.flat, slot.local_shape)
         self.resting = slot.local_shape, slot.local_stride, offset if slot.layout is None else offset + start
 
 
@@ -186,12 +186,14 @@ class GradientMemory:
 
     Attributes:
         ranges: Where each slot has its gradient.
+        taken: Buffers, weakly; with those that the unit took before others of its parameters were trained.
     """
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[Slot], taken: Sequence[weakref.ref[torch.UntypedStorage]] = ()) -> None:
         self.ranges: dict[Slot, _Range] = {}
         self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
         self._buffers: list[Recurring] = []
+        self.taken = list(taken)
         by_dtype: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
@@ -214,7 +216,14 @@ class GradientMemory:
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
-        return [buffer.take() for buffer in self._buffers]
+        buffers = [buffer.take() for buffer in self._buffers]
+        self.taken = [taken for taken in self.taken if taken() is not None]
+        self.taken += [weakref.ref(buffer.untyped_storage()) for buffer in buffers]
+        return buffers
+
+    def held(self) -> Iterator[torch.UntypedStorage]:
+        """The buffers in which a gradient is still alive: those at rest show each a part of one."""
+        return filter(None, (taken() for taken in self.taken))
 
     @property
     def padding_nbytes(self) -> int:
@@ -309,8 +318,8 @@ class Reduction:
         place = self._memory.ranges.get(slot)
         if place is None:
             return None
-        view = self._buffers[place.buffer].as_strided(*place.resting)
-        return view if slot.spec is None else moved(view, slot.spec, place.empty)
+        grad = place.alone(self._buffers[place.buffer].as_strided(*place.resting))
+        return grad if slot.spec is None else on_spec(grad, slot.spec)
 
 
 def settle(slot: Slot, grad: Tensor) -> None:

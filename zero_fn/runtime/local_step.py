@@ -5,6 +5,10 @@ the shard. So the lists that a torch optimizer collects before its arithmetic (`
 tensors of parameters, gradients and states. These are the same memory; `param_groups`, `state` and `state_dict()` keep
 DTensors.
 
+[Note: not in a graph] While it traces a step the compiler runs `_init_group`, and looks up the tensors of the lists among
+parameters, gradients and states. One that is none of them it takes for a state that stays where it is: the local gradients
+of the first step would be those of every step. So it gets the DTensors.
+
 [Note: momentum of SGD] SGD alone writes its states after the arithmetic, under the parameters of those lists. The first hook
 after its step moves them to the resting parameters, as DTensors, before a hook of the user can look.
 """
@@ -14,6 +18,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.optim import (
     ASGD,
@@ -30,7 +35,7 @@ from torch.optim import (
     Rprop,
 )
 
-from zero_fn.resting import local_of, resting_tensor
+from zero_fn.resting import local_of, on_spec
 
 __all__ = ["steps_locally"]
 
@@ -63,7 +68,9 @@ class _LocalGroups:
         optimizer: Any = self._optimizer()
         found = type(optimizer)._init_group(optimizer, group, parameters, *lists)
         rows = [parameters, *(tensors for tensors in lists if len(tensors) == len(parameters))]
-        if not group["differentiable"] and all(map(_alike, zip(*rows, strict=True))):
+        if TracingContext.try_get() is not None or group["differentiable"]:  # [Note: not in a graph]
+            return found
+        if all(map(_alike, zip(*rows, strict=True))):
             if type(optimizer) is SGD and group["momentum"]:
                 self.replaced.update((id(p), p) for p in parameters if isinstance(p, DTensor))
             for tensors in rows:
@@ -82,7 +89,7 @@ def _restate(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             continue
         state = optimizer.state[parameter]
         if not isinstance(known := state.get("momentum_buffer"), DTensor) or known._local_tensor is not written:
-            state["momentum_buffer"] = resting_tensor(written, parameter._spec)
+            state["momentum_buffer"] = on_spec(written, parameter._spec)
     groups.replaced = {}
 
 

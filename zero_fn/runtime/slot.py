@@ -19,7 +19,7 @@ from zero_fn.grid import Cut, Grid, local_part
 from zero_fn.home import Home, Sharded
 from zero_fn.layout import ShardLayout
 from zero_fn.mesh import Axis
-from zero_fn.resting import local_of, resting_tensor, set_local, spec_on
+from zero_fn.resting import alone, local_of, on_spec, spec_on
 from zero_fn.runtime.registry import note_slot, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 from zero_fn.tiers import Tier, is_away
@@ -306,21 +306,6 @@ class Slot:
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         note_slot(parameter, self)
 
-    def give_storage(self) -> None:
-        """Puts the resting parameter on a storage of its own, which is its range of the one it lies in.
-
-        The compiler takes a DTensor and its local tensor for tensors of one storage offset.
-        """
-        offset = self.local.storage_offset()
-        if offset and isinstance(self.parameter, DTensor):
-            nbytes = self.dtype.itemsize
-            storage = self.local.untyped_storage()[offset * nbytes : (offset + self.local_numel) * nbytes]
-            with torch.inference_mode(False), torch.no_grad():
-                alias = torch.empty(0, dtype=self.dtype, device=self.local.device)
-                alias.set_(storage, 0, self.local_shape, self.local_stride)
-            set_local(self.parameter, alias)
-            self.local = alias
-
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
         registered = self.parameter
@@ -349,7 +334,7 @@ class Slot:
             return  # no DTensor, or moved as a whole
         if not self._is_assigned(registered):
             return
-        registered.data = resting_tensor(self.local, registered._spec)
+        registered.data = on_spec(self.local, registered._spec)
         self._outside = registered.untyped_storage()
         raise PlacementError(
             f"The values assigned to `.data` of {self.fqn!r} are lost.",
@@ -404,6 +389,11 @@ class Slot:
     def local_view(self, flat: Tensor) -> Tensor:
         """What this rank holds at rest, on a flat range in storage order."""
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
+
+    def resting_local(self) -> Tensor:
+        """What this rank holds at rest, on its memory: the local tensor of the parameter to register."""
+        with torch.inference_mode(False), torch.no_grad():
+            return alone(self.local_view(self.flat))
 
     def owned_of_hosted(self, hosted: Tensor) -> Tensor:
         """This rank's elements of its hosted part, flat."""

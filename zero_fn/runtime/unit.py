@@ -156,7 +156,7 @@ class Unit:
         """Lays out the memory at rest, and registers parameters on it. Their values are still to be written."""
         self._lay_out(devices)
         for slot, flag in zip(self.slots, requires_grad, strict=True):
-            parameter = resting_parameter(slot.local_view(slot.flat), slot.spec, requires_grad=flag)
+            parameter = resting_parameter(slot.resting_local(), slot.spec, requires_grad=flag)
             slot.adopt(parameter, slot.flat)
             for place in slot.places:
                 place.register(parameter)
@@ -239,7 +239,7 @@ class Unit:
         with self.in_memory():
             for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
                 if not same_place(local, slot.flat):
-                    view = slot.local_view(slot.flat)
+                    view = slot.resting_local()
                     if local.device.type != "meta":
                         view.copy_(local)
                     parameter = on_other_memory(parameter, view, slot)
@@ -477,7 +477,8 @@ class Unit:
         """The layout of the gradients of the parameters that are trained now."""
         trained = [slot.parameter.requires_grad for slot in self.slots]
         if self._memory is None or self._memory[0] != trained:
-            memory = GradientMemory([slot for slot, flag in zip(self.slots, trained, strict=True) if flag])
+            taken = self._memory[1].taken if self._memory is not None else []
+            memory = GradientMemory([slot for slot, flag in zip(self.slots, trained, strict=True) if flag], taken)
             self._memory = (trained, memory)
         return self._memory[1]
 

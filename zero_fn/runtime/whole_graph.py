@@ -175,8 +175,6 @@ def _begin_graph(key: str) -> None:
     with _handed_through():
         unit.step.prepare_graph()
         unit.in_graph = _plan(unit)
-        for slot in unit.slots:
-            slot.give_storage()
     allow_operations()
 
 

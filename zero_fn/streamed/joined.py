@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from zero_fn.errors import CheckpointError
-from zero_fn.resting import local_of, resting_tensor
+from zero_fn.resting import local_of, on_spec
 from zero_fn.streamed.chunk import Cut, name_of
 
 __all__ = ["join", "pieces_of"]
@@ -53,9 +53,7 @@ def join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: 
                 local.shape, cut.stride if cut.piece.is_whole else local.stride(), dtype=value.dtype
             )
             whole = whole.to(local.device)
-            states[name] = (
-                resting_tensor(whole, _spec(parameter, value.dtype)) if isinstance(parameter, DTensor) else whole
-            )
+            states[name] = on_spec(whole, _spec(parameter, value.dtype)) if isinstance(parameter, DTensor) else whole
         cut.of(local_of(states[name])).copy_(value)
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StateError
-from zero_fn.resting import is_dense, local_of, resting_tensor, set_local
+from zero_fn.resting import is_dense, local_of, on_spec, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -257,12 +257,12 @@ def _is_away(tensor: Tensor) -> bool:
 def _form_only(tensor: Tensor) -> Tensor:
     """A tensor without memory in place of another."""
     if isinstance(tensor, DTensor):
-        return resting_tensor(torch.empty_like(tensor._local_tensor, device="meta"), tensor._spec)
+        return on_spec(torch.empty_like(tensor._local_tensor, device="meta"), tensor._spec)
     return torch.empty_like(tensor, device="meta")
 
 
 def _filled(form: Tensor, values: Tensor) -> Tensor:
-    return resting_tensor(values, form._spec) if isinstance(form, DTensor) else values
+    return on_spec(values, form._spec) if isinstance(form, DTensor) else values
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
