@@ -241,12 +241,21 @@ class MyLamb(Lamb):
     """Known by what it derives from."""
 
 
+class Cautious(torch.optim.SGD):
+    """Known by an option: it scales updates by how many of the whole tensor agree in sign with the gradient."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.param_groups[0]["caution"] = True
+
+
 WHOLE_TENSOR: dict[str, Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]] = {
     "Muon": lambda ps: torch.optim.Muon([p for p in ps if p.ndim == 2], lr=1e-2),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-2),
     "Lamb": lambda ps: Lamb(ps, lr=1e-2),
     "DistributedShampoo": lambda ps: DistributedShampoo(ps, lr=1e-2),
     "MyLamb": lambda ps: MyLamb(ps, lr=1e-2),
+    "Cautious": lambda ps: Cautious(ps, lr=1e-2),
 }
 
 

@@ -909,7 +909,7 @@ BUGS: tuple[Bug, ...] = (
         "whole-tensor-optimizers-accepted",
         "runtime/elementwise.py",
         "optimizers over whole tensors are refused",
-        "    if not looks_at_whole_tensors(type(optimizer)):",
+        "    if not looks_at_whole_tensors(optimizer):",
         "    if True:",
         _ACCEPTANCE + "test_optimizers.py",
     ),

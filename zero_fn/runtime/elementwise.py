@@ -15,15 +15,22 @@ from zero_fn.runtime.registry import slot_of
 __all__ = ["looks_at_whole_tensors", "require_elementwise"]
 
 _WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
-_NAMES = frozenset(
-    {"lars", "soap", "came", "sm3", "kron", "psgd", "apollo", "apolloadamw", "scion", "dion", "spectral"}
-)
+_NAMES = frozenset({
+    "adagc", "adalite", "adamp", "adanorm", "aida", "alice", "apollo", "apolloadamw", "came", "conda", "dash", "dion", "kron",
+    "lars", "lorarite", "mars", "psgd", "racs", "ranger21", "scion", "sgdp", "sm3", "soap", "spectral", "splus",
+    "stableadamw", "stablespam",
+})  # fmt: skip
+_OPTIONS = ("caution", "cautious")
+"""Options of elementwise optimizers that scale an update by the mean of a mask over the whole tensor (arXiv:2411.16085)."""
 
 _known: dict[type, bool] = {}
 
 
-def looks_at_whole_tensors(kind: type) -> bool:
-    """Whether an optimizer class, or one that it derives from, is known to look at whole matrices or tensors."""
+def looks_at_whole_tensors(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is known to look at whole matrices or tensors: by its class, a base of it, or an option."""
+    if any(group.get(option) for group in optimizer.param_groups for option in _OPTIONS):
+        return True
+    kind = type(optimizer)
     known = _known.get(kind)
     if known is None:
         names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
@@ -38,7 +45,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     Raises:
         PlacementError: It does. Nothing was updated.
     """
-    if not looks_at_whole_tensors(type(optimizer)):
+    if not looks_at_whole_tensors(optimizer):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

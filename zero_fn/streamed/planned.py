@@ -183,7 +183,7 @@ class Planner:
         return [found[kind] for kind in kinds]
 
     def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:
-        if looks_at_whole_tensors(type(self.inner)) or not is_dense(local):
+        if looks_at_whole_tensors(self.inner) or not is_dense(local):
             raise PlacementError(
                 f"The states of {name_of(parameter)} do not fit a buffer, and cannot be cut.",
                 optimizer=type(self.inner).__name__,
@@ -192,7 +192,7 @@ class Planner:
             )
 
     def _require_cuttable_away(self, parameter: Tensor) -> None:
-        if looks_at_whole_tensors(type(self.inner)):
+        if looks_at_whole_tensors(self.inner):
             raise PlacementError(
                 f"{name_of(parameter)} rests in another tier in several parcels, and cannot be stepped in pieces.",
                 optimizer=type(self.inner).__name__,
