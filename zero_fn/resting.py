@@ -61,8 +61,8 @@ def alone(view: Tensor) -> Tensor:
 def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
     """`alone` for views of this shape on memory like this, many times over: through DLPack at half the cost, where it knows
     the dtype and keeps all strides (some versions set those of dims of one element to 1)."""
-    is_kept = all(size > 1 for size in shape) and like.dtype in _IN_DLPACK
-    return _through_dlpack if is_kept and type(like) is Tensor else alone
+    is_kept = type(like) is Tensor and like.dtype in _IN_DLPACK and all(size > 1 for size in shape)
+    return _through_dlpack if is_kept else alone
 
 
 _IN_DLPACK = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
