@@ -213,6 +213,23 @@ def test_schedules_drive_a_streamed_optimizer(tmp_path: Path, before: bool) -> N
     assert same(parameters, expected)
 
 
+def test_a_compiled_step_is_run_as_it_is(tmp_path: Path) -> None:
+    """The compiler traced the pipeline of chunks and failed inside it."""
+    torch._dynamo.reset()
+    shapes = [(120, 130), (7, 5)]
+    expected, stock = make("adamw", shapes)
+    parameters, inner = make("adamw", shapes)
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="20KiB")
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(3):
+        for one, other in zip(expected, parameters, strict=True):
+            one.grad = torch.randn(one.shape, generator=torch.Generator().manual_seed(number))
+            other.grad = one.grad.clone()
+        stock.step()
+        step()
+    assert same(expected, parameters)
+
+
 def test_a_group_that_is_added_is_streamed(tmp_path: Path) -> None:
     def trained(stream: bool) -> tuple[Any, ...]:
         parameters, optimizer = make("adamw", [(30, 40)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -135,6 +136,37 @@ def _compiled_step(world: World) -> None:
 
 def test_g44_a_compiled_forward_and_backward_is_exact(ranks: Ranks) -> None:
     for found in ranks(2, deadline_s=120).run(differences, _compiled_step, stages=["zero2"]):
+        assert found == []
+
+
+def _compiled_blocks(world: World) -> None:
+    """The user compiles a function that accumulates, and one that edits whole parameters."""
+    torch._dynamo.reset()
+    model = world.build(Tower)
+
+    def backwards(*micros: Tensor) -> None:
+        with world.accumulate(model):
+            for micro in micros:
+                model(micro).square().mean().backward()
+
+    def halve() -> None:
+        with nullcontext() if world.is_replica else zf.unsharded(model, writeback=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+    if not world.is_replica:
+        backwards, halve = torch.compile(backwards, backend="eager"), torch.compile(halve, backend="eager")
+    for step in range(2):
+        backwards(noise(4, WIDTH, seed=2 * step), noise(4, WIDTH, seed=2 * step + 1))
+        world.reduce(model)
+        world.note_model(model)
+        halve()
+        model.zero_grad()
+
+
+def test_g44_blocks_in_compiled_functions_are_run_as_they_are(ranks: Ranks) -> None:
+    """The compiler traced the reduction at the end of a block: an error on one rank, a wait on the other."""
+    for found in ranks(2, deadline_s=120).run(differences, _compiled_blocks, stages=["zero2", "zero3"]):
         assert found == []
 
 

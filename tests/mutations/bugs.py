@@ -1238,6 +1238,22 @@ BUGS: tuple[Bug, ...] = (
         "tests/acceptance/test_compile.py",
     ),
     Bug(
+        "streamed-step-compiled",
+        "streamed/optimizer.py",
+        "that the compiler leaves the step of a streamed optimizer alone",
+        "    @uncompiled  # [Note: what is compiled]\n",
+        "",
+        "tests/test_streamed.py",
+    ),
+    Bug(
+        "accumulate-compiled",
+        "transforms/accumulate.py",
+        "that the compiler leaves the end of a block alone",
+        "@uncompiled\n",
+        "",
+        "tests/acceptance/test_compile.py",
+    ),
+    Bug(
         "gradients-with-an-offset",
         "runtime/gradients.py",
         "that gradients can be copied, saved and compiled",

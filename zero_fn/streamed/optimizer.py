@@ -23,6 +23,7 @@ from zero_fn.errors import PlacementError, StateError, TierError
 from zero_fn.resting import local_of
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -197,6 +198,7 @@ class Streamed(Optimizer):
         self._begin()
 
     @torch.no_grad()
+    @uncompiled  # [Note: what is compiled]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step of the optimizer inside, chunk by chunk.
 

@@ -10,12 +10,14 @@ from torch import nn
 from zero_fn.errors import StateError
 from zero_fn.runtime.entry import steps_of
 from zero_fn.runtime.step import Step
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
 
 __all__ = ["accumulate"]
 
 
 @contextmanager
+@uncompiled
 def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     """Sums the gradients of several backwards on each rank and reduces them once, when the block ends.
 

@@ -13,6 +13,7 @@ from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.same_values import agree_on_values
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.wholes import register_resting, register_wholes
 
@@ -20,6 +21,7 @@ __all__ = ["refresh", "unsharded"]
 
 
 @contextmanager
+@uncompiled
 def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     """Makes the parameters of modules whole, plain tensors inside the block.
 
