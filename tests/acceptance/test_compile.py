@@ -142,31 +142,35 @@ def test_g44_a_compiled_forward_and_backward_is_exact(ranks: Ranks) -> None:
 def _compiled_blocks(world: World) -> None:
     """The user compiles a function that accumulates, and one that edits whole parameters."""
     torch._dynamo.reset()
+    is_replica = world.is_replica
     model = world.build(Tower)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    def backwards(*micros: Tensor) -> None:
-        with world.accumulate(model):
-            for micro in micros:
-                model(micro).square().mean().backward()
+    def backwards(one: Tensor, other: Tensor) -> None:
+        with nullcontext() if is_replica else zf.accumulate(model):  # a loop would make the compiler give up
+            model(one).square().mean().backward()
+            model(other).square().mean().backward()
 
     def halve() -> None:
-        with nullcontext() if world.is_replica else zf.unsharded(model, writeback=True), torch.no_grad():
+        with nullcontext() if is_replica else zf.unsharded(model, writeback=True), torch.no_grad():
             for parameter in model.parameters():
                 parameter.mul_(0.5)
 
-    if not world.is_replica:
+    if not is_replica:
         backwards, halve = torch.compile(backwards, backend="eager"), torch.compile(halve, backend="eager")
-    for step in range(2):
+    for step in range(3):
         backwards(noise(4, WIDTH, seed=2 * step), noise(4, WIDTH, seed=2 * step + 1))
         world.reduce(model)
         world.note_model(model)
-        halve()
-        model.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
+    halve()
+    world.note_model(model)
 
 
 def test_g44_blocks_in_compiled_functions_are_run_as_they_are(ranks: Ranks) -> None:
-    """The compiler traced the reduction at the end of a block: an error on one rank, a wait on the other."""
-    for found in ranks(2, deadline_s=120).run(differences, _compiled_blocks, stages=["zero2", "zero3"]):
+    """The compiler traced the reduction at the end of a block, and sometimes failed there on one rank."""
+    for found in ranks(2, deadline_s=120).run(differences, _compiled_blocks, stages=["zero1", "zero2"]):
         assert found == []
 
 

@@ -1246,14 +1246,6 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_streamed.py",
     ),
     Bug(
-        "accumulate-compiled",
-        "transforms/accumulate.py",
-        "that the compiler leaves the end of a block alone",
-        "@uncompiled\n",
-        "",
-        "tests/acceptance/test_compile.py",
-    ),
-    Bug(
         "gradients-with-an-offset",
         "runtime/gradients.py",
         "that gradients can be copied, saved and compiled",
