@@ -214,7 +214,7 @@ def test_schedules_drive_a_streamed_optimizer(tmp_path: Path, before: bool) -> N
 
 
 def test_a_compiled_step_is_run_as_it_is(tmp_path: Path) -> None:
-    """The compiler traced the pipeline of chunks and failed inside it."""
+    """The compiler traced the pipeline of chunks: values were wrong, or it failed inside."""
     torch._dynamo.reset()
     shapes = [(120, 130), (7, 5)]
     expected, stock = make("adamw", shapes)

@@ -43,7 +43,7 @@ def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dty
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor on a storage of its own, which begins and ends where this dense view does.
+    """The same memory as a tensor on a storage of its own, which begins and ends where this view does.
 
     A DTensor takes over the storage offset of its local tensor, and one that has an offset passes for a tensor with memory
     of its own: `copy.deepcopy` and `torch.save` look for its bytes and raise (2.13). And whoever pickles or copies a view
@@ -53,9 +53,11 @@ def alone(view: Tensor) -> Tensor:
         return view
     if view.is_meta:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
-    start, nbytes = view.storage_offset() * view.itemsize, view.numel() * view.itemsize
+    spanned = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
+    start, stop = view.storage_offset(), view.storage_offset() + (spanned if view.numel() else 0)
     own = torch.empty(0, dtype=view.dtype, device=view.device)
-    return own.set_(view.untyped_storage()[start : start + nbytes], 0, view.shape, view.stride())
+    storage = view.untyped_storage()[start * view.itemsize : stop * view.itemsize]
+    return own.set_(storage, 0, view.shape, view.stride())
 
 
 def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:

@@ -315,9 +315,11 @@ def test_g30_ranks_that_load_different_tensors_get_the_same_error(ranks: Ranks) 
 def _assigned(world: World) -> None:
     model = world.build(Tower)
     model.load_state_dict(_whole(), assign=True)
+    twin = copy.deepcopy(model)  # raised where this rank's part begins inside the tensor that was loaded
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for step in range(2):
         world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+    world.note_model(twin, copy.deepcopy(model))
 
 
 def test_g30_assign_takes_whole_tensors_too(ranks: Ranks) -> None:
