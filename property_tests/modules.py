@@ -195,14 +195,20 @@ class _Normed(nn.Module):
 
 
 class _Weighted(nn.Module):
-    """The older `weight_norm`, by a hook: torch itself cannot copy such a module once it ran."""
-
-    def __init__(self, width: int, size: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.utils.weight_norm(nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
+
+
+def _weighted(width: int, size: int) -> nn.Module:
+    """The older `weight_norm`, by a hook, of a layer inside a unit, or of one that may be a unit.
+
+    Torch itself cannot copy such a module once it ran.
+    """
+    return _Weighted(width) if size % 2 else nn.utils.weight_norm(nn.Linear(width, width))
 
 
 class _Odd(nn.Module):
@@ -288,7 +294,7 @@ KINDS: dict[str, Any] = {
     "routed": _Routed,
     "mixed": _Mixed,
     "normed": _Normed,
-    "weighted": _Weighted,
+    "weighted": _weighted,
     "odd": _Odd,
     "drifting": _Drifting,
     "dropped": _Dropped,

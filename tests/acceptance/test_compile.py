@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -26,6 +27,16 @@ class Recomputed(Tower):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         return self.leave(x)
+
+
+class Hooked(Tower):
+    """The weight of one block is computed by a hook before its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.blocks[1] = nn.utils.weight_norm(nn.Linear(7, 7))
 
 
 def _compile_blocks(model: Any, backend: str) -> Any:
@@ -100,6 +111,14 @@ def test_g44_a_compiled_model_trains_as_replicas(ranks: Ranks, stage: str) -> No
 def test_g44_transforms_and_compilation_commute(ranks: Ranks, order: str) -> None:
     def trial(world: World) -> None:
         _train(order, "eager", Tower, world)
+
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
+        assert found == []
+
+
+def test_g44_weights_that_hooks_compute_are_those_of_replicas(ranks: Ranks) -> None:
+    def trial(world: World) -> None:
+        _train("the whole, after", "eager", Hooked, world)
 
     for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero3"]):
         assert found == []

@@ -7,6 +7,7 @@ for a hook that is linear the two orders are one, and exactly one if it scales b
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
+from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.acceptance.models import Stack
@@ -194,6 +197,66 @@ def test_g23_hooks_of_modules_fire_as_in_replicas(ranks: Ranks, n: int) -> None:
         return seen
 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
+
+
+class Reparametrized(nn.Module):
+    """Layers that are units, and whose weights are computed by hooks before their forward: old GANs, pruned models."""
+
+    def __init__(self, wrap: str = "") -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.layers = nn.ModuleList(
+                [
+                    nn.utils.spectral_norm(nn.Linear(6, 9)),
+                    nn.utils.weight_norm(nn.Linear(9, 9)),
+                    prune.random_unstructured(nn.Linear(9, 9), "weight", 0.4),
+                    nn.utils.weight_norm(nn.Linear(9, 3)),
+                ]
+            )
+        if wrap != "reentrant":  # which reduces the gradient of each use by itself, so the sum has another order
+            self.layers[2].bias = self.layers[0].bias  # of the root: called alone, these layers enter two units
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(checkpoint(layer, x, use_reentrant=self.wrap == "reentrant") if self.wrap else layer(x))
+        return x
+
+
+@pytest.mark.parametrize("wrap", ["", "checkpoint", "reentrant"])
+def test_g23_hooks_before_a_forward_may_compute_weights(ranks: Ranks, wrap: str) -> None:
+    def program(model: Any, run: Run, number: int) -> object:
+        x = noise(4, 6, seed=number).requires_grad_()
+        output = model(x)
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True) if not wrap else (x,)
+        run.backward(output.square().mean() + slope.square().sum())
+        with torch.no_grad():
+            first, second, third, _ = model.layers
+            return model(x), third(second(first(x)))
+
+    assert ranks(2).run(differences, lambda: Reparametrized(wrap), program) == [[]] * 2
+
+
+def test_g23_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(ranks: Ranks) -> None:
+    def refuse(_module: nn.Module, _args: object) -> None:
+        raise InterruptedError
+
+    def fail(model: Any, number: int) -> None:
+        layer = model.layers[number]
+        handle = layer.register_forward_pre_hook(refuse)
+        with pytest.raises(InterruptedError):
+            model(noise(4, 6, seed=number))
+        handle.remove()
+        for name, parameter in layer._parameters.items():
+            assert getattr(layer, name) is parameter, f"another tensor stands under {name}"
+
+    def program(model: Any, run: Run, number: int) -> object:
+        fail(model, number % 3)
+        run.backward(model(noise(4, 6, seed=number)).square().mean())
+        fail(model, 2)  # the next forward comes after a step
+
+    assert ranks(2).run(differences, Reparametrized, program) == [[]] * 2
 
 
 def test_g23_a_transformed_model_can_be_transformed_with_its_hooks(ranks: Ranks) -> None:

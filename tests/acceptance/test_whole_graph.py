@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -28,7 +29,10 @@ from zero_fn.runtime.whole_graph import begin_region, end_region
 
 
 class Awkward(nn.Module):
-    """A tie, a parameter that nobody uses, a scalar, a frozen one, one that lies transposed; rows that do not divide."""
+    """A tie, a parameter that nobody uses, a scalar, a frozen one, one that lies transposed; rows that do not divide.
+
+    The weight of one unit is computed by a hook before its forward.
+    """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -40,6 +44,9 @@ class Awkward(nn.Module):
         self.head = nn.Linear(6, 5)
         self.head.weight = self.embedding.weight
         self.blocks[0][2].weight.requires_grad_(False)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            nn.utils.weight_norm(self.blocks[1][0])
 
     def forward(self, x: Tensor) -> Tensor:
         x = x[:, :5] @ self.embedding.weight

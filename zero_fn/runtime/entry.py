@@ -4,6 +4,10 @@ An `Entry` stands in the instance under the name `forward`, or under that of ano
 unit has one, and so does every other module that holds a parameter of it: called alone it enters the unit itself, called
 inside the unit it steps aside. So any module of a transformed model may be called directly.
 
+[Note: hooks before a forward] torch calls them before `forward`, and the old `spectral_norm`, `weight_norm` and pruning
+compute a weight there. So where a module has such hooks when it is transformed, one more stands before them: it enters the
+unit, and the entry goes on from there. One that is called even if another hook raises leaves the unit then.
+
 [Note: hidden entries] While a unit runs, entries below its anchor are taken out of their modules: they would do nothing,
 and `torch.compile` would see another one in every block and compile each block anew.
 """
@@ -23,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.access import explained, is_about_shards
-from zero_fn.runtime.changes import require_untouched_casts
+from zero_fn.runtime.changes import Probe, require_untouched_casts
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.step import Step
@@ -31,6 +35,7 @@ from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, traced_inside, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_graph import (
+    Shown,
     is_in_whole_graph,
     is_wanted_whole,
     show_resting,
@@ -50,6 +55,26 @@ _EXPORT = (
 
 class NoCodeError(StateError, AttributeError):
     """So that whoever only asks whether there is code is answered no."""
+
+
+class _Begun:
+    """A forward that entered its unit.
+
+    Attributes:
+        use: What the unit was entered for.
+        hidden: Entries inside that were taken out. [Note: hidden entries]
+        tensors: The whole parameters.
+        is_watched: Whether changes of `tensors` are kept.
+        probe: What finds such changes.
+    """
+
+    __slots__ = ("hidden", "is_watched", "probe", "tensors", "use")
+
+    def __init__(self, use: UnitUse, hidden: list[tuple[dict[str, Any], Entry]]) -> None:
+        self.use, self.hidden = use, hidden
+        self.tensors: list[Tensor] = []
+        self.is_watched = False
+        self.probe: Probe | None = None
 
 
 class Entry:
@@ -78,7 +103,11 @@ class Entry:
         self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._graph: Callable[..., Any] | None = None
+        self._begun: _Begun | None = None  # by a hook, and not yet taken over
+        self._shown: Shown | None = None  # the same in one graph
         module.__dict__[attribute] = self
+        if attribute == "forward" and module._forward_pre_hooks:
+            _enter_before_hooks(module)
         self._is_hidden = is_inner and self.own is None
         if self._is_hidden:
             unit.inner.append(weakref.ref(module))
@@ -140,18 +169,13 @@ class Entry:
                 why="the trace would hold gathered parameters as constants",
                 fix=_EXPORT,
             )
-        if unit.open or unit.step.is_recomputing(unit, self):
-            return self.__wrapped__(*args, **kwargs)
-        use = called_outside(unit.step.enter, unit, self)
-        hidden = _hide(unit)
+        begun, self._begun = self._begun, None
+        if begun is None:
+            if unit.open or unit.step.is_recomputing(unit, self):
+                return self.__wrapped__(*args, **kwargs)
+            begun = self._begin()
         failed = True
-        watched: list[Tensor] | None = None
         try:
-            tensors = gather(use)
-            unit.shadow(tensors)
-            probe = None
-            if unit.gathered is not None and not is_transforming():
-                watched, probe = tensors, unit.changes.probe(unit)
             if self.input_dtype is not None:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
             has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
@@ -163,22 +187,67 @@ class Entry:
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
             if has_backward:
-                _watch(output, use)
-            elif use.node is not None:
-                use.has_graph = True
-            if probe is not None:
-                probe.check(tensors)
+                _watch(output, begun.use)
+            elif begun.use.node is not None:
+                begun.use.has_graph = True
+            if begun.probe is not None:
+                begun.probe.check(begun.tensors)
             failed = False
         except RuntimeError as error:
             if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
                 raise  # under tensor parallelism torch's own words fit: activations are DTensors too
             raise explained(error, unit.name) from error  # a variable of this frame would make a cycle
         finally:
-            unit.unshadow()
-            for names, entry in hidden:
-                names["forward"] = entry
-            _leave(use, watched, failed=failed)
+            self._end(begun, failed=failed)
         return output
+
+    @left_alone
+    def _begin(self) -> _Begun:
+        """Enters the unit: its whole parameters stand under their names until `_end`."""
+        unit = self.unit
+        begun = _Begun(called_outside(unit.step.enter, unit, self), _hide(unit))
+        try:
+            begun.tensors = gather(begun.use)
+            unit.shadow(begun.tensors)
+            if unit.gathered is not None and not is_transforming():
+                begun.is_watched, begun.probe = True, unit.changes.probe(unit)
+        except BaseException:
+            self._end(begun, failed=True)
+            raise
+        return begun
+
+    @left_alone
+    def _end(self, begun: _Begun, *, failed: bool) -> None:
+        self.unit.unshadow()
+        for names, entry in begun.hidden:
+            names["forward"] = entry
+        _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
+
+    @traced_inside
+    def begin_before_hooks(self) -> None:
+        """Enters the unit where the forward is about to. [Note: hooks before a forward]"""
+        if not torch.compiler.is_compiling() or not is_in_whole_graph():
+            self._begin_before_hooks()
+        elif not self.unit.open:
+            self._shown = show_whole(self.unit)
+            self.unit.open += 1
+
+    @left_alone
+    def _begin_before_hooks(self) -> None:
+        unit = self.unit
+        if unit.leaves is None and not unit.open and not unit.step.is_recomputing(unit, self):
+            self._begun = self._begin()
+
+    @traced_inside
+    def end_after_hooks(self) -> None:
+        """Leaves the unit if a hook raised before the forward."""
+        if self._begun is not None:
+            self._end_before_forward(self._begun)
+
+    @left_alone
+    def _end_before_forward(self, begun: _Begun) -> None:
+        self._begun = None
+        self._end(begun, failed=True)
 
     @left_alone
     def _call_with_leaves(self, *args: Any, **kwargs: Any) -> Any:
@@ -202,10 +271,12 @@ class Entry:
     def _trace(self, *args: Any, **kwargs: Any) -> Any:
         """The forward as a part of one graph. (whole_graph.py)"""
         unit = self.unit
-        if unit.open:
-            return self._own(*args, **kwargs)
-        shown = show_whole(unit)
-        unit.open += 1
+        shown, self._shown = self._shown, None
+        if shown is None:
+            if unit.open:
+                return self._own(*args, **kwargs)
+            shown = show_whole(unit)
+            unit.open += 1
         try:
             if self.input_dtype is not None:
                 args, kwargs = _cast_floating((args, kwargs), self.input_dtype)
@@ -230,7 +301,7 @@ class Entry:
         twin.attribute = self.attribute
         twin.own = copy.deepcopy(self.own, memo)
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._graph = None
+        twin._graph, twin._begun, twin._shown = None, None, None
         twin.unit = copy.deepcopy(self.unit, memo)
         twin._is_hidden = self._is_hidden
         if twin._is_hidden:
@@ -243,6 +314,29 @@ class Entry:
             "A transformed module cannot be pickled: it belongs to the ranks of a process group.",
             fix="save its state_dict() (torch.distributed.checkpoint), and transform a fresh module after loading",
         )
+
+
+def _enter_before_hooks(module: nn.Module) -> None:
+    """[Note: hooks before a forward]"""
+    if _before_hooks not in module._forward_pre_hooks.values():  # an earlier transform put them there
+        module.register_forward_pre_hook(_before_hooks, prepend=True)
+        module.register_forward_hook(_after_hooks, always_call=True)
+
+
+@traced_inside
+def _before_hooks(module: nn.Module, _args: object) -> None:
+    entry = module.__dict__.get("forward")
+    while isinstance(entry, Entry):
+        entry.begin_before_hooks()
+        entry = entry.own
+
+
+@traced_inside
+def _after_hooks(module: nn.Module, _args: object, _output: object) -> None:
+    entry = module.__dict__.get("forward")
+    while isinstance(entry, Entry):
+        entry.end_after_hooks()
+        entry = entry.own
 
 
 @uncompiled

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Plan",
+    "Shown",
     "begin_region",
     "end_region",
     "is_in_whole_graph",
