@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from zero_fn.mesh import Axis
 
@@ -21,6 +22,7 @@ __all__ = [
     "is_dense",
     "local_of",
     "on_spec",
+    "part_of",
     "resting_parameter",
     "resting_spec",
     "set_local",
@@ -95,6 +97,23 @@ def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad:
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of this rank behind a resting parameter or gradient, outside autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def part_of(whole: Tensor, tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
+    """What this rank holds of a tensor, out of a tensor that lies in full on some axes of its mesh.
+
+    Args:
+        whole: The local tensor there.
+        tensor: Says how it is cut.
+        placements: Of `whole`; None if it is in full on all axes.
+    """
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if placements is not None:
+        _, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
+        offset = tuple(own - of_whole for own, of_whole in zip(offset, first, strict=True))
+    for dim, (numel, start) in enumerate(zip(shape, offset, strict=True)):
+        whole = whole.narrow(dim, start, numel)
+    return whole
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

@@ -31,6 +31,7 @@ from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import note_members, watch_registrations
+from zero_fn.runtime.mixed_losses import allow_mixed_losses
 from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.partial_values import read_values_whole
@@ -41,6 +42,8 @@ from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.whole_edits import edit_wholes
+from zero_fn.runtime.whole_views import write_through_views
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
@@ -126,6 +129,9 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         read_values_whole(grid.mesh)
+        write_through_views(grid.mesh)
+        edit_wholes()
+        allow_mixed_losses(grid.mesh)
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))

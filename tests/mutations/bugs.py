@@ -1269,4 +1269,28 @@ BUGS: tuple[Bug, ...] = (
         "            pass",
         "tests/acceptance/test_hooks.py",
     ),
+    Bug(
+        "writes-into-views-lost",
+        "runtime/whole_views.py",
+        "that what is written into a view across shards arrives",
+        "                view.origin.put(view.plain)",
+        "                pass",
+        "tests/composition/test_whole_views.py",
+    ),
+    Bug(
+        "stale-view-written",
+        "runtime/whole_views.py",
+        "that a view of before a change is refused",
+        "                view.origin.require_current(view.plain)",
+        "                pass",
+        "tests/composition/test_whole_views.py",
+    ),
+    Bug(
+        "other-rows-edited",
+        "runtime/whole_edits.py",
+        "that ranks which edit other rows are told",
+        "    _require_same(tensor, (others, kwargs), operation)\n",
+        "",
+        "tests/composition/test_whole_views.py",
+    ),
 )

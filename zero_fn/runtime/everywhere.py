@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zero_fn.agreement import agree
 from zero_fn.collectives import transport
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
 from zero_fn.guarded import Guarded
@@ -20,7 +21,7 @@ from zero_fn.runtime.registry import slot_of
 F = TypeVar("F", bound=Exception)
 R = TypeVar("R")
 
-__all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "tell"]
+__all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "same_along", "tell"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
@@ -107,11 +108,41 @@ def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what
     return done[0]
 
 
-def _told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
-    """The failure of this rank, or one that tells of that of another along these axes; None if all went well."""
+def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
+    """Raises on every rank of a mesh if a rank has other rows.
+
+    Communicates 16 bytes to each peer, along one axis after the other, and the rows if they differ; waits.
+
+    Raises:
+        DisagreementError: Names two ranks and the first row that differs.
+    """
+    links = _links_along(mesh, range(mesh.ndim), what)
+    try:
+        for _, link in links:
+            agree(
+                link,
+                what,
+                rows,
+                device=torch.device(mesh.device_type),
+                why="each would edit its shard in another way",
+                fix=fix,
+            )
+    except (LostRankError, DisagreementError):
+        for _, link in links:
+            link.give_up()
+        raise
+
+
+def _links_along(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[tuple[Axis, Guarded]]:
+    """What ranks along these axes exchange through."""
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
-    links = [(axis, Guarded(transport(axis), axis)) for axis in axes if axis.size > 1]
+    return [(axis, Guarded(transport(axis), axis)) for axis in axes if axis.size > 1]
+
+
+def _told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
+    """The failure of this rank, or one that tells of that of another along these axes; None if all went well."""
+    links = _links_along(mesh, dims, what)
     found: F | StorageError | None = failure
     try:
         for axis, link in links:

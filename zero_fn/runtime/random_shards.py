@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from zero_fn.resting import local_of, spec_on
+from zero_fn.resting import local_of, part_of, spec_on
 from zero_fn.runtime.dtensor_operations import around
 
 __all__ = ["draw_shards_from_wholes"]
@@ -58,7 +57,7 @@ def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str
         return draw(*args, **kwargs)
     whole = _whole_of(tensor)
     draw(whole, *others, **kwargs)
-    local_of(tensor).copy_(_own(whole, tensor))
+    local_of(tensor).copy_(part_of(whole, tensor))
     return tensor
 
 
@@ -74,13 +73,13 @@ def _decided(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     if not _is_on_cpu(probabilities):
         return draw(*args, **kwargs)
     whole = _whole_of(probabilities).zero_()  # elsewhere any: each element takes as much from the generator
-    _own(whole, probabilities).copy_(local_of(probabilities))
+    part_of(whole, probabilities).copy_(local_of(probabilities))
     return _part_of(draw(whole, *others, **kwargs), probabilities)
 
 
 def _part_of(whole: Tensor, tensor: DTensor) -> DTensor:
     """What this rank keeps of a new whole tensor, placed as another one."""
-    own = _own(whole, tensor).clone(memory_format=torch.preserve_format)
+    own = part_of(whole, tensor).clone(memory_format=torch.preserve_format)
     return DTensor(own, spec_on(tensor._spec, whole.shape, whole.stride(), whole.dtype), requires_grad=False)  # type: ignore[no-untyped-call]
 
 
@@ -94,11 +93,3 @@ def _is_on_cpu(tensor: Tensor) -> bool:
 def _whole_of(tensor: DTensor) -> Tensor:
     """Room for the whole tensor, in the order of memory it has without a transform: that is the order of drawing."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-
-
-def _own(whole: Tensor, tensor: DTensor) -> Tensor:
-    """This rank's part."""
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    for dim, (numel, start) in enumerate(zip(shape, offset, strict=True)):
-        whole = whole.narrow(dim, start, numel)
-    return whole

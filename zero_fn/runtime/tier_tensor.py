@@ -27,7 +27,7 @@ from zero_fn.errors import StateError
 if TYPE_CHECKING:
     from zero_fn.runtime.record import Record
 
-__all__ = ["TierTensor", "in_memory", "same_place"]
+__all__ = ["TierTensor", "in_memory", "same_place", "written_by"]
 
 _aten = torch.ops.aten
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -180,7 +180,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on values that are fetched, and puts back those that it writes."""
     leaves, spec = tree_flatten((args, kwargs))
-    written = _written(func, args, kwargs)
+    written = written_by(func, args, kwargs)
     opened: list[tuple[TierTensor, Any]] = []
     values: dict[int, Tensor] = {}
     try:
@@ -207,7 +207,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             entry.close()
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     """The ids of the tensors that an operation writes into."""
     found: set[int] = set()
     for i, argument in enumerate(func._schema.arguments):
