@@ -30,6 +30,7 @@ from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
+from zero_fn.runtime.mean_losses import take_means_over_wholes
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.mixed_losses import allow_mixed_losses
 from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
@@ -132,6 +133,7 @@ def _substitute(
         write_through_views(grid.mesh)
         edit_wholes()
         allow_mixed_losses(grid.mesh)
+        take_means_over_wholes(grid.mesh)
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))

@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import zero_fn as zf
 from tests.acceptance.models import Stack
 from tests.acceptance.oracle import Run, differences, noise
 from tests.composition.grids import composed, loss_of
 from tests.profiles import SIZES
-from tests.ranks import Ranks
+from tests.ranks import Ranks, axis
 from tests.wholes import full
 
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
@@ -59,6 +60,51 @@ def test_a_penalty_in_a_block_of_accumulate_is_added(ranks: Ranks) -> None:
             penalty.backward()
 
     assert ranks(2).run(differences, Stack, program) == [[]] * 2
+
+
+ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": F.mse_loss,
+    "smooth l1": F.smooth_l1_loss,
+    "huber": F.huber_loss,
+    "soft margin": lambda p, anchor: F.soft_margin_loss(p, anchor.sign()),
+    "binary cross entropy": lambda p, anchor: F.binary_cross_entropy(p.sigmoid(), anchor.sigmoid()),
+    "with logits": lambda p, anchor: F.binary_cross_entropy_with_logits(p, anchor.sigmoid()),
+    "a sum": lambda p, anchor: F.mse_loss(p, anchor, reduction="sum"),
+    "norms of columns": lambda p, anchor: (p - anchor).norm(dim=0).sum(),
+    "norms stacked": lambda p, anchor: torch.stack([p.norm(dim=0), anchor.norm(dim=0)]).sum(),
+    "the largest": lambda p, anchor: (p - anchor).norm(torch.inf),
+    "some are large": lambda p, anchor: p.sum() * ((p > 0.3).any(0) * 2).sum(),
+}
+
+
+def _anchored(rows: int, composition: str) -> list[str]:
+    """Penalties that are not those of the plain tensors, or whose gradients are not."""
+    wrong = []
+    for name, penalty in ANCHORED.items():
+        torch.manual_seed(0)
+        plain = nn.Linear(6, rows, bias=False)
+        weight: Any = getattr(zf, composition)(plain, axis()).weight
+        with torch.no_grad():
+            anchor = torch.randn_like(weight)
+            whole = full(anchor)
+        value, expected = penalty(weight, anchor), penalty(plain.weight, whole)
+        value.backward()  # type: ignore[no-untyped-call]
+        expected.backward()  # type: ignore[no-untyped-call]
+        for of, one, other in (
+            ("value", full(value.detach()), expected),
+            ("gradient", full(weight.grad), plain.weight.grad),
+        ):
+            assert other is not None
+            if not bool(((one - other).abs() <= 1e-6 * other.abs().sum()).all()):  # other orders of at most 42 terms
+                wrong.append(f"{of} of {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("composition", ["zero1", "zero3"])
+def test_penalties_over_shards_are_those_of_whole_tensors(ranks: Ranks, rows: int, composition: str) -> None:
+    """DTensor divides the gradient of a mean by the elements of a shard, and adds up norms of shards."""
+    assert ranks(2).run(_anchored, rows, composition) == [[]] * 2
 
 
 def _gradients(composition: str, *, together: bool) -> list[Tensor]:

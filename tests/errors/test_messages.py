@@ -20,6 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -956,6 +957,20 @@ def view_of_a_tensor_in_a_tier() -> None:
     next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).data.view(torch.int32)
 
 
+def view_across_shards_of_before_a_change() -> None:
+    with pretended(2) as mesh, torch.no_grad():
+        weight = zf.shard_params(nn.Linear(4, 4), mesh).weight
+        rows = weight[1:3]
+        weight.add_(1)
+        rows.zero_()
+
+
+def view_across_shards_as_another_dtype() -> None:
+    with pretended(2) as mesh, torch.no_grad():
+        rows: Any = zf.shard_params(nn.Linear(4, 4), mesh).weight[1:3]
+        rows.to_local().view(torch.int32).zero_()
+
+
 def streamed_without_a_tier() -> None:
     zf.streamed(torch.optim.AdamW(Model().parameters()))
 
@@ -1096,6 +1111,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
+        view_across_shards_of_before_a_change, view_across_shards_as_another_dtype,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
@@ -1175,9 +1191,15 @@ def edits_differ() -> None:
         model.bias.fill_(float(dist.get_rank()))
 
 
-@pytest.mark.parametrize(
-    "mistake", [layouts_differ, initial_values_differ, buffers_differ, edits_differ], ids=lambda m: m.__name__
-)
+def edited_rows_differ() -> None:
+    with torch.no_grad():
+        zf.shard_params(nn.Linear(4, 4, bias=False), axis()).weight[torch.tensor([1, 1 + dist.get_rank()])] = 0.0
+
+
+DISAGREEMENTS = (layouts_differ, initial_values_differ, buffers_differ, edits_differ, edited_rows_differ)
+
+
+@pytest.mark.parametrize("mistake", DISAGREEMENTS, ids=lambda m: m.__name__)
 def test_disagreement_of_ranks_is_the_snapshot(ranks: Ranks, mistake: Callable[[], None]) -> None:
     def messages() -> DisagreementError:
         try:
@@ -1225,7 +1247,7 @@ def test_every_error_has_a_snapshot() -> None:
 
 def test_every_snapshot_has_a_case() -> None:
     cases = {mistake.__name__ for mistakes in CASES.values() for mistake in mistakes}
-    cases |= {"layouts_differ", "initial_values_differ", "buffers_differ", "edits_differ"}
+    cases |= {mistake.__name__ for mistake in DISAGREEMENTS}
     assert {path.stem for path in SNAPSHOTS.glob("*.txt")} <= cases or is_writing()
 
 

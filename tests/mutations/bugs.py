@@ -1293,4 +1293,28 @@ BUGS: tuple[Bug, ...] = (
         "",
         "tests/composition/test_whole_views.py",
     ),
+    Bug(
+        "means-over-shards",
+        "runtime/mean_losses.py",
+        "that the gradient of a mean is divided by all elements",
+        'given["grad_output"] / tensor.numel()',
+        'given["grad_output"] / tensor._local_tensor.numel()',
+        "tests/composition/test_penalties.py",
+    ),
+    Bug(
+        "norms-of-shards-added",
+        "runtime/partial_values.py",
+        "that norms along a dim that is cut are brought together",
+        "Replicate() if placement.is_partial() else placement",
+        "placement",
+        "tests/composition/test_penalties.py",
+    ),
+    Bug(
+        "plain-part-as-dtensor",
+        "runtime/mixed_losses.py",
+        "that only plain parts of a loss are given plain gradients",
+        "if node not in of_dtensors and any(",
+        "if any(",
+        "tests/composition/test_penalties.py",
+    ),
 )

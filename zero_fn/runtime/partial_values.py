@@ -5,6 +5,9 @@ together when they must. Reading it as a number does not (2.13): `item()`, `floa
 part, so ranks log other norms, and take other branches. Here such a number is read from the reduced tensor, on tensors of
 the meshes that transforms were given. That makes it a collective: before, all ranks meet, so that a rank which reads
 alone gets an error in place of a silence.
+
+[Note: parts that are no terms] Norms along a dim that is cut, and `any`, are parts too, but not of a sum. DTensor goes on
+with them as if they were (2.13): `p.norm(dim=0).sum()` added up norms of shards. These are brought together at once.
 """
 
 from __future__ import annotations
@@ -14,20 +17,23 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from zero_fn.runtime.dtensor_operations import around
 from zero_fn.runtime.everywhere import done_along
 
 __all__ = ["read_values_whole"]
 
+_aten = torch.ops.aten
 _meshes: set[DeviceMesh] = set()
 
 
 def read_values_whole(mesh: DeviceMesh) -> None:
     """From now on numbers are read from tensors of this mesh whole."""
     _meshes.add(mesh)
-    around(torch.ops.aten._local_scalar_dense.default, _read)
+    around(_aten._local_scalar_dense.default, _read)
+    for operation in (_aten.linalg_vector_norm.default, _aten.any.default, _aten.any.dim, _aten.any.dims):
+        around(operation, _brought_together)
 
 
 def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -38,3 +44,16 @@ def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, 
             done_along(tensor.device_mesh, partial, lambda: None, "Reading the value of a sum over shards")
             tensor = tensor.full_tensor()
     return read(tensor, **kwargs)
+
+
+def _brought_together(reduce: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """[Note: parts that are no terms]"""
+    found = reduce(*args, **kwargs)
+    if not isinstance(found, DTensor) or found.device_mesh not in _meshes:
+        return found
+    if (
+        found.is_floating_point() and not found.ndim
+    ):  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
+        return found
+    placements = [Replicate() if placement.is_partial() else placement for placement in found.placements]
+    return found if tuple(placements) == found.placements else found.redistribute(placements=placements)

@@ -1,0 +1,68 @@
+"""The mean of a loss between resting parameters is over all elements: `F.mse_loss(p, anchor)` keeps weights near others.
+
+DTensor gives each rank the mean over its shard (2.13): where shards have as many elements the mean of those is right, but
+each gradient is divided by the elements of a shard, not of the tensor, so it is larger by the number of shards. Here, on
+tensors of the meshes that transforms were given, such a mean is the sum over the number of elements, forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from zero_fn.runtime.dtensor_operations import around
+
+__all__ = ["take_means_over_wholes"]
+
+_aten = torch.ops.aten
+_MEAN, _SUM = 1, 2  # as the operations number them
+_LOSSES = (
+    _aten.mse_loss.default,
+    _aten.smooth_l1_loss.default,
+    _aten.huber_loss.default,
+    _aten.soft_margin_loss.default,
+    _aten.binary_cross_entropy.default,
+    _aten.binary_cross_entropy_with_logits.default,
+)
+_BACKWARDS = (
+    _aten.mse_loss_backward.default,
+    _aten.smooth_l1_loss_backward.default,
+    _aten.huber_loss_backward.default,
+    _aten.soft_margin_loss_backward.default,
+    _aten.binary_cross_entropy_backward.default,
+)
+_meshes: set[DeviceMesh] = set()
+
+
+def take_means_over_wholes(mesh: DeviceMesh) -> None:
+    """From now on means of losses between tensors of this mesh are over all their elements."""
+    _meshes.add(mesh)
+    for operation, act in _ACTS.items():
+        around(operation, act)
+
+
+def _act(operation: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_backward = operation in _BACKWARDS
+    tensor = args[int(is_backward)]
+    given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
+    if given.get("reduction", _MEAN) != _MEAN or not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes:
+        return compute(*args, **kwargs)
+    given["reduction"] = _SUM
+    if is_backward:
+        given["grad_output"] = given["grad_output"] / tensor.numel()
+        return _in_order(operation, compute, given)
+    return _in_order(operation, compute, given) / tensor.numel()
+
+
+def _in_order(operation: Any, compute: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """With positional arguments, as operations are called below autograd."""
+    arguments = operation._schema.arguments
+    return compute(*(given.get(argument.name, argument.default_value) for argument in arguments))
+
+
+_ACTS = {operation: partial(_act, operation) for operation in (*_LOSSES, *_BACKWARDS)}
