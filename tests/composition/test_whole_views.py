@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,27 @@ def _edited(composition: str) -> list[str]:
 @pytest.mark.parametrize("composition", ["replicate", "zero1", "zero3", "tp", "hybrid"])
 def test_what_is_written_into_views_arrives(ranks: Ranks, composition: str) -> None:
     assert ranks(4).run(_edited, composition) == [[]] * 4
+
+
+def _flattened() -> None:
+    """A view of elements that lie apart on each rank."""
+    model, _ = composed("tp")
+    weight: Any = model.get_parameter("blocks.0.down.weight").detach()
+    whole = full(weight)
+    flat = weight.view(-1)
+    assert torch.equal(full(flat[5:30]), whole.view(-1)[5:30])
+    for edit in (
+        lambda: flat[5:30].zero_(),
+        lambda: flat.copy_(torch.ones(84)),
+        lambda: flat.index_fill_(0, torch.tensor([1]), 0),
+    ):
+        with pytest.raises(zf.PlacementError, match="can be read only"):
+            edit()
+    assert torch.equal(full(weight), whole)
+
+
+def test_a_view_of_elements_that_lie_apart_is_read_only(ranks: Ranks) -> None:
+    ranks(4).run(_flattened)
 
 
 def _on_a_disk(path: str) -> list[str]:

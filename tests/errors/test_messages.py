@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
@@ -971,6 +972,12 @@ def view_across_shards_as_another_dtype() -> None:
         rows.to_local().view(torch.int32).zero_()
 
 
+def view_of_many_ranges_is_written() -> None:
+    with pretended_grid(2, 2) as mesh, torch.no_grad():
+        linear = parallelize_module(nn.Linear(4, 4), mesh["tp"], RowwiseParallel())
+        zf.shard_params(linear, mesh["dp"]).weight.view(-1)[1:3].zero_()
+
+
 def streamed_without_a_tier() -> None:
     zf.streamed(torch.optim.AdamW(Model().parameters()))
 
@@ -1096,7 +1103,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
-        parameter_was_replaced, data_of_a_parameter_was_assigned,
+        parameter_was_replaced, data_of_a_parameter_was_assigned, view_of_many_ranges_is_written,
         forward_changes_a_weight_through_data, forward_changes_a_copy_of_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,

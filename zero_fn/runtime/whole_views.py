@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
-from zero_fn.resting import local_of, on_spec, part_of
+from zero_fn.resting import lies_in_blocks, local_of, on_spec, part_of
 from zero_fn.runtime.dtensor_operations import around
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, written_by
@@ -121,6 +121,8 @@ class _Origin:
 
     def require_current(self, view: Tensor) -> None:
         """[Note: views one by one]"""
+        if not lies_in_blocks(self.tensor):
+            return  # it is never written
         own, resting, viewed = self._part(self.whole), local_of(self.tensor), self._part(self._marked(view))
         is_same = (own == resting) | ((own != own) & (resting != resting))  # NaN is as it was
         if not bool((is_same | ~viewed).all()):
