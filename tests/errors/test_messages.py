@@ -972,6 +972,11 @@ def view_across_shards_as_another_dtype() -> None:
         rows.to_local().view(torch.int32).zero_()
 
 
+def wide_matrix_is_made_orthogonal() -> None:
+    with pretended(2) as mesh:
+        nn.init.orthogonal_(zf.shard_params(nn.Linear(6, 4), mesh).weight)
+
+
 def view_of_many_ranges_is_written() -> None:
     with pretended_grid(2, 2) as mesh, torch.no_grad():
         linear = parallelize_module(nn.Linear(4, 4), mesh["tp"], RowwiseParallel())
@@ -1104,6 +1109,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned, view_of_many_ranges_is_written,
+        wide_matrix_is_made_orthogonal,
         forward_changes_a_weight_through_data, forward_changes_a_copy_of_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zero_fn.errors import PlacementError
 from zero_fn.resting import local_of, part_of
 from zero_fn.runtime.dtensor_operations import around
 from zero_fn.runtime.everywhere import same_along
@@ -45,6 +46,7 @@ def edit_wholes() -> None:
     for operation, act in _ACTS.items():
         around(operation, act)
     around(_aten.copy_.default, _copied)
+    around(_aten.t_.default, _transposed)
 
 
 def _edited(operation: Any, edit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -72,6 +74,18 @@ def _copied(copy: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     _require_same(tensor, values, _aten.copy_.default)
     local_of(tensor).copy_(part_of(values.expand(tensor.shape), tensor))
     return tensor
+
+
+def _transposed(transpose: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    (tensor,) = args
+    if is_editable(tensor):
+        raise PlacementError(
+            "A tensor in shards cannot be transposed in place.",
+            tensor=list(tensor.shape),
+            why="nn.init.orthogonal_ does that to a matrix with more columns than rows",
+            fix="initialise before the transform, or inside `with zf.unsharded(model, writeback=True):`",
+        )
+    return transpose(*args, **kwargs)
 
 
 def _require_same(tensor: DTensor, operands: Any, operation: Any) -> None:
