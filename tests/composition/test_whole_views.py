@@ -179,7 +179,11 @@ def _read() -> None:
         file.seek(0)
         assert torch.equal(torch.load(file), whole[1:3])
     assert torch.equal(full(model.weight.detach()), whole)
-    (model.weight[1:3] ** 2).sum().backward()  # a penalty
+    rows = model.weight[1:3]
+    (rows**2).sum().backward()  # a penalty
+    with torch.no_grad():
+        rows.zero_()
+    assert not full(model.weight.detach())[1:3].any()
     assert torch.equal(full(model.weight.grad), torch.zeros(6, 4).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
 
 

@@ -8,7 +8,8 @@ gradient that is masked. Here, on tensors of the meshes that transforms were giv
 [Note: views one by one] Two views of one tensor hold two copies. A view whose elements were changed since, through another
 one or through the tensor, is refused: it would read, and write back, what was there before.
 
-[Note: where gradients flow] With autograd a view across shards may be read only, as a view of any leaf: DTensor's own way.
+[Note: where gradients flow] What a forward computed is left to DTensor: that is read, and seldom written. A view of a
+parameter may be taken with autograd and be written without it.
 """
 
 from __future__ import annotations
@@ -52,10 +53,10 @@ def write_through_views(mesh: DeviceMesh) -> None:
 
 
 def is_editable(tensor: object) -> bool:
-    """Whether it is a DTensor on a mesh of ours, with values of its own, that autograd does not watch."""
+    """Whether it is a DTensor on a mesh of ours, with values of its own, and not computed with autograd."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes:
         return False
-    if torch.is_grad_enabled() and tensor.requires_grad:  # [Note: where gradients flow]
+    if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:  # [Note: where gradients flow]
         return False
     if any(placement.is_partial() for placement in tensor.placements):
         return False
