@@ -100,6 +100,18 @@ def test_examples_of_hypothesis_run_on_ranks(ranks: Ranks, n: int, numel: int) -
     assert [value.numel() for value in ranks(n).run(scaled_sum, torch.ones(numel))] == [numel] * n
 
 
+def lost_before_the_other_has_raised() -> None:
+    if dist.get_rank() == 0:
+        raise zero_fn.errors.LostRankError("Rank 1 gave up.", fix="look there")
+    time.sleep(0.2)
+    raise Broken(rank=1, reason="nobody knows")
+
+
+def test_a_rank_that_lost_another_is_not_to_blame(ranks: Ranks) -> None:
+    with pytest.raises(Broken, match="nobody knows on rank 1"):
+        ranks(2).run(lost_before_the_other_has_raised)
+
+
 def test_a_rank_that_raises_raises_here_with_its_traceback(ranks: Ranks) -> None:
     start_s = time.monotonic()
     with pytest.raises(Broken, match="no luck on rank 1") as caught:

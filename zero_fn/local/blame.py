@@ -3,17 +3,17 @@
 [Note: whose fault]
 One failure makes others: peers of a dead rank see a closed connection, peers of a rank that raised wait for it. So
 after the first failure the others get `GRACE_S` to report, and then blame goes, in this order, to a rank that died, to
-the rank that raised first (the clock is the machine's), to the ranks that did not return in time.
+the rank that raised first (the clock is the machine's; that it lost another rank is no first error if another rank raised
+too), to the ranks that did not return in time.
 """
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Sequence
 from typing import TypeVar
 
-from zero_fn.errors import StateError
+from zero_fn.errors import LostRankError, StateError
 from zero_fn.local.peer import Peer
 from zero_fn.local.sending import loads, sentence
 from zero_fn.local.stacks import innermost, stacks_of
@@ -63,11 +63,17 @@ def judge(peers: Sequence[Peer], timeout_s: float | None) -> None:
     if died:
         raise _death(died[0], peers)
     if raised:
-        first = min(raised, key=lambda peer: peer.outcome.at_s if peer.outcome else math.inf)
+        first = min(raised, key=_guilt)
         error, cause = _raised(first, peers)
         raise error from cause
     if stuck:
         raise _hang(stuck, peers, timeout_s)
+
+
+def _guilt(peer: Peer) -> tuple[bool, float]:
+    """Less for the rank to blame."""
+    assert peer.outcome is not None, f"rank {peer.rank} has no outcome"
+    return isinstance(loads(peer.outcome.pickled), LostRankError), peer.outcome.at_s
 
 
 _EXIT = ("the function or a library ended the process", "return a value instead of exiting")
