@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,28 @@ def _different_rows() -> None:
 def test_ranks_that_edit_other_rows_are_told(ranks: Ranks) -> None:
     with pytest.raises(zf.DisagreementError, match="different operands of index_put_"):
         ranks(2).run(_different_rows)
+
+
+def _goes_on() -> list[bool]:
+    """Every rank of 2 x 2 raises, though half of them agree along each axis; then they go on, one of them late."""
+    model, row = composed("hybrid")
+    raised = []
+    for differs in (dist.get_rank() == 0, dist.get_rank() > 1, False):
+        try:
+            with torch.no_grad():
+                model.get_parameter("mix.weight")[torch.tensor([int(differs)])] = 0.5
+            raised.append(False)
+        except zf.DisagreementError:
+            raised.append(True)
+    if dist.get_rank() == 3:
+        time.sleep(0.2)  # longer than a wait asks whether its peer has given up
+    loss_of(model, 0, row).backward()
+    return raised
+
+
+def test_ranks_that_disagreed_go_on(ranks: Ranks) -> None:
+    """Each had given up, so a later wait of more than 50 ms raised that a rank was lost."""
+    assert ranks(4).run(_goes_on) == [[True, True, False]] * 4
 
 
 def _one_rank_edits() -> None:

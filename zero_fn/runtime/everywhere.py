@@ -116,21 +116,21 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
     Raises:
         DisagreementError: Names two ranks and the first row that differs.
     """
-    links = _links_along(mesh, range(mesh.ndim), what)
-    try:
-        for _, link in links:
-            agree(
-                link,
-                what,
-                rows,
-                device=torch.device(mesh.device_type),
-                why="each would edit its shard in another way",
-                fix=fix,
-            )
-    except (LostRankError, DisagreementError):
-        for _, link in links:
-            link.give_up()
-        raise
+    links, device = _links_along(mesh, range(mesh.ndim), what), torch.device(mesh.device_type)
+    found: DisagreementError | None = None
+    for axis, link in links:
+        # Ranks that found a difference along one axis go on, so that those along the next one hear of it.
+        told = rows if found is None else [f"what differs along another axis than {axis.name!r}"]
+        try:
+            agree(link, what, told, device=device, why="each would edit its shard in another way", fix=fix)
+        except (LostRankError, DisagreementError) as error:
+            if link.failure is not None or isinstance(error, LostRankError):
+                for _, other in links:
+                    other.give_up()  # ranks along the other axes would wait for this one
+                raise
+            found = found or error
+    if found is not None:
+        raise found
 
 
 def _links_along(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[tuple[Axis, Guarded]]:
