@@ -26,6 +26,7 @@ from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.away import Shelved
+from zero_fn.runtime.dtensor_operations import note_mesh
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
@@ -129,11 +130,12 @@ def _substitute(
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
-        read_values_whole(grid.mesh)
-        write_through_views(grid.mesh)
+        note_mesh(grid.mesh)
+        read_values_whole()
+        write_through_views()
         edit_wholes()
-        allow_mixed_losses(grid.mesh)
-        take_means_over_wholes(grid.mesh)
+        allow_mixed_losses()
+        take_means_over_wholes()
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))

@@ -1,22 +1,35 @@
 """Operations on DTensors that are done in another way, in the table in which DTensor looks for operations of its own.
 
-Several may stand around one operation: each is given what the next one does.
+Several may stand around one operation: each is given what the next one does. Most of them leave tensors alone that do not
+lie on a mesh that a transform was given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Around", "around"]
+__all__ = ["Around", "around", "is_ours", "note_mesh"]
 
 Around = Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], object]
 """Takes the operation as it would be done otherwise, and its arguments."""
 
 _around: dict[Any, list[Around]] = {}
+_meshes: set[DeviceMesh] = set()
+
+
+def note_mesh(mesh: DeviceMesh) -> None:
+    """From now on tensors of this mesh are ours."""
+    _meshes.add(mesh)
+
+
+def is_ours(tensor: object) -> TypeGuard[DTensor]:
+    """Whether it is a DTensor on a mesh that a transform was given."""
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
 def around(operation: Any, act: Around) -> None:

@@ -12,10 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import around, is_ours
 
 __all__ = ["take_means_over_wholes"]
 
@@ -36,12 +34,10 @@ _BACKWARDS = (
     _aten.soft_margin_loss_backward.default,
     _aten.binary_cross_entropy_backward.default,
 )
-_meshes: set[DeviceMesh] = set()
 
 
-def take_means_over_wholes(mesh: DeviceMesh) -> None:
-    """From now on means of losses between tensors of this mesh are over all their elements."""
-    _meshes.add(mesh)
+def take_means_over_wholes() -> None:
+    """From now on means of losses between tensors of our meshes are over all elements. Does nothing the second time."""
     for operation, act in _ACTS.items():
         around(operation, act)
 
@@ -50,7 +46,7 @@ def _act(operation: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwa
     is_backward = operation in _BACKWARDS
     tensor = args[int(is_backward)]
     given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
-    if given.get("reduction", _MEAN) != _MEAN or not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes:
+    if given.get("reduction", _MEAN) != _MEAN or not is_ours(tensor):
         return compute(*args, **kwargs)
     given["reduction"] = _SUM
     if is_backward:

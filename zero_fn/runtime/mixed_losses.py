@@ -13,25 +13,24 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+
+from zero_fn.runtime.dtensor_operations import is_ours
 
 __all__ = ["allow_mixed_losses"]
 
-_meshes: set[DeviceMesh] = set()
 _OF_DTENSOR = ("RedistributeBackward", "_FromTorchTensorBackward")  # the other functions of users give plain tensors
 
 
-def allow_mixed_losses(mesh: DeviceMesh) -> None:
-    """From now on plain losses may be added to tensors of this mesh."""
-    _meshes.add(mesh)
+def allow_mixed_losses() -> None:
+    """From now on plain losses may be added to tensors of our meshes. Does nothing the second time."""
     if "backward" not in vars(DTensor):
         DTensor.backward = _backward  # type: ignore[assignment]
 
 
 def _backward(self: DTensor, *args: Any, **kwargs: Any) -> None:
-    is_ours = self.grad_fn is not None and self.device_mesh in _meshes
-    handles = [node.register_prehook(_plain) for node in _plain_parts(self.grad_fn)] if is_ours else []  # type: ignore[arg-type]
+    parts = _plain_parts(self.grad_fn) if self.grad_fn is not None and is_ours(self) else ()
+    handles = [node.register_prehook(_plain) for node in parts]
     try:
         Tensor.backward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
     finally:

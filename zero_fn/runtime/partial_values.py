@@ -16,21 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import Replicate
 
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import around, is_ours
 from zero_fn.runtime.everywhere import done_along
 
 __all__ = ["read_values_whole"]
 
 _aten = torch.ops.aten
-_meshes: set[DeviceMesh] = set()
 
 
-def read_values_whole(mesh: DeviceMesh) -> None:
-    """From now on numbers are read from tensors of this mesh whole."""
-    _meshes.add(mesh)
+def read_values_whole() -> None:
+    """From now on numbers are read from tensors of our meshes whole. Does nothing the second time."""
     around(_aten._local_scalar_dense.default, _read)
     for operation in (_aten.linalg_vector_norm.default, _aten.any.default, _aten.any.dim, _aten.any.dims):
         around(operation, _brought_together)
@@ -38,7 +35,7 @@ def read_values_whole(mesh: DeviceMesh) -> None:
 
 def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     (tensor,) = args
-    if isinstance(tensor, DTensor) and tensor.device_mesh in _meshes:
+    if is_ours(tensor):
         partial = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
         if partial:
             done_along(tensor.device_mesh, partial, lambda: None, "Reading the value of a sum over shards")
@@ -49,11 +46,9 @@ def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, 
 def _brought_together(reduce: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[Note: parts that are no terms]"""
     found = reduce(*args, **kwargs)
-    if not isinstance(found, DTensor) or found.device_mesh not in _meshes:
+    if not is_ours(found):
         return found
-    if (
-        found.is_floating_point() and not found.ndim
-    ):  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
-        return found
+    if found.is_floating_point() and not found.ndim:
+        return found  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
     placements = [Replicate() if placement.is_partial() else placement for placement in found.placements]
     return found if tuple(placements) == found.placements else found.redistribute(placements=placements)

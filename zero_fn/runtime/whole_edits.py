@@ -89,7 +89,8 @@ def _transposed(transpose: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def _require_same(tensor: DTensor, operands: Any, operation: Any) -> None:
-    """
+    """Compares the plain tensors among the operands over ranks.
+
     Communicates 16 bytes to each peer along each axis of the mesh, and waits.
 
     Raises:

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._guards import TracingContext
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
 from zero_fn.resting import lies_in_blocks, local_of, on_spec, part_of
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import around, is_ours
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, written_by
 
@@ -41,20 +40,18 @@ _ALONG_ONE = (
     _aten.split_with_sizes.default,
     _aten.unbind.int,
 )
-_meshes: set[DeviceMesh] = set()
 
 
-def write_through_views(mesh: DeviceMesh) -> None:
-    """From now on what is written into views of tensors of this mesh arrives."""
-    _meshes.add(mesh)
+def write_through_views() -> None:
+    """From now on what is written into views of tensors of our meshes arrives. Does nothing the second time."""
     for operation, act in _ACTS.items():
         around(operation, act)
     around(_aten.fill_.Tensor, _filled)
 
 
-def is_editable(tensor: object) -> bool:
+def is_editable(tensor: object) -> TypeGuard[DTensor]:
     """Whether it is a DTensor on a mesh of ours, with values of its own, and not computed with autograd."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh not in _meshes:
+    if not is_ours(tensor):
         return False
     if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:  # [Note: where gradients flow]
         return False
@@ -69,9 +66,8 @@ def _viewed(operation: Any, view: Callable[..., Any], args: tuple[Any, ...], kwa
     if not is_editable(tensor):
         return view(*args, **kwargs)
     dims = _dims_of(operation, tensor, args[1:], kwargs)
-    cut = [
-        i for i, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) in dims
-    ]  # strided or not
+    # Strided or not: `is_shard` knows the plain ones only.
+    cut = [i for i, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) in dims]
     if not cut:
         return view(*args, **kwargs)
     done_along(tensor.device_mesh, cut, lambda: None, "Taking a view across shards")
