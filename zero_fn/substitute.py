@@ -27,6 +27,7 @@ from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
+from zero_fn.runtime.empty_dims import reduce_all_dims
 from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
@@ -136,6 +137,7 @@ def _substitute(
         edit_wholes()
         allow_mixed_losses()
         take_means_over_wholes()
+        reduce_all_dims()
     twin = _copy(module, [parameter.parameter for parameter in shared])
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))

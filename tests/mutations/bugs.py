@@ -1310,6 +1310,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/composition/test_penalties.py",
     ),
     Bug(
+        "no-dims-for-none",
+        "runtime/empty_dims.py",
+        "that a reduction over no dims is over all",
+        "given[at] = list(range(args[0].ndim))",
+        "pass",
+        "tests/composition/test_penalties.py",
+    ),
+    Bug(
         "plain-part-as-dtensor",
         "runtime/mixed_losses.py",
         "that only plain parts of a loss are given plain gradients",
