@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from tests.models import Language
 from tests.profiles import examples
+from tests.seeds import seed_generator
 from tests.simulation import Simulated
 from tests.simulation.simulated import axis
 
@@ -64,7 +65,7 @@ runs = st.builds(
 
 def trained(run: Run, path: str | None) -> list[Tensor]:
     """Losses and parameters of two steps; offloaded if `path` is given."""
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = Language()
     tiers: dict[str, Any] = {name: zf.nvme(path) for name in run.states} if path is not None else {}
     if "optim" in tiers:

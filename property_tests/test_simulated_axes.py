@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.profiles import examples
+from tests.seeds import seed_generator
 from tests.simulation import Simulated, axis
 from zero_fn.mesh import root_of
 from zero_fn.resting import local_of
@@ -41,7 +42,7 @@ def trained(inner: str, outer: str, skips: list[set[int]]) -> tuple[nn.Module, l
     """A model after two steps, with accumulated microbatches, and the last gradients, as they rest."""
     mesh = root_of(axis())
     rank = 2 * mesh["outer"].get_local_rank() + mesh["dp"].get_local_rank()
-    torch.manual_seed(0)
+    seed_generator(0)
     model = STAGES[outer](STAGES[inner](Branches(), mesh["dp"]), mesh["outer"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     grads: list[Tensor | None] = []

@@ -21,6 +21,7 @@ import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.models import Block
 from tests.ranks import axis
+from tests.seeds import seed_generator
 from tests.wholes import Held, held, means, wholes
 
 __all__ = ["ALL", "WIDTH", "Tower", "Trial", "World", "differences", "noise"]
@@ -74,7 +75,7 @@ class World:
 
     def build(self, make: Callable[[], M], *, seed: int = 0, **options: object) -> M:
         """A seeded module, placed."""
-        torch.manual_seed(seed)
+        seed_generator(seed)
         return self.place(make(), **options)
 
     def place(self, module: M, **options: object) -> M:
@@ -137,7 +138,7 @@ def differences(trial: Trial, *, stages: Sequence[str] = ALL, tolerance: float =
 
 
 def _history(trial: Trial, stage: str | None) -> list[tuple[str, Tensor | None]]:
-    torch.manual_seed(0)
+    seed_generator(0)
     world = World(stage)
     trial(world)
     return list(zip([name for name, _ in world.history], wholes([part for _, part in world.history]), strict=True))

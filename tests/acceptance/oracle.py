@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import zero_fn as zf
 from tests import worlds
 from tests.distributed.training import STAGES
+from tests.seeds import seed_generator
 from tests.wholes import means
 from tests.worlds import World, noise
 
@@ -153,7 +154,7 @@ def differences(
         trained = OPTIMIZERS[optimizer](list(model.parameters()))
         run: Run = (_Replicas if world.is_replica else _Transformed)(model, trained)
         for step in range(steps):
-            torch.manual_seed(step)
+            seed_generator(step)
             for number, leaf in enumerate(tree_leaves(program(model, run, step))):
                 world.note(f"result {number} of step {step}", _tensor(leaf))
             world.note_model(model)

@@ -17,6 +17,7 @@ from tests.acceptance.oracle import Program, Run, differences, noise
 from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.seeds import seed_generator
 from tests.wholes import full, fulls
 
 batches = st.lists(sizes, min_size=4, max_size=6)
@@ -149,7 +150,7 @@ def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: in
 @pytest.mark.parametrize("stage", STAGES)
 def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: str) -> None:
     def case() -> None:
-        torch.manual_seed(0)
+        seed_generator(0)
         model: Any = STAGES[stage](Stack(), axis())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         before = fulls(model.parameters())
@@ -192,7 +193,7 @@ def test_g03_a_penalty_on_resting_parameters_is_added_to_pending_gradients(ranks
     def case() -> list[bool]:
         equal = []
         for stage in STAGES.values():
-            torch.manual_seed(0)
+            seed_generator(0)
             model: Any = stage(Stack(), axis())
             weight = model.layers[0].first.weight
             with zf.accumulate(model):

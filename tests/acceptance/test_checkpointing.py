@@ -14,6 +14,7 @@ from tests.acceptance.models import Layer, Stack
 from tests.acceptance.oracle import Run, differences, noise
 from tests.profiles import SIZES
 from tests.ranks import Ranks
+from tests.seeds import seed_generator
 
 
 class Around(Stack):
@@ -79,7 +80,7 @@ MODELS = [Around, AroundReentrant, Inside, InsideReentrant, Both, OneOverAll, Dr
 
 
 def backward(model: Any, run: Run, seed: int) -> None:
-    torch.manual_seed(seed)
+    seed_generator(seed)
     run.backward(model(noise(3, 6, seed=seed).requires_grad_()).square().mean())
 
 

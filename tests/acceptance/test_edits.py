@@ -19,6 +19,7 @@ from tests.distributed.training import STAGES, parameters
 from tests.models import Block
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.seeds import seed_generator
 from tests.wholes import named_fulls
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
@@ -94,7 +95,7 @@ def test_g33_edits_of_slices_arrive(ranks: Ranks, n: int) -> None:
 
 
 def _unwritten(stage: str) -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = STAGES[stage](Tower(), axis())
     before = parameters(model)
     with zf.unsharded(model), torch.no_grad():
@@ -168,7 +169,7 @@ class WithRoom(Tower):
 def _late(case: str, twin: bool) -> None:
     add, name = LATE[case]
     for stage in ALL:
-        torch.manual_seed(0)
+        seed_generator(0)
         model: Any = STAGES[stage](WithRoom(), axis())
         if twin:
             model = copy.deepcopy(model)
@@ -187,7 +188,7 @@ def test_g34_what_comes_late_raises_and_is_not_added(ranks: Ranks, case: str, tw
 
 
 def _behind_the_hooks() -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = zf.zero3(Tower(), axis())
     model.blocks[1]._parameters["extra"] = nn.Parameter(torch.ones(3))
     with pytest.raises(zf.PlacementError, match=r"'blocks.1.extra' was added after the transform"):
@@ -218,7 +219,7 @@ def test_g34_what_needs_no_reduction_or_has_its_own_may_come_late(ranks: Ranks) 
 
 def _replaced() -> None:
     for stage in ALL:
-        torch.manual_seed(0)
+        seed_generator(0)
         model: Any = STAGES[stage](Tower(), axis())
         model.leave.weight = nn.Parameter(torch.ones(WIDTH, 7))
         with pytest.raises(zf.PlacementError, match=r"'leave.weight' was replaced after the transform"):
@@ -258,7 +259,7 @@ def test_g35_a_cast_before_the_first_step_or_with_its_states_is_exact(ranks: Ran
 
 
 def _cast_with_states(stage: str, moment: str) -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = STAGES[stage](Tower(), axis())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(noise(4, WIDTH, seed=0)).square().mean().backward()
@@ -306,7 +307,7 @@ class Resettable(nn.Module):
 
 def _reset(model: nn.Module) -> nn.Module:
     """As `materialize` resets: every module in order, from one seed."""
-    torch.manual_seed(0)
+    seed_generator(0)
     for module in model.modules():
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is not None:
@@ -321,7 +322,7 @@ def _from_meta(way: str, world: World) -> None:
         with torch.device("meta"):
             model = world.place(Resettable())
         if way == "materialize":
-            torch.manual_seed(0)
+            seed_generator(0)
             model = zf.materialize(model, "cpu")
         else:
             model.to_empty(device="cpu")
@@ -376,7 +377,7 @@ class Deep(Coder):
 
 
 def _coding(order: str, world: World) -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = Deep()
     if not world.is_replica:
         names = ("encode", "blocks.1.halved")
@@ -412,7 +413,7 @@ def test_g36_declared_methods_gather_as_forward_does(ranks: Ranks, n: int, order
 
 
 def _undeclared() -> None:
-    torch.manual_seed(0)
+    seed_generator(0)
     model: Any = zf.zero3(Deep(), axis())
     x = noise(4, WIDTH, seed=0)
     before = parameters(model)

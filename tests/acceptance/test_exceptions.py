@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.seeds import seed_generator
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 
@@ -222,7 +223,7 @@ def _names_after(case: str) -> None:
     """A gathered parameter stood under its name until the next forward; an edit of it was lost."""
     build, trap = TRAPS[case]
     for stage in ALL:
-        torch.manual_seed(0)
+        seed_generator(0)
         model: Any = STAGES[stage](build(), axis())
         x = noise(4, WIDTH, seed=0)
         with pytest.raises(Breakdown), trap(model, x):

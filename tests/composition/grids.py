@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 import zero_fn as zf
 from tests.reference import mean_in_rank_order
+from tests.seeds import seed_generator
 from tests.wholes import full
 
 __all__ = [
@@ -100,7 +101,7 @@ def styles(kind: str) -> dict[str, ParallelStyle]:
 
 def parallelized(mesh: DeviceMesh, kind: str = "columns", dtype: torch.dtype = torch.float32) -> nn.Module:
     """A seeded model, tensor parallel over `mesh`."""
-    torch.manual_seed(0)
+    seed_generator(0)
     return parallelize_module(Decoder().to(dtype), mesh, styles(kind))
 
 
@@ -190,7 +191,7 @@ def _is_equal(whole: Tensor | None, value: Tensor | None) -> bool:
 
 def composed(composition: str) -> tuple[nn.Module, int]:
     """A decoder of seed 0 on four ranks, below transforms over one or two axes, and which batch this rank has."""
-    torch.manual_seed(0)
+    seed_generator(0)
     if composition in ("hybrid", "hpz"):
         mesh = grid("outer", "inner")
         if composition == "hybrid":

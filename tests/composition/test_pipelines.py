@@ -35,6 +35,7 @@ import zero_fn as zf
 from tests.composition.grids import averaging, grid
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks
+from tests.seeds import seed_generator
 from zero_fn.runtime.entry import units_of
 
 WIDTH = 6
@@ -64,7 +65,7 @@ class Block(nn.Module):
 
 def _chunks(schedule: str, mesh: DeviceMesh) -> dict[int, nn.Module]:
     """The plain stages of this rank, by their place in the pipeline."""
-    torch.manual_seed(0)
+    seed_generator(0)
     number = 2 if schedule in SINGLE else 4
     everything = [nn.Sequential(Block(), Block()) for _ in range(number)]
     place = mesh["pp"].get_local_rank()

@@ -21,6 +21,7 @@ import zero_fn as zf
 from tests.composition.grids import Decoder, averaging, batch, differing, grid, kept, loss_of, snapshot, step
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.seeds import seed_generator
 from tests.wholes import full
 from zero_fn.collectives import BY_BACKEND
 from zero_fn.collectives.native import Native
@@ -28,7 +29,7 @@ from zero_fn.runtime.entry import units_of
 
 
 def _built() -> nn.Module:
-    torch.manual_seed(0)
+    seed_generator(0)
     return Decoder()
 
 
@@ -211,7 +212,7 @@ def _norms() -> list[str]:
             ("zero3", "zero1"),
             ("zero1", "replicate"),
         ):
-            torch.manual_seed(0)
+            seed_generator(0)
             model = STAGES[inner](STAGES[outer](Few().double(), mesh["outer"]), mesh["inner"])
             model(torch.ones((), dtype=torch.float64)).backward()
             norm = full(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None], norm_type))
@@ -383,11 +384,11 @@ def _awkward() -> list[str]:
         found.update({name: buffer.clone() for name, buffer in model.named_buffers()})
         return found
 
-    torch.manual_seed(0)
+    seed_generator(0)
     expected = run(Uneven(), averaging(mesh["inner"], mesh["outer"]))
     lines = []
     for inner, outer in (("zero3", "zero2"), ("zero3", "zero3"), ("zero1", "zero1")):
-        torch.manual_seed(0)
+        seed_generator(0)
         model = STAGES[inner](STAGES[outer](Uneven(), mesh["outer"]), mesh["inner"])
         lines += [f"{inner}, {outer}: {name}" for name in differing(expected, run(model, None))]
     return lines
@@ -399,7 +400,7 @@ def test_awkward_parameters_and_buffers_over_two_axes(ranks: Ranks) -> None:
 
 
 def _ranks_that_differ() -> None:
-    torch.manual_seed(dist.get_rank() // 2)  # the inner ranks agree, the outer ones do not
+    seed_generator(dist.get_rank() // 2)  # the inner ranks agree, the outer ones do not
     model = zf.hybrid(Decoder(), grid("outer", "inner"))
     with pytest.raises(zf.DisagreementError, match="Ranks 0 and 2 hold different initial values"):
         model(batch(0, 0)[0])

@@ -21,6 +21,7 @@ import zero_fn as zf
 from tests import worlds
 from tests.profiles import SIZES
 from tests.ranks import Ranks
+from tests.seeds import seed_generator
 from tests.worlds import World, differences
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.unit import Phase
@@ -415,7 +416,7 @@ def _differences(case: str, variant: str) -> list[str]:
             model = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         for step in range(3):
-            torch.manual_seed(step)
+            seed_generator(step)
             program(model, step)
             world.reduce(model)
             world.note_model(model)

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zero_fn as zf
 from tests.models import batch
 from tests.ranks import axis
+from tests.seeds import seed_generator
 from tests.wholes import held, wholes
 
 __all__ = ["STAGES", "gradients", "gradients_of_ddp", "loss_of", "parameters", "train", "train_ddp"]
@@ -65,7 +66,7 @@ def train(
     transform: Callable[[nn.Module], nn.Module] | None = None,
 ) -> dict[str, Tensor]:
     """Trains a seeded model and returns its whole parameters."""
-    torch.manual_seed(0)
+    seed_generator(0)
     model = STAGES[stage](build(), axis(), **(options or {}))
     if transform is not None:
         model = transform(model)
@@ -85,7 +86,7 @@ def train_ddp(
     build: Callable[[], nn.Module], *, steps: int = 8, microbatches: int = 1, optimizer: str = "adamw"
 ) -> dict[str, Tensor]:
     """The same training under DistributedDataParallel."""
-    torch.manual_seed(0)
+    seed_generator(0)
     model = DistributedDataParallel(build(), find_unused_parameters=True)
     trained = OPTIMIZERS[optimizer]([p for p in model.parameters() if p.requires_grad])
     for step in range(steps):
@@ -99,7 +100,7 @@ def train_ddp(
 
 def gradients_of_ddp(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor | None]:
     """The gradients of one backward under DistributedDataParallel."""
-    torch.manual_seed(0)
+    seed_generator(0)
     model = DistributedDataParallel(build(), find_unused_parameters=True)
     loss_of(model, seed).backward()
     return gradients(model)
