@@ -1206,7 +1206,8 @@ def edits_differ() -> None:
 
 def edited_rows_differ() -> None:
     with torch.no_grad():
-        zf.shard_params(nn.Linear(4, 4, bias=False), axis()).weight[torch.tensor([1, 1 + dist.get_rank()])] = 0.0
+        weight = zf.shard_params(nn.Linear(4, 4, bias=False), axis()).weight
+        weight.index_fill_(0, torch.tensor([1, 1 + dist.get_rank()]), 0.0)
 
 
 DISAGREEMENTS = (layouts_differ, initial_values_differ, buffers_differ, edits_differ, edited_rows_differ)

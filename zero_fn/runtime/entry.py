@@ -319,7 +319,13 @@ class Entry:
 def _enter_before_hooks(module: nn.Module) -> None:
     """[Note: hooks before a forward]"""
     if _before_hooks not in module._forward_pre_hooks.values():  # an earlier transform put them there
-        module.register_forward_pre_hook(_before_hooks, prepend=True)
+        hooks = module._forward_pre_hooks
+        others = list(hooks)
+        module.register_forward_pre_hook(_before_hooks)
+        for (
+            key
+        ) in others:  # not `prepend=True`, which leaves the order of the `dict` below: the compiler reads that in 2.11
+            hooks[key] = hooks.pop(key)
         module.register_forward_hook(_after_hooks, always_call=True)
 
 

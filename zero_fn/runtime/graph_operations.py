@@ -20,16 +20,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives.functional import all_gathered, reduce_scattered
 from zero_fn.mesh import Axis
+from zero_fn.resting import on_spec
 from zero_fn.runtime.on_model_axes import in_flight
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["allow_operations", "gathered", "hosted", "key_of", "on_model_axes", "unit_of"]
+__all__ = ["allow_operations", "at_rest", "gathered", "hosted", "key_of", "on_model_axes", "unit_of"]
 
 PACKED_NUMEL = 32 * 1024
 """Elements of a piece below which it travels together with others."""
@@ -53,8 +55,13 @@ def unit_of(key: str) -> Unit:
 @cache
 def allow_operations() -> None:
     """Tells the compiler to put calls of these functions into its graphs. [Note: unused parameters]"""
-    for operation in (gathered, hosted, on_model_axes):
+    for operation in (at_rest, gathered, hosted, on_model_axes):
         torch.compiler.allow_in_graph(operation)  # type: ignore[no-untyped-call]
+
+
+def at_rest(parameter: DTensor) -> Tensor:
+    """What this rank holds of a resting parameter. `to_local` gives one that nobody used zeros for a gradient (2.11)."""
+    return _AtRest.apply(parameter)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gathered(key: str, chosen: tuple[int, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -72,6 +79,21 @@ def hosted(key: str, chosen: tuple[int, ...], *local: Tensor) -> tuple[Tensor, .
 def on_model_axes(key: str, chosen: tuple[int, ...], *wholes: Tensor) -> tuple[Tensor, ...]:
     """The whole parameters as the forward takes them: on their model axes, where they were placed."""
     return tuple(in_flight([unit_of(key).slots[i] for i in chosen], wholes))
+
+
+class _AtRest(torch.autograd.Function):
+    """A resting parameter to its local tensor; in backward, a gradient of that to one at rest."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        local = parameter._local_tensor
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> DTensor | None:
+        return None if grad is None else on_spec(grad, ctx.spec)
 
 
 class _Gathered(torch.autograd.Function):

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_fn.errors import PlacementError, StateError, ZeroError
 from zero_fn.home import ReshardAfter
-from zero_fn.runtime.graph_operations import allow_operations, gathered, hosted, on_model_axes, unit_of
+from zero_fn.runtime.graph_operations import allow_operations, at_rest, gathered, hosted, on_model_axes, unit_of
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -114,13 +114,13 @@ def show_whole(unit: Unit) -> Shown:
         chosen = tuple(i for i in indices if resting[i])
         if not chosen:
             continue
-        inputs = [registered[i].to_local() for i in chosen]
+        inputs = [at_rest(registered[i]) for i in chosen]
         for i, local in zip(chosen, inputs, strict=True):
             if tuple(local.shape) != plan.shapes[i]:
                 _refuse(key, i)
         stay = tuple(i for i in chosen if i in plan.hosted)
         if stay:
-            inputs += hosted(key, stay, *(registered[i].to_local().detach() for i in stay))
+            inputs += hosted(key, stay, *(at_rest(registered[i]).detach() for i in stay))
         if is_freed and torch.is_grad_enabled():
             found = checkpoint(gathered, key, chosen, *inputs, use_reentrant=False)
         else:

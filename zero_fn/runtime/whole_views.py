@@ -72,7 +72,8 @@ def _viewed(operation: Any, view: Callable[..., Any], args: tuple[Any, ...], kwa
         return view(*args, **kwargs)
     done_along(tensor.device_mesh, cut, lambda: None, "Taking a view across shards")
     with torch.no_grad():
-        whole = tensor.redistribute(
+        # Detached: what requires gradients would be detached in place, which DTensor does not know in 2.11.
+        whole = tensor.detach().redistribute(
             placements=[Replicate() if i in cut else placement for i, placement in enumerate(tensor.placements)]
         )
         viewed = view(whole, *args[1:], **kwargs)
