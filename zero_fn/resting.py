@@ -22,6 +22,7 @@ from zero_fn.mesh import Axis
 
 __all__ = [
     "alone",
+    "detached",
     "is_dense",
     "lies_in_blocks",
     "local_of",
@@ -85,6 +86,12 @@ def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor whose local tensor is `local`, without a copy."""
     # Not `DTensor(...)`, whose `__init__` does nothing but enter and leave the compiler's frame evaluation: twice the cost.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def detached(tensor: DTensor) -> DTensor:
+    """The same elements without autograd, to be redistributed in an operation: what requires gradients would be detached in
+    place then, which DTensor does not know in 2.11."""
+    return on_spec(tensor._local_tensor, tensor._spec)
 
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.versions import IS_2_11
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -19,7 +21,8 @@ def _printed(*command: str) -> list[str]:
 
 def test_three_axes_train_as_one_process_does() -> None:
     """Its exit status says whether the losses agree."""
-    assert len(_printed("examples/train_3d.py", "--steps", "3", "--schedule", "ZBVZeroBubble")) == 6
+    schedule = "1F1B" if IS_2_11 else "ZBVZeroBubble"  # which sends from a rank to itself there
+    assert len(_printed("examples/train_3d.py", "--steps", "3", "--schedule", schedule)) == 6
 
 
 def test_compositions_of_two_data_axes_train_alike_and_send_what_is_planned() -> None:

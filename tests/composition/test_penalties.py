@@ -17,6 +17,7 @@ from tests.acceptance.oracle import Run, differences, noise
 from tests.composition.grids import composed, loss_of
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.versions import IS_2_11
 from tests.wholes import full
 
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
@@ -85,6 +86,8 @@ def _anchored(rows: int, composition: str) -> list[str]:
     """Penalties that are not those of the plain tensors, or whose gradients are not."""
     wrong = []
     for name, penalty in ANCHORED.items():
+        if IS_2_11 and name == "with logits":
+            continue  # DTensor does not know it
         torch.manual_seed(0)
         plain = nn.Linear(6, rows, bias=False)
         weight: Any = getattr(zf, composition)(plain, axis()).weight

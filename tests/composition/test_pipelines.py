@@ -36,6 +36,7 @@ from tests.composition.grids import averaging, grid
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks
 from tests.seeds import seed_generator
+from tests.versions import not_in_2_11
 from zero_fn.runtime.entry import units_of
 
 WIDTH = 6
@@ -49,6 +50,7 @@ SEVERAL = {
     "DualPipeV": ScheduleDualPipeV,
 }
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
+IN_V_SHAPE = not_in_2_11("its schedules send from a rank to itself, which gloo cannot")
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # by parameter, as parts of a pipeline need it
 
 
@@ -135,7 +137,9 @@ def _differences(schedule: str, stage: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("schedule", [*SINGLE, *SEVERAL])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(name, marks=IN_V_SHAPE if name in V_SHAPED else ()) for name in (*SINGLE, *SEVERAL)]
+)
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_schedules_train_as_with_plain_stages(ranks: Ranks, schedule: str, stage: str) -> None:
     assert ranks(4).run(_differences, schedule, stage) == [[]] * 4
@@ -167,7 +171,7 @@ def _in_bfloat16(schedule: str) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=IN_V_SHAPE)])
 def test_stages_agree_to_the_bit_in_bfloat16(ranks: Ranks, schedule: str) -> None:
     assert ranks(4).run(_in_bfloat16, schedule) == [[]] * 4
 

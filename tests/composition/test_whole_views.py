@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import zero_fn as zf
 from tests.composition.grids import composed, loss_of
 from tests.ranks import Ranks, axis
+from tests.versions import IS_2_11, not_in_2_11
 from tests.wholes import full
 
 EDITS: dict[str, Callable[[Tensor], object]] = {
@@ -61,8 +62,8 @@ def _edited(composition: str) -> list[str]:
         loss_of(model, number, row).backward()
         for parameter_name in EDITED:
             parameter = model.get_parameter(parameter_name)
-            if parameter.dim() < 1 + (name in MATRICES):
-                continue
+            if parameter.dim() < 1 + (name in MATRICES) or (IS_2_11 and composition == "tp" and "transposed" in name):
+                continue  # 2.11 transposes strided shards to placements that it does not know
             assert parameter.grad is not None
             for of, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
                 plain = full(tensor.detach()).clone()
@@ -98,6 +99,7 @@ def _flattened() -> None:
     assert torch.equal(full(weight), whole)
 
 
+@not_in_2_11("it flattens no dims that are cut")
 def test_a_view_of_elements_that_lie_apart_is_read_only(ranks: Ranks) -> None:
     ranks(4).run(_flattened)
 

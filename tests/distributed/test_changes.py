@@ -174,10 +174,16 @@ def test_what_a_forward_changes_in_place_stays_changed(ranks: Ranks, trial: str)
         assert found == []
 
 
-def _with(transform: Callable[[nn.Module], nn.Module]) -> list[str]:
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
+
+
+def _with(
+    transform: Callable[[nn.Module], nn.Module], plain: Callable[[nn.Module], nn.Module] = _as_it_is
+) -> list[str]:
     """Names of parameters that differ from those of a plain module which saw the same batch as each rank."""
     results = []
-    for place in (lambda module: module, transform):
+    for place in (plain, transform):
         torch.manual_seed(0)
         model = place(_Model())
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
@@ -248,14 +254,16 @@ def test_changes_reach_another_tier(ranks: Ranks) -> None:
             assert found == []
 
 
-def _compile(stage: str, model: nn.Module) -> nn.Module:
-    placed = STAGES[stage](model, axis())
+def _compile(stage: str | None, model: nn.Module) -> nn.Module:
+    placed = STAGES[stage](model, axis()) if stage is not None else model
     placed.compile(backend="aot_eager")
     return placed
 
 
 def _compiled() -> list[str]:
-    return [f"{stage}: {name}" for stage in ALL for name in _with(functools.partial(_compile, stage))]
+    """Beside a plain module that is compiled too: the compiler rounds in its own way (2.11)."""
+    plain = functools.partial(_compile, None)
+    return [f"{stage}: {name}" for stage in ALL for name in _with(functools.partial(_compile, stage), plain)]
 
 
 class _ThroughData(nn.Linear):

@@ -36,6 +36,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
+from tests.versions import not_in_2_11
 from zero_fn.errors import (
     CheckpointError,
     DisagreementError,
@@ -1161,9 +1162,16 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
 }  # fmt: skip
 
 
+NEWER = {view_of_many_ranges_is_written: not_in_2_11("it flattens no dims that are cut")}
+
+
 @pytest.mark.parametrize(
     ("kind", "mistake"),
-    [pytest.param(kind, mistake, id=mistake.__name__) for kind, mistakes in CASES.items() for mistake in mistakes],
+    [
+        pytest.param(kind, mistake, id=mistake.__name__, marks=NEWER.get(mistake, ()))
+        for kind, mistakes in CASES.items()
+        for mistake in mistakes
+    ],
 )
 def test_message_is_the_snapshot(kind: type[ZeroError], mistake: Callable[[], object]) -> None:
     with pytest.raises(kind) as caught:

@@ -3,17 +3,21 @@
 DTensor gives each rank the mean over its shard (2.13): where shards have as many elements the mean of those is right, but
 each gradient is divided by the elements of a shard, not of the tensor, so it is larger by the number of shards. Here, on
 tensors of the meshes that transforms were given, such a mean is the sum over the number of elements, forward and backward.
+So is the mean of a strided shard (below tensor parallelism), which DTensor takes for an even one in 2.11.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from zero_fn.runtime.dtensor_operations import around, is_ours
+from zero_fn.runtime.dtensor_operations import Around, around, is_ours
 
 __all__ = ["take_means_over_wholes"]
 
@@ -55,10 +59,25 @@ def _act(operation: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwa
     return _in_order(operation, compute, given) / tensor.numel()
 
 
+def _mean(mean: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor, *rest = args
+    if not is_ours(tensor) or not tensor.is_floating_point() or not any(map(_is_strided, tensor.placements)):
+        return mean(*args, **kwargs)
+    dims = rest[0] if rest and rest[0] else range(tensor.ndim)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    total = tensor.sum(list(dims), *rest[1:], dtype=torch.promote_types(dtype, torch.float32))  # may overflow float16
+    return (total / prod(tensor.shape[dim] for dim in dims)).to(dtype)
+
+
+def _is_strided(placement: Placement) -> bool:
+    return not (placement.is_replicate() or placement.is_partial() or type(placement) is Shard)
+
+
 def _in_order(operation: Any, compute: Callable[..., Any], given: dict[str, Any]) -> Any:
     """With positional arguments, as operations are called below autograd."""
     arguments = operation._schema.arguments
     return compute(*(given.get(argument.name, argument.default_value) for argument in arguments))
 
 
-_ACTS = {operation: partial(_act, operation) for operation in (*_LOSSES, *_BACKWARDS)}
+_ACTS: dict[Any, Around] = {operation: partial(_act, operation) for operation in (*_LOSSES, *_BACKWARDS)}
+_ACTS |= dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)

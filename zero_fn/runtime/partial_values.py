@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate
 
+from zero_fn.resting import detached
 from zero_fn.runtime.dtensor_operations import around, is_ours
 from zero_fn.runtime.everywhere import done_along
 
@@ -39,7 +40,7 @@ def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, 
         partial = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
         if partial:
             done_along(tensor.device_mesh, partial, lambda: None, "Reading the value of a sum over shards")
-            tensor = tensor.full_tensor()
+            tensor = detached(tensor).full_tensor()
     return read(tensor, **kwargs)
 
 

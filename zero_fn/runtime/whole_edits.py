@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import local_of, part_of
+from zero_fn.resting import detached, local_of, part_of
 from zero_fn.runtime.dtensor_operations import around
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.runtime.whole_views import is_editable
@@ -55,9 +55,9 @@ def _edited(operation: Any, edit: Callable[..., Any], args: tuple[Any, ...], kwa
         return edit(*args, **kwargs)
     _require_same(tensor, (others, kwargs), operation)
     with torch.no_grad():
-        whole = tensor.full_tensor()
+        whole = detached(tensor).full_tensor()
         given, named = tree_map(
-            lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, (others, kwargs)
+            lambda leaf: detached(leaf).full_tensor() if isinstance(leaf, DTensor) else leaf, (others, kwargs)
         )
         operation(whole, *given, **named)
         local_of(tensor).copy_(part_of(whole, tensor))

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
-from zero_fn.resting import lies_in_blocks, local_of, on_spec, part_of
+from zero_fn.resting import detached, lies_in_blocks, local_of, on_spec, part_of
 from zero_fn.runtime.dtensor_operations import around, is_ours
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, written_by
@@ -72,8 +72,7 @@ def _viewed(operation: Any, view: Callable[..., Any], args: tuple[Any, ...], kwa
         return view(*args, **kwargs)
     done_along(tensor.device_mesh, cut, lambda: None, "Taking a view across shards")
     with torch.no_grad():
-        # Detached: what requires gradients would be detached in place, which DTensor does not know in 2.11.
-        whole = tensor.detach().redistribute(
+        whole = detached(tensor).redistribute(
             placements=[Replicate() if i in cut else placement for i, placement in enumerate(tensor.placements)]
         )
         viewed = view(whole, *args[1:], **kwargs)

@@ -173,13 +173,14 @@ class Planner:
             schema = schema_of_states(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
             if parameter.numel() > 1 and len(schema) > len(found.get(kind, ())):
                 found[kind] = schema
-        for kind in kinds:
+        for kind, parameter in zip(kinds, parameters, strict=True):
             if kind not in found:
                 group, dtype, device = kind
                 if not (dtype.is_floating_point or dtype.is_complex):
                     found[kind] = ()  # never trained
                     continue
-                found[kind] = schema_of(self.inner, self.inner.param_groups[group], dtype, device, ndims[kind])
+                own = self.inner.param_groups[group]
+                found[kind] = schema_of(self.inner, own, parameter, dtype, device, ndims[kind])
         return [found[kind] for kind in kinds]
 
     def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -41,9 +42,16 @@ def raw_step(optimizer: Optimizer) -> None:
 
 
 def schema_of(
-    optimizer: Optimizer, group: Mapping[str, Any], dtype: torch.dtype, device: torch.device, ndim: int
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    ndim: int,
 ) -> Schema:
     """The states that a first step in this group makes for a parameter of this dtype, with so many dims.
+
+    An optimizer that makes them before (Adagrad in torch 2.11) is given such as it made for `parameter`.
 
     Raises:
         PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
@@ -51,6 +59,13 @@ def schema_of(
     probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
     state: defaultdict[Any, Any] = defaultdict(dict)
+    born = optimizer.state.get(parameter, {})
+    per_element = dict(schema_of_states(born, parameter))
+    if born:
+        state[probe] = {
+            name: torch.zeros_like(probe, dtype=per_element[name]) if name in per_element else copy.deepcopy(value)
+            for name, value in born.items()
+        }
     scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
     try:
         with replaced(optimizer, [{**group, "params": [probe]}], state), torch.no_grad():
