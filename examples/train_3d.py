@@ -105,7 +105,7 @@ def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
     while len(tokens) <= SEQ:
         tokens.append((tokens[-1] + tokens[-2]) % VOCAB)
     text = torch.stack(tokens, dim=1)
-    return text[:, :-1], text[:, 1:]
+    return text[:, :-1].contiguous(), text[:, 1:]  # stages take dense inputs only (2.11)
 
 
 def clip(parts: dict[int, nn.Module], mesh: DeviceMesh) -> None:
