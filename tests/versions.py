@@ -8,7 +8,7 @@ from torch.torch_version import TorchVersion
 
 __all__ = ["IS_2_11", "not_in_2_11"]
 
-IS_2_11 = TorchVersion(torch.__version__) < (2, 12)
+IS_2_11 = TorchVersion(torch.__version__) < "2.12"
 
 
 def not_in_2_11(why: str) -> pytest.MarkDecorator:

@@ -76,6 +76,7 @@ ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "the largest": lambda p, anchor: (p - anchor).norm(torch.inf),
     "the largest of all": lambda p, _: p.norm(torch.inf),
     "a norm of everything": lambda p, _: p.norm() + p.norm(3),
+    "a quotient of sums": lambda p, anchor: anchor.sum() / p.square().sum(),
     "no dims": lambda p, _: p.sum(dim=(), keepdim=True).square().sum() + p.amax(keepdim=True).sum(),
     "nansum": lambda p, _: p.nansum(()),
     "smallest and largest": lambda p, _: p.amin() + sum(torch.aminmax(p, keepdim=True)).sum(),

@@ -7,7 +7,8 @@ the meshes that transforms were given. That makes it a collective: before, all r
 alone gets an error in place of a silence.
 
 [Note: parts that are no terms] Norms along a dim that is cut, and `any`, are parts too, but not of a sum. DTensor goes on
-with them as if they were (2.13): `p.norm(dim=0).sum()` added up norms of shards. These are brought together at once.
+with them as if they were (2.13): `p.norm(dim=0).sum()` added up norms of shards. These are brought together at once. And
+torch 2.11 divides by the part of a sum: `x / p.sum()` was a sum of quotients.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
+from torch.torch_version import TorchVersion
 
 from zero_fn.resting import detached
 from zero_fn.runtime.dtensor_operations import around, is_ours
@@ -32,6 +34,8 @@ def read_values_whole() -> None:
     around(_aten._local_scalar_dense.default, _read)
     for operation in (_aten.linalg_vector_norm.default, _aten.any.default, _aten.any.dim, _aten.any.dims):
         around(operation, _brought_together)
+    if TorchVersion(torch.__version__) < "2.12":
+        around(_aten.div.Tensor, _divided)
 
 
 def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -51,5 +55,14 @@ def _brought_together(reduce: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return found
     if found.is_floating_point() and not found.ndim:
         return found  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
-    placements = [Replicate() if placement.is_partial() else placement for placement in found.placements]
-    return found if tuple(placements) == found.placements else found.redistribute(placements=placements)
+    return _whole(found)
+
+
+def _divided(divide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dividend, divisor = args
+    return divide(dividend, _whole(detached(divisor)) if is_ours(divisor) else divisor, **kwargs)
+
+
+def _whole(tensor: DTensor) -> DTensor:
+    placements = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+    return tensor if tuple(placements) == tensor.placements else tensor.redistribute(placements=placements)
