@@ -1318,6 +1318,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/composition/test_penalties.py",
     ),
     Bug(
+        "unused-in-a-graph-given-zeros",
+        "runtime/graph_operations.py",
+        "that a parameter which one graph does not use has no gradient",
+        "        ctx.spec = parameter._spec\n        ctx.set_materialize_grads(False)\n",
+        "        ctx.spec = parameter._spec\n",
+        "tests/acceptance/test_whole_graph.py",
+    ),
+    Bug(
         "plain-part-as-dtensor",
         "runtime/mixed_losses.py",
         "that only plain parts of a loss are given plain gradients",
