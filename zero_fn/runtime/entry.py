@@ -322,9 +322,8 @@ def _enter_before_hooks(module: nn.Module) -> None:
         hooks = module._forward_pre_hooks
         others = list(hooks)
         module.register_forward_pre_hook(_before_hooks)
-        for (
-            key
-        ) in others:  # not `prepend=True`, which leaves the order of the `dict` below: the compiler reads that in 2.11
+        # Not `prepend=True`, which leaves the order of the `dict` below as it was: the compiler reads that in 2.11.
+        for key in others:
             hooks[key] = hooks.pop(key)
         module.register_forward_hook(_after_hooks, always_call=True)
 

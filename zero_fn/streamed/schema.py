@@ -59,17 +59,15 @@ def schema_of(
     probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
     probe.grad = torch.zeros_like(probe)
     state: defaultdict[Any, Any] = defaultdict(dict)
-    born = optimizer.state.get(parameter, {})
-    per_element = dict(schema_of_states(born, parameter))
-    if born:
-        state[probe] = {
-            name: torch.zeros_like(probe, dtype=per_element[name]) if name in per_element else copy.deepcopy(value)
-            for name, value in born.items()
-        }
     scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    born = optimizer.state.get(parameter, {})
     try:
         with replaced(optimizer, [{**group, "params": [probe]}], state), torch.no_grad():
-            raw_step(optimizer)
+            try:
+                raw_step(optimizer)
+            except KeyError:  # it looks for states that it made when it was made
+                state[probe] = _for_probe(born, parameter, probe)
+                raw_step(optimizer)
     except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
         raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
     finally:
@@ -77,6 +75,14 @@ def schema_of(
     if any(key is not probe for key in state):
         raise _refusal(optimizer, "it keeps states that belong to no parameter")
     return schema_of_states(state[probe], probe)
+
+
+def _for_probe(states: Mapping[str, Any], parameter: Tensor, probe: Tensor) -> dict[str, Any]:
+    dtypes = dict(schema_of_states(states, parameter))
+    return {
+        name: torch.zeros_like(probe, dtype=dtypes[name]) if name in dtypes else copy.deepcopy(value)
+        for name, value in states.items()
+    }
 
 
 def schema_of_states(states: Mapping[str, Any], parameter: Tensor) -> Schema:
