@@ -1,4 +1,4 @@
-"""What torch 2.11 cannot do, with or without this library: tests of it are for those who have a newer one."""
+"""What versions of torch do in another way, with or without this library, where a test must know."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-__all__ = ["IS_2_11", "not_in_2_11"]
+__all__ = ["IS_2_11", "IS_BEFORE_2_14", "not_in_2_11"]
 
-IS_2_11 = TorchVersion(torch.__version__) < "2.12"
+_version = TorchVersion(torch.__version__)
+IS_2_11 = _version < "2.12"
+IS_BEFORE_2_14 = _version < "2.14"
 
 
 def not_in_2_11(why: str) -> pytest.MarkDecorator:

@@ -91,7 +91,7 @@ def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 def detached(tensor: DTensor) -> DTensor:
     """The same elements without autograd, to be redistributed in an operation: what requires gradients would be detached in
     place then, which DTensor does not know in 2.11."""
-    return on_spec(tensor._local_tensor, tensor._spec)
+    return on_spec(local_of(tensor), tensor._spec)
 
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
