@@ -28,7 +28,7 @@ from zero_fn.resting import local_of, set_local
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
 from zero_fn.runtime.empty_dims import reduce_all_dims
-from zero_fn.runtime.empty_shards import give_empty_shards_a_norm
+from zero_fn.runtime.empty_shards import pass_over_empty_shards
 from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
@@ -115,7 +115,7 @@ def substitute(
     """
     _require_rest(module, verb)
     watch_optimizers()
-    give_empty_shards_a_norm()
+    pass_over_empty_shards()
     watch_stacks_of_norms()
     watch_registrations()
     draw_shards_from_wholes()

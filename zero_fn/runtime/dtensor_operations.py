@@ -7,18 +7,50 @@ lie on a mesh that a transform was given.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeGuard
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Around", "around", "is_ours", "note_mesh"]
+__all__ = ["Otherwise", "around", "is_ours", "note_mesh"]
 
-Around = Callable[[Callable[..., object], tuple[Any, ...], dict[str, Any]], object]
+
+class Otherwise:
+    """An operation as it is done by what stands next to the one who is asked, and at last by DTensor or who asked before us.
+
+    Attributes:
+        operation: The overload of torch.
+    """
+
+    __slots__ = ("_depth", "operation")
+
+    def __init__(self, operation: Any, depth: int) -> None:
+        self.operation, self._depth = operation, depth
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        acts = _around[self.operation]
+        if self._depth < len(acts):
+            return acts[self._depth](Otherwise(self.operation, self._depth + 1), args, kwargs)
+        if self.operation in _others:
+            return _others[self.operation](self.operation, args, kwargs)
+        _table().pop(self.operation, None)  # from here on DTensor's own way
+        try:
+            return self.operation(*args, **kwargs)
+        finally:
+            _table()[self.operation] = _run
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Its arguments by name, in the order of its schema, with defaults."""
+        arguments = self.operation._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments}
+        return given | dict(zip(given, args, strict=False)) | kwargs
+
+
+Act = Callable[[Otherwise, tuple[Any, ...], dict[str, Any]], object]
 """Takes the operation as it would be done otherwise, and its arguments."""
 
-_around: dict[Any, list[Around]] = {}
+_around: dict[Any, list[Act]] = {}
+_others: dict[Any, Callable[..., object]] = {}  # what stood in the table before
 _meshes: set[DeviceMesh] = set()
 
 
@@ -32,32 +64,19 @@ def is_ours(tensor: object) -> TypeGuard[DTensor]:
     return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
 
 
-def around(operation: Any, act: Around) -> None:
-    """From now on `act` is called in place of an operation on DTensors. Does nothing the second time.
-
-    An operation that others have an own way for is left to them.
-    """
-    if operation not in _around and operation in _table():
-        return
-    acts = _around.setdefault(operation, [])
-    if act not in acts:
-        acts.append(act)
-    _table()[operation] = _run
-
-
-def _run(operation: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-    return _nested(operation, 0, *args, **kwargs)
-
-
-def _nested(operation: Callable[..., object], depth: int, *args: Any, **kwargs: Any) -> object:
-    acts = _around[operation]
-    if depth < len(acts):
-        return acts[depth](partial(_nested, operation, depth + 1), args, kwargs)
-    del _table()[operation]  # from here on DTensor's own way
-    try:
-        return operation(*args, **kwargs)
-    finally:
+def around(act: Act, *operations: Any) -> None:
+    """From now on `act` is called in place of operations on DTensors. Does nothing the second time."""
+    for operation in operations:
+        if operation not in _around and operation in _table():
+            _others[operation] = _table()[operation]
+        acts = _around.setdefault(operation, [])
+        if act not in acts:
+            acts.append(act)
         _table()[operation] = _run
+
+
+def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return Otherwise(operation, 0)(*args, **kwargs)
 
 
 def _table() -> dict[Any, Callable[..., Any]]:

@@ -7,12 +7,12 @@ the largest element. Here, on tensors of the meshes that transforms were given, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from zero_fn.runtime.dtensor_operations import Around, around, is_ours
+from zero_fn.runtime.dtensor_operations import Otherwise, around, is_ours
 
 __all__ = ["reduce_all_dims"]
 
@@ -34,28 +34,27 @@ _REDUCTIONS = {
 
 def reduce_all_dims() -> None:
     """From now on reductions of tensors of our meshes over no dims are over all. Does nothing the second time."""
-    for operation, act in _ACTS.items():
-        around(operation, act)
+    around(_reduced, *_REDUCTIONS)
+    around(_smallest_and_largest, _aten.aminmax.default)
 
 
-def _with_dims(operation: Any, at: int) -> Around:
-    arguments = operation._schema.arguments[: at + 1]
-
-    def act(reduce: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        given = [*args, *(argument.default_value for argument in arguments[len(args) :])]
-        if given[at] == [] and is_ours(args[0]):
-            given[at] = list(range(args[0].ndim))
-        return reduce(*given, **kwargs)
-
-    return act
+def _reduced(reduce: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    at, defaults = _dims_and_defaults(reduce.operation)
+    given = [*args, *defaults[len(args) :]]
+    if given[at] == [] and is_ours(args[0]):
+        given[at] = list(range(args[0].ndim))
+    return reduce(*given, **kwargs)
 
 
-def _smallest_and_largest(compute: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+@cache  # reading a schema takes longer than the rest
+def _dims_and_defaults(operation: Any) -> tuple[int, tuple[Any, ...]]:
+    """Where the dims stand, and the defaults of the arguments up to there."""
+    at = _REDUCTIONS[operation]
+    return at, tuple(argument.default_value for argument in operation._schema.arguments[: at + 1])
+
+
+def _smallest_and_largest(compute: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     (tensor,) = args
     if kwargs.get("dim") is None and kwargs.get("keepdim") and is_ours(tensor):
         return tuple(reduce(tensor, list(range(tensor.ndim)), True) for reduce in (_aten.amin, _aten.amax))
     return compute(tensor, **kwargs)
-
-
-_ACTS = {operation: _with_dims(operation, at) for operation, at in _REDUCTIONS.items()}
-_ACTS[_aten.aminmax.default] = _smallest_and_largest

@@ -8,8 +8,6 @@ So is the mean of a strided shard (below tensor parallelism), which DTensor take
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -17,7 +15,7 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from zero_fn.runtime.dtensor_operations import Around, around, is_ours
+from zero_fn.runtime.dtensor_operations import Otherwise, around, is_ours
 
 __all__ = ["take_means_over_wholes"]
 
@@ -42,24 +40,23 @@ _BACKWARDS = (
 
 def take_means_over_wholes() -> None:
     """From now on means of losses between tensors of our meshes are over all elements. Does nothing the second time."""
-    for operation, act in _ACTS.items():
-        around(operation, act)
+    around(_over_all, *_LOSSES, *_BACKWARDS)
+    around(_mean, _aten.mean.default, _aten.mean.dim)
 
 
-def _act(operation: Any, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    is_backward = operation in _BACKWARDS
-    tensor = args[int(is_backward)]
-    given = dict(zip((argument.name for argument in operation._schema.arguments), args, strict=False)) | kwargs
-    if given.get("reduction", _MEAN) != _MEAN or not is_ours(tensor):
+def _over_all(compute: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    is_backward = compute.operation in _BACKWARDS
+    tensor, given = args[int(is_backward)], compute.named(args, kwargs)
+    if not is_ours(tensor) or given["reduction"] != _MEAN:
         return compute(*args, **kwargs)
     given["reduction"] = _SUM
     if is_backward:
         given["grad_output"] = given["grad_output"] / tensor.numel()
-        return _in_order(operation, compute, given)
-    return _in_order(operation, compute, given) / tensor.numel()
+        return compute(*given.values())
+    return compute(*given.values()) / tensor.numel()
 
 
-def _mean(mean: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mean(mean: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *rest = args
     if not is_ours(tensor) or not tensor.is_floating_point() or not any(map(_is_strided, tensor.placements)):
         return mean(*args, **kwargs)
@@ -71,13 +68,3 @@ def _mean(mean: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _is_strided(placement: Placement) -> bool:
     return not (placement.is_replicate() or placement.is_partial() or type(placement) is Shard)
-
-
-def _in_order(operation: Any, compute: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """With positional arguments, as operations are called below autograd."""
-    arguments = operation._schema.arguments
-    return compute(*(given.get(argument.name, argument.default_value) for argument in arguments))
-
-
-_ACTS: dict[Any, Around] = {operation: partial(_act, operation) for operation in (*_LOSSES, *_BACKWARDS)}
-_ACTS |= dict.fromkeys((_aten.mean.default, _aten.mean.dim), _mean)

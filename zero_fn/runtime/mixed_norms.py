@@ -9,7 +9,7 @@ operations of its own.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 
 from zero_fn.errors import PlacementError
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import Otherwise, around
 
 __all__ = ["refuse_mixed_norms", "watch_stacks_of_norms"]
 
@@ -28,7 +28,7 @@ _STACK = torch.ops.aten.stack.default
 
 def watch_stacks_of_norms() -> None:
     """Looks at what `clip_grad_norm_` stacks. Does nothing the second time."""
-    around(_STACK, _stack)
+    around(_stack, _STACK)
 
 
 def refuse_mixed_norms(tensors: Iterable[Tensor]) -> None:
@@ -47,7 +47,7 @@ def refuse_mixed_norms(tensors: Iterable[Tensor]) -> None:
     )
 
 
-def _stack(stack: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _stack(stack: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensors = args[0]
     if not all(isinstance(tensor, DTensor) for tensor in tensors) and _is_clipping(inspect.currentframe()):
         refuse_mixed_norms(tensors)

@@ -13,7 +13,6 @@ torch 2.11 divides by the part of a sum: `x / p.sum()` was a sum of quotients.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.torch_version import TorchVersion
 
 from zero_fn.resting import detached
-from zero_fn.runtime.dtensor_operations import around, is_ours
+from zero_fn.runtime.dtensor_operations import Otherwise, around, is_ours
 from zero_fn.runtime.everywhere import done_along
 
 __all__ = ["read_values_whole"]
@@ -31,14 +30,13 @@ _aten = torch.ops.aten
 
 def read_values_whole() -> None:
     """From now on numbers are read from tensors of our meshes whole. Does nothing the second time."""
-    around(_aten._local_scalar_dense.default, _read)
-    for operation in (_aten.linalg_vector_norm.default, _aten.any.default, _aten.any.dim, _aten.any.dims):
-        around(operation, _brought_together)
+    around(_read, _aten._local_scalar_dense.default)
+    around(_brought_together, _aten.linalg_vector_norm.default, _aten.any.default, _aten.any.dim, _aten.any.dims)
     if TorchVersion(torch.__version__) < "2.12":
-        around(_aten.div.Tensor, _divided)
+        around(_divided, _aten.div.Tensor)
 
 
-def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _read(read: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     (tensor,) = args
     if is_ours(tensor):
         partial = [dim for dim, placement in enumerate(tensor.placements) if placement.is_partial()]
@@ -48,7 +46,7 @@ def _read(read: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, 
     return read(tensor, **kwargs)
 
 
-def _brought_together(reduce: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _brought_together(reduce: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """[Note: parts that are no terms]"""
     found = reduce(*args, **kwargs)
     if not is_ours(found):
@@ -58,7 +56,7 @@ def _brought_together(reduce: Callable[..., Any], args: tuple[Any, ...], kwargs:
     return _whole(found)
 
 
-def _divided(divide: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _divided(divide: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dividend, divisor = args
     return divide(dividend, _whole(detached(divisor)) if is_ours(divisor) else divisor, **kwargs)
 

@@ -9,7 +9,6 @@ tensor is in memory for that moment, and nothing is communicated. Installed by t
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from zero_fn.resting import local_of, part_of, spec_on
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import Otherwise, around
 
 __all__ = ["draw_shards_from_wholes"]
 
@@ -44,14 +43,12 @@ _ALIKE = (
 
 def draw_shards_from_wholes() -> None:
     """Lets random numbers of shards be those of whole tensors. Does nothing the second time."""
-    for operation in _IN_PLACE:
-        around(operation, _filled)
-    for operation in _ALIKE:
-        around(operation, _made_alike)
-    around(_aten.bernoulli.default, _decided)
+    around(_filled, *_IN_PLACE)
+    around(_made_alike, *_ALIKE)
+    around(_decided, _aten.bernoulli.default)
 
 
-def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _filled(draw: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensor, *others = args
     if not _is_on_cpu(tensor):
         return draw(*args, **kwargs)
@@ -61,14 +58,14 @@ def _filled(draw: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str
     return tensor
 
 
-def _made_alike(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _made_alike(draw: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     tensor, *others = args
     if not _is_on_cpu(tensor):
         return draw(*args, **kwargs)
     return _part_of(draw(_whole_of(tensor), *others, **kwargs), tensor)
 
 
-def _decided(draw: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+def _decided(draw: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
     probabilities, *others = args
     if not _is_on_cpu(probabilities):
         return draw(*args, **kwargs)

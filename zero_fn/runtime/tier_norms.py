@@ -11,8 +11,6 @@ between ranks are in `tier_redistribution`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from zero_fn.resting import local_of
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import Otherwise, around
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor
 
@@ -39,19 +37,14 @@ _OPERATIONS = {
 
 def agree_on_norms() -> None:
     """Lets norms of tensors in a tier, and their scaling, agree over ranks. Does nothing the second time."""
-    for operation, what in _OPERATIONS.items():
-        around(operation, _told(what))
+    around(_agreed, *_OPERATIONS)
 
 
-@cache  # the same function for the same words: `around` takes each once
-def _told(what: str) -> Callable[..., object]:
-    def act(operation: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        mesh = _mesh_of(args[0])
-        if mesh is None:
-            return operation(*args, **kwargs)
-        return done_along(mesh, range(mesh.ndim), lambda: operation(*args, **kwargs), what)
-
-    return act
+def _agreed(act: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    mesh = _mesh_of(args[0])
+    if mesh is None:
+        return act(*args, **kwargs)
+    return done_along(mesh, range(mesh.ndim), lambda: act(*args, **kwargs), _OPERATIONS[act.operation])
 
 
 def _mesh_of(tensors: object) -> DeviceMesh | None:

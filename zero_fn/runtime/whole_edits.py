@@ -7,8 +7,6 @@ compared over ranks: had each its own rows or mask, each shard would be edited i
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -19,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import detached, local_of, part_of
-from zero_fn.runtime.dtensor_operations import around
+from zero_fn.runtime.dtensor_operations import Otherwise, around
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.runtime.whole_views import is_editable
 
@@ -43,31 +41,27 @@ _BY_FORM = (_aten.tril_.default, _aten.triu_.default, _aten.renorm_.default)
 
 def edit_wholes() -> None:
     """From now on such operations work on tensors of our meshes. Does nothing the second time."""
-    for operation, act in _ACTS.items():
-        around(operation, act)
-    around(_aten.copy_.default, _copied)
-    around(_aten.t_.default, _transposed)
+    around(_edited, *_BY_INDEX, *_BY_FORM)
+    around(_copied, _aten.copy_.default)
+    around(_transposed, _aten.t_.default)
 
 
-def _edited(operation: Any, edit: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _edited(edit: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, *others = args
     if not is_editable(tensor):
         return edit(*args, **kwargs)
-    _require_same(tensor, (others, kwargs), operation)
+    _require_same(tensor, (others, kwargs), edit.operation)
     with torch.no_grad():
         whole = detached(tensor).full_tensor()
         given, named = tree_map(
             lambda leaf: detached(leaf).full_tensor() if isinstance(leaf, DTensor) else leaf, (others, kwargs)
         )
-        operation(whole, *given, **named)
+        edit.operation(whole, *given, **named)
         local_of(tensor).copy_(part_of(whole, tensor))
     return tensor
 
 
-_ACTS = {operation: partial(_edited, operation) for operation in (*_BY_INDEX, *_BY_FORM)}
-
-
-def _copied(copy: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copied(copy: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor, values, *_ = args
     if isinstance(values, DTensor) or not is_editable(tensor):
         return copy(*args, **kwargs)
@@ -76,7 +70,7 @@ def _copied(copy: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     return tensor
 
 
-def _transposed(transpose: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _transposed(transpose: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     (tensor,) = args
     if is_editable(tensor):
         raise PlacementError(

@@ -14,8 +14,6 @@ parameter may be taken with autograd and be written without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch
@@ -26,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
 from zero_fn.resting import detached, lies_in_blocks, local_of, on_spec, part_of
-from zero_fn.runtime.dtensor_operations import around, is_ours
+from zero_fn.runtime.dtensor_operations import Otherwise, around, is_ours
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, written_by
 
@@ -44,9 +42,8 @@ _ALONG_ONE = (
 
 def write_through_views() -> None:
     """From now on what is written into views of tensors of our meshes arrives. Does nothing the second time."""
-    for operation, act in _ACTS.items():
-        around(operation, act)
-    around(_aten.fill_.Tensor, _filled)
+    around(_viewed, *_ALONG_ONE, _aten.diagonal.default)
+    around(_filled, _aten.fill_.Tensor)
 
 
 def is_editable(tensor: object) -> TypeGuard[DTensor]:
@@ -61,11 +58,11 @@ def is_editable(tensor: object) -> TypeGuard[DTensor]:
     return (type(local) is Tensor or isinstance(local, TierTensor | WholeView)) and TracingContext.try_get() is None
 
 
-def _viewed(operation: Any, view: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _viewed(view: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
     if not is_editable(tensor):
         return view(*args, **kwargs)
-    dims = _dims_of(operation, tensor, args[1:], kwargs)
+    dims = _dims_of(view.operation, view.named(args, kwargs), tensor)
     # Strided or not: `is_shard` knows the plain ones only.
     cut = [i for i, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) in dims]
     if not cut:
@@ -80,23 +77,16 @@ def _viewed(operation: Any, view: Callable[..., Any], args: tuple[Any, ...], kwa
     return tree_map(lambda found: on_spec(WholeView(local_of(found), origin), found._spec), viewed)
 
 
-_ACTS = {operation: partial(_viewed, operation) for operation in (*_ALONG_ONE, _aten.diagonal.default)}
-
-
-def _dims_of(operation: Any, tensor: Tensor, given: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+def _dims_of(operation: Any, given: dict[str, Any], tensor: Tensor) -> set[int]:
     """The dims that a view runs across."""
-    arguments = operation._schema.arguments[1:]
-    values = {argument.name: argument.default_value for argument in arguments}
-    values.update(zip(values, given, strict=False))
-    values.update(kwargs)
-    if operation is _aten.slice.Tensor and not values["start"] and values["step"] == 1:
-        end = values["end"]
-        if end is None or end >= tensor.shape[values["dim"]]:
+    if operation is _aten.slice.Tensor and not given["start"] and given["step"] == 1:
+        end = given["end"]
+        if end is None or end >= tensor.shape[given["dim"]]:
             return set()  # all of it: `p[:, 3]` begins with one
-    return {values[name] % tensor.ndim for name in ("dim", "dim1", "dim2") if name in values}
+    return {given[name] % tensor.ndim for name in ("dim", "dim1", "dim2") if name in given}
 
 
-def _filled(fill: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _filled(fill: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`p[2:5] = 0` gives the number as a tensor, which DTensor does not know how to fill with (2.13)."""
     tensor, value = args
     if is_editable(tensor) and not isinstance(value, DTensor):
