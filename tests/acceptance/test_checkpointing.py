@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from tests.acceptance.models import Layer, Stack
 from tests.acceptance.oracle import Run, differences, noise
@@ -76,7 +83,20 @@ class Dropout(Around):
         return super().run(layer, nn.functional.dropout(x, 0.5))
 
 
-MODELS = [Around, AroundReentrant, Inside, InsideReentrant, Both, OneOverAll, Dropout]
+def _save_products(_context: object, operation: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    is_product = operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Selective(Stack):
+    """What a unit does of its own is not among the operations of the forward that are saved or computed again."""
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _save_products)
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+MODELS = [Around, AroundReentrant, Inside, InsideReentrant, Both, OneOverAll, Dropout, Selective]
 
 
 def backward(model: Any, run: Run, seed: int) -> None:

@@ -784,6 +784,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_empty_shards.py",
     ),
     Bug(
+        "gathers-in-selective-checkpoints",
+        "runtime/selective.py",
+        "that selective checkpoints see no gathers",
+        "return _set_aside() if _depth() else _NOTHING",
+        "return _NOTHING",
+        "tests/acceptance/test_checkpointing.py",
+    ),
+    Bug(
         "tiles-are-no-units",
         "substitute.py",
         "a tiled weight is gathered in parts",

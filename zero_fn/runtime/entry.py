@@ -30,6 +30,7 @@ from zero_fn.runtime.access import explained, is_about_shards
 from zero_fn.runtime.changes import Probe, require_untouched_casts
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import packing_gathered
+from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, traced_inside, uncompiled
@@ -191,7 +192,8 @@ class Entry:
             elif begun.use.node is not None:
                 begun.use.has_graph = True
             if begun.probe is not None:
-                begun.probe.check(begun.tensors)
+                with outside_selection():
+                    begun.probe.check(begun.tensors)
             failed = False
         except RuntimeError as error:
             if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
@@ -205,15 +207,16 @@ class Entry:
     def _begin(self) -> _Begun:
         """Enters the unit: its whole parameters stand under their names until `_end`."""
         unit = self.unit
-        begun = _Begun(called_outside(unit.step.enter, unit, self), _hide(unit))
-        try:
-            begun.tensors = gather(begun.use)
-            unit.shadow(begun.tensors)
-            if unit.gathered is not None and not is_transforming():
-                begun.is_watched, begun.probe = True, unit.changes.probe(unit)
-        except BaseException:
-            self._end(begun, failed=True)
-            raise
+        with outside_selection():
+            begun = _Begun(called_outside(unit.step.enter, unit, self), _hide(unit))
+            try:
+                begun.tensors = gather(begun.use)
+                unit.shadow(begun.tensors)
+                if unit.gathered is not None and not is_transforming():
+                    begun.is_watched, begun.probe = True, unit.changes.probe(unit)
+            except BaseException:
+                self._end(begun, failed=True)
+                raise
         return begun
 
     @left_alone
@@ -221,7 +224,8 @@ class Entry:
         self.unit.unshadow()
         for names, entry in begun.hidden:
             names["forward"] = entry
-        _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
+        with outside_selection():
+            _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
 
     @traced_inside
     def begin_before_hooks(self) -> None:

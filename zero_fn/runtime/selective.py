@@ -1,0 +1,47 @@
+"""What a unit does of its own is no part of a selective checkpoint around it.
+
+`create_selective_checkpoint_contexts` counts each operation of a forward, saves what its policy asks for, and expects the
+same operations when it computes again. A unit that is gathered ahead, or still is, does others there; and a saved gather
+would be memory that has been freed since. So its modes are set aside while a unit is entered and left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch.utils import _python_dispatch as modes
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+__all__ = ["outside_selection"]
+
+_NOTHING = nullcontext()
+_SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
+_depth = torch._C._len_torch_dispatch_stack
+
+
+def outside_selection() -> AbstractContextManager[None]:
+    """A context in which selective checkpoints see no operations."""
+    return _set_aside() if _depth() else _NOTHING
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    stack = modes._get_current_dispatch_mode_stack()
+    if not any(isinstance(mode, _SELECTIVE) for mode in stack):
+        yield
+        return
+    others = [mode for mode in stack if not isinstance(mode, _SELECTIVE)]
+    _replace(stack, others)
+    try:
+        yield
+    finally:
+        _replace(others, stack)
+
+
+def _replace(stack: list[modes.TorchDispatchMode], by: list[modes.TorchDispatchMode]) -> None:
+    for _ in stack:
+        modes._pop_mode()
+    for mode in by:
+        modes._push_mode(mode)
