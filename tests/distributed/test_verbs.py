@@ -90,6 +90,45 @@ def test_unsharded_gives_whole_parameters_and_writes_back_on_request(ranks: Rank
     ranks(3).run(_unsharded, stage)
 
 
+def _backward_inside(stage: str) -> None:
+    expected, model = _built(stage, Odd), _built(stage, Odd)
+    loss_of(expected, 0).backward()
+    loss = loss_of(model, 0)
+    with zf.unsharded(model):
+        loss.backward()
+    assert _gradients(model)
+    assert _equal(_gradients(model), _gradients(expected))
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_backward_inside_unsharded_is_that_of_the_forward_before(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_backward_inside, stage)
+
+
+def _gradient_of_a_whole_parameter(stage: str) -> None:
+    model = _built(stage, Odd)
+    with zf.unsharded(model):
+        loss = loss_of(model, 0) + model.norm.weight.square().sum()  # type: ignore[union-attr, operator]
+        (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)  # type: ignore[union-attr, operator]
+    assert type(whole) is Tensor, "asked for, a gradient is there"
+    with pytest.raises(zf.StateError, match=r"A gradient reached the whole 'norm.weight' of unsharded"):
+        loss.backward()
+    model.zero_grad()
+    expected = _built(stage, Odd)
+    for trained in (expected, model):
+        loss_of(trained, 0).backward()
+    assert _equal(_gradients(model), _gradients(expected)), "nothing is left of the backward that failed"
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_gradient_that_unsharded_would_lose_raises(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_gradient_of_a_whole_parameter, stage)
+
+
 # -- meta -----------------------------------------------------------------------------------------------------------
 
 

@@ -378,6 +378,13 @@ def unsharded_inside_unsharded() -> object:
             return None
 
 
+def gradient_of_a_whole_parameter() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        with zf.unsharded(model):
+            return model.head.weight.sum().backward()
+
+
 def unsharded_with_another_shape() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1130,6 +1137,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
+        gradient_of_a_whole_parameter,
         one_graph_inside_accumulate,
         one_graph_inside_unsharded,
         one_graph_that_changes_statistics,

@@ -335,9 +335,9 @@ class Unit:
         """Whether the running forward uses other tensors in place of every parameter."""
         return bool(self.swapped) and len(self.swapped) == len(self.slots)
 
-    def unshard(self) -> None:
+    def unshard(self, *, even_pinned: bool = False) -> None:
         """Issues the all-gather; `await_gathered` makes its result readable."""
-        if self.phase is not Phase.AT_REST or self.pinned is not None or self.is_replaced:
+        if self.phase is not Phase.AT_REST or self.is_replaced or (self.pinned is not None and not even_pinned):
             return
         if self.records:
             self._load()
@@ -443,6 +443,9 @@ class Unit:
             self.phase is not Phase.GATHERED or self.backward_entry is None
         ):  # backward has come, or this is the first it sees
             self.step.demand(self)
+        if self.pinned is not None:  # of a forward before `unsharded`: what it saved are not the copies in there
+            self.unshard(even_pinned=True)
+            self.await_gathered()
         assert self.gathered is not None, f"unit {self.name!r} is {self.phase}"
         return self.gathered.buffers[group]
 

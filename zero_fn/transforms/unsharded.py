@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.same_values import agree_on_values
+from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.wholes import register_resting, register_wholes
@@ -26,11 +28,12 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     """Makes the parameters of modules whole, plain tensors inside the block.
 
         with zf.unsharded(model.head):
-            logits = x @ model.head.weight.T
+            nearest = (x @ model.head.weight.detach().T).argmax(-1)
 
     Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
-    without communication. They are copies: without `writeback`, edits are dropped with them. One that tensor parallelism
-    placed is a DTensor on its model axes.
+    without communication. They are copies: without `writeback`, edits are dropped with them, and gradients of what is
+    computed with them outside a forward have nowhere to go: such a backward raises. `accumulate(model, unshard=True)` is the
+    block in which whole parameters train. One that tensor parallelism placed is a DTensor on its model axes.
 
     Communicates: one all-gather of every unit of the modules, and with `writeback` 16 bytes per peer. All ranks enter and
     leave together.
@@ -43,7 +46,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
         A context manager.
 
     Raises:
-        StateError: A module was not transformed, or its unit is running, accumulating, or open in another block.
+        StateError: A module was not transformed, or its unit is running, accumulating, or open in another block. In backward:
+            a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
     for step in steps_of(*modules, verb="unsharded"):
@@ -60,7 +64,9 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     for unit in units:
         unit.expire()
         wholes = unit.gather_whole()
-        register_wholes(unit, wholes)
+        for slot, whole in zip(unit.slots, register_wholes(unit, wholes), strict=True):
+            if whole.requires_grad:
+                whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, slot))  # type: ignore[no-untyped-call]
         unit.pinned = wholes
     finished = False
     try:
@@ -76,6 +82,18 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
                     unit.scatter_whole(dict(zip(unit.slots, wholes, strict=True)))
                 for slot in unit.slots:
                     slot.initial = None
+
+
+def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
+    """Called by autograd: a whole parameter was used outside the forward of a transformed module."""
+    whole.grad = None
+    raise StateError(
+        f"A gradient reached the whole {slot.fqn!r} of unsharded().",
+        parameter=slot,
+        why="it would be dropped with the whole parameter: what is read here is not reduced over ranks",
+        fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or read parameters in a method "
+        "that gathers: gather_in=; or with torch.no_grad() if no gradient is wanted",
+    )
 
 
 def _close(unit: Unit) -> list[Tensor]:
