@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
     ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
     ("runtime",),
-    ("transforms", "substitute", "loading", "wrapped", "streamed"),
+    ("transforms", "substitute", "loading", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
 )
 

@@ -18,6 +18,7 @@ from zero_fn.agreement import content_digest
 from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import alone, local_of, on_spec
+from zero_fn.runtime.foreign_shards import require_own_shard
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.tiled import Tiled
@@ -93,6 +94,7 @@ def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None
                 model=axes_text(slot.spec.mesh),
                 fix="load whole tensors: {k: v.full_tensor() for k, v in state_dict.items()}",
             )
+        require_own_shard(key, entry, slot.spec.mesh)
     elif isinstance(entry, DTensor):
         raise CheckpointError(
             f"{key} is sharded in the state_dict and whole in the model: nothing was loaded.",

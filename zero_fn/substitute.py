@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
+from zero_fn.captured import Captured
 from zero_fn.collectives import Alone, transport
-from zero_fn.errors import LayoutError, MeshError, StateError, StorageError, TierError
+from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
 from zero_fn.guarded import Guarded
 from zero_fn.hierarchy import Hierarchy, Links
@@ -40,7 +41,7 @@ from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.partial_values import read_values_whole
 from zero_fn.runtime.random_shards import draw_shards_from_wholes
 from zero_fn.runtime.record import Form
-from zero_fn.runtime.registry import Replacement, call_site, note_replacement, slot_of
+from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -127,6 +128,7 @@ def _substitute(
     module: M, assignment: Assignment, site: str, prepare: Callable[[nn.Module], None], *, donate: bool
 ) -> M:
     shared = shared_parameters(module)
+    _require_untouched_ties(shared)
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
@@ -138,7 +140,7 @@ def _substitute(
         allow_mixed_losses()
         take_means_over_wholes()
         reduce_all_dims()
-    twin = _copy(module, [parameter.parameter for parameter in shared])
+    twin, captured = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin)}
@@ -160,7 +162,7 @@ def _substitute(
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.output if not anchor else None)
         for parameter, slot in zip(chosen, unit.slots, strict=True):
-            _carry_over(parameter.parameter, slot.parameter)
+            _carry_over(parameter.parameter, slot.parameter, captured)
             if donate:
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
@@ -313,9 +315,29 @@ def _require_rest(module: nn.Module, verb: str) -> None:
         unit.reshard()
 
 
-def _copy(module: M, parameters: list[nn.Parameter]) -> M:
+def _require_untouched_ties(shared: list[Shared]) -> None:
+    """A module of which a part was transformed before shares that part with another model: a copy would untie them.
+
+    If all of it was, the caller wants another one like it.
+    """
+    trained = [(parameter.fqn, parameter.parameter) for parameter in shared if parameter.parameter.requires_grad]
+    earlier = [(fqn, replacement_of(parameter)) for fqn, parameter in trained]
+    replaced = [(fqn, found) for fqn, found in earlier if found is not None and found.parameter() is not None]
+    if replaced and len(replaced) < len(trained):
+        fqn, found = replaced[0]
+        raise PlacementError(
+            f"{fqn!r} belongs to a model that was transformed already, and other parameters do not.",
+            parameter=fqn,
+            replaced=f"{found.site}, as {found.fqn!r}",
+            why="a transform copies the module: what both models share would be trained twice, apart from each other",
+            fix="to share it, transform one module that holds both: zf.shard_params(nn.ModuleDict({'actor': actor, 'critic': "
+            "critic}), axis); to have two, copy first: copy.deepcopy(module); or del the transformed model",
+        )
+
+
+def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
     """A deep copy that shares the parameters and has no entries."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in parameters}
+    memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(entry), entry) for _, entry in entries(module))
     memo.update((id(entry), entry) for entry in methods_of(module))
     for child in module.modules():
@@ -343,7 +365,12 @@ def _copy(module: M, parameters: list[nn.Parameter]) -> M:
                     del child.__dict__[attribute]
                 else:
                     child.__dict__[attribute] = copy.deepcopy(own, memo)
-    return twin
+    captured = Captured(
+        {id(child): memo[id(child)] for child in module.modules() if id(child) in memo},
+        {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad},
+    )
+    captured.rebind(twin)
+    return twin, captured
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
@@ -361,15 +388,15 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+def _carry_over(old: nn.Parameter, new: nn.Parameter, captured: Captured) -> None:
     """Hooks and attributes that users put on a parameter stay with it."""
     for attribute, value in vars(old).items():
         if attribute not in ("_spec", "_local_tensor"):
             setattr(new, attribute, value)
     for hook in gradient_hooks(old):
-        new.register_hook(hook)  # type: ignore[no-untyped-call]
+        new.register_hook(captured.rebound(hook))  # type: ignore[no-untyped-call]
     for post_hook in parameter_hooks(old):
-        new.register_post_accumulate_grad_hook(post_hook)  # type: ignore[no-untyped-call]
+        new.register_post_accumulate_grad_hook(captured.rebound(post_hook))  # type: ignore[no-untyped-call]
 
 
 def _initial(source: Tensor) -> int | None:

@@ -385,6 +385,21 @@ def gradient_of_a_whole_parameter() -> object:
             return model.head.weight.sum().backward()
 
 
+def trunk_of_a_transformed_model() -> object:
+    with alone() as mesh:
+        model = Model()
+        actor = zf.shard_params(model, mesh)
+        return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), mesh)
+
+
+def closure_over_a_parameter() -> object:
+    model = Model()
+    weight = model.head.weight
+    model.activation = lambda x: x @ weight
+    with alone() as mesh:
+        return zf.shard_params(model, mesh)
+
+
 def unsharded_with_another_shape() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1112,6 +1127,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        trunk_of_a_transformed_model, closure_over_a_parameter,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,

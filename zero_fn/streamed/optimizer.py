@@ -23,6 +23,7 @@ from zero_fn.errors import PlacementError, StateError, TierError
 from zero_fn.resting import local_of
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
+from zero_fn.runtime.foreign_shards import require_own_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.joined import join, pieces_of
@@ -189,12 +190,17 @@ class Streamed(Optimizer):
         """Takes over states and groups, as on the optimizer inside. Mends an optimizer whose step failed.
 
         Raises:
-            CheckpointError: A state does not fit its parameter.
+            CheckpointError: A state does not fit its parameter, or is the shard of another rank.
             TierError: The tier has no room.
             StorageError: The disk failed.
         """
         self._torn = "states could not be loaded"
-        self.inner.load_state_dict(state_dict)
+
+        def load() -> None:
+            self.inner.load_state_dict(state_dict)
+            require_own_states(self.inner)
+
+        everywhere(self._all_parameters(), load, "Loading the states of an optimizer")
         self._begin()
 
     @torch.no_grad()

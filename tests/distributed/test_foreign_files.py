@@ -1,0 +1,61 @@
+"""A file that one rank wrote with `torch.save` has the shards of that rank: no other rank may take them for its own."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES, loss_of
+from tests.models import Odd
+from tests.ranks import Ranks, axis
+
+
+def _stepped(stage: str, streamed: bool) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = STAGES[stage](Odd(), axis())
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if streamed:
+        optimizer = zf.streamed(optimizer, zf.cpu())
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def _resumed(folder: str, stage: str, own: bool, what: str) -> str:
+    """What comes of loading a file of the own rank, or of rank 0."""
+    model, optimizer = _stepped(stage, what == "streamed")
+    rank = dist.get_rank()
+    state = model if what == "model" else optimizer
+    torch.save(state.state_dict(), f"{folder}/{rank}.pt")
+    dist.barrier()
+    loaded = torch.load(f"{folder}/{rank if own else 0}.pt", weights_only=True)
+    try:
+        if what == "first":  # no step yet
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            optimizer.load_state_dict(loaded)
+            optimizer.step()
+        else:
+            state.load_state_dict(loaded)
+    except zf.ZeroError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return ""
+
+
+@pytest.mark.parametrize("what", ["model", "optimizer", "first", "streamed"])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_shards_of_another_rank_are_refused(ranks: Ranks, stage: str, what: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert ranks(2).run(_resumed, folder, stage, True, what) == [""] * 2
+        first, second = ranks(2).run(_resumed, folder, stage, False, what)
+    assert first == "" or (what == "streamed" and "Loading the states of an optimizer failed on rank 1" in first)
+    assert "holds the shard of another rank" in second
+    assert "torch.distributed.checkpoint" in second
