@@ -589,6 +589,50 @@ def test_optimizers_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     assert torch.equal(matrix, other)
 
 
+class Centralised(torch.optim.AdamW):
+    """Looks at whole tensors, under a name that nobody knows."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.grad.ndim > 1:
+                    parameter.grad.sub_(parameter.grad.mean())
+        super().step(closure)
+
+
+def test_an_optimizer_of_the_user_is_looked_at(tmp_path: Path) -> None:
+    matrix = nn.Parameter(torch.randn(64, 64))
+    with pytest.raises(zf.PlacementError, match=r"(?s)do not fit a buffer.*whole matrices"):
+        zf.streamed(Centralised([matrix]), zf.nvme(tmp_path), buffer="8KiB")
+    optimizer = zf.streamed(Centralised([matrix], lr=0.1), zf.nvme(tmp_path))
+    other = nn.Parameter(matrix.detach().clone())
+    run([matrix], optimizer, range(2))
+    run([other], Centralised([other], lr=0.1), range(2))
+    assert torch.equal(matrix, other)
+    zf.streamed(
+        Centralised([nn.Parameter(torch.randn(4096))]), zf.nvme(tmp_path), buffer="8KiB"
+    )  # vectors, it does not
+
+
+def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
+    parameters, inner = make("adamw", [(3, 4)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    run(parameters, optimizer, range(2))
+    (states,) = optimizer.state.values()
+    assert "step" in states and "exp_avg" not in states and states.get("exp_avg") is None
+    with pytest.raises(KeyError):
+        states["exp_avg"]
+    for edit in (
+        lambda: optimizer.state.clear(),
+        lambda: optimizer.state.pop(parameters[0]),
+        lambda: states.update(step=1),
+        lambda: setattr(optimizer, "state", {}),
+    ):
+        with pytest.raises(zf.StateError, match="cannot be edited through `state`"):
+            edit()
+
+
 def test_a_streamed_optimizer_is_not_copied(tmp_path: Path) -> None:
     optimizer = zf.streamed(make("adamw", [(3,)])[1], zf.nvme(tmp_path))
     for act in (copy.deepcopy, pickle.dumps):

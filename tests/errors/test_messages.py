@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import errno
 import importlib
+import io
 import os
 import pickle
 import re
@@ -56,6 +57,7 @@ from zero_fn.runtime.entry import NoCodeError
 from zero_fn.storage import Slab, Spill
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
+from zero_fn.streamed.kept_states import MissingStateError
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
@@ -398,6 +400,44 @@ def closure_over_a_parameter() -> object:
     model.activation = lambda x: x @ weight
     with alone() as mesh:
         return zf.shard_params(model, mesh)
+
+
+def entry_of_another_rank() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        state_dict = torch.load(file, weights_only=True)
+        for entry in state_dict.values():
+            entry.device_mesh._coordinate_on_dim = (1,)  # as if rank 1 had written it
+        return model.load_state_dict(state_dict)
+
+
+def _streamed() -> torch.optim.Optimizer:
+    model = Model()
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
+    model(batch()).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def streamed_states_are_cleared() -> object:
+    return _streamed().state.clear()
+
+
+def streamed_state_is_in_its_tier() -> object:
+    return next(iter(_streamed().state.values()))["exp_avg"]
+
+
+class _Clipping(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_(self.param_groups[0]["params"], 1.0)
+        return super().step(closure)
+
+
+def streamed_optimizer_that_clips() -> object:
+    return zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu())
 
 
 def unsharded_with_another_shape() -> object:
@@ -1104,6 +1144,7 @@ def untiled_of_some_parts() -> object:
 
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     NoCodeError: (forward_is_exported,),
+    MissingStateError: (streamed_state_is_in_its_tier,),
     MeshError: (
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
         axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
@@ -1127,7 +1168,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        trunk_of_a_transformed_model, closure_over_a_parameter,
+        trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
@@ -1142,6 +1183,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     CheckpointError: (
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,
+        entry_of_another_rank,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
     StateError: (
@@ -1153,7 +1195,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
-        gradient_of_a_whole_parameter,
+        gradient_of_a_whole_parameter, streamed_states_are_cleared,
         one_graph_inside_accumulate,
         one_graph_inside_unsharded,
         one_graph_that_changes_statistics,

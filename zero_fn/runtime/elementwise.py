@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.registry import slot_of
 
-__all__ = ["looks_at_whole_tensors", "require_elementwise"]
+__all__ = ["looks_at_whole_tensors", "require_elementwise", "require_whole"]
 
 _WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
 _NAMES = frozenset({
@@ -45,8 +45,16 @@ def require_elementwise(optimizer: Optimizer) -> None:
     Raises:
         PlacementError: It does. Nothing was updated.
     """
-    if not looks_at_whole_tensors(optimizer):
-        return
+    if looks_at_whole_tensors(optimizer):
+        require_whole(optimizer)
+
+
+def require_whole(optimizer: Optimizer) -> None:
+    """Refuses an optimizer that holds a sharded parameter.
+
+    Raises:
+        PlacementError: It does. Nothing was updated.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)

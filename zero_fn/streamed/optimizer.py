@@ -27,6 +27,7 @@ from zero_fn.runtime.foreign_shards import require_own_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.joined import join, pieces_of
+from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
@@ -119,14 +120,18 @@ class Streamed(Optimizer):
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
-    @property
-    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:  # type: ignore[override]
-        """What is kept in memory of the state of each parameter: step counts and the like. See `state_dict`."""
+    @property  # type: ignore[override]
+    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """What is kept in memory of the state of each parameter, to read: step counts and the like. See `state_dict`."""
         found: dict[Tensor, Mapping[str, Any]] = {}
         for cut in self._cuts():
             if cut.resident or cut.present:
-                found.setdefault(self._known[cut.piece.parameter], cut.resident)
-        return found
+                found.setdefault(self._known[cut.piece.parameter], KeptStates(cut.resident))
+        return KeptStates(found)
+
+    @state.setter
+    def state(self, _states: object) -> None:
+        refuse_edit()
 
     @property
     def resident_nbytes(self) -> int:

@@ -17,9 +17,10 @@ from torch.optim import Optimizer
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.elementwise import looks_at_whole_tensors
+from zero_fn.runtime.elementwise import require_whole
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.chunk import Chunk, Cut, name_of, states_nbytes
+from zero_fn.streamed.grain import looks_at_whole
 from zero_fn.streamed.parcels import Place, follow, place_of
 from zero_fn.streamed.schema import Schema, schema_of, schema_of_states
 from zero_fn.tiers import IN_MEMORY, Tier, bytes_text
@@ -55,6 +56,7 @@ class Planner:
 
     def __init__(self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int) -> None:
         self.inner, self.tier, self.fraction, self.buffer_nbytes = inner, tier, fraction, buffer_nbytes
+        self._looks_at_whole = False
 
     def planned(self, parameters: Sequence[Tensor], first: int) -> Planned:
         """Chunks for these parameters, which get the numbers from `first` on.
@@ -68,6 +70,7 @@ class Planner:
         groups = self._groups_of(parameters)
         locals_ = [local_of(parameter) for parameter in parameters]
         schemas = self.schemas(parameters)
+        self._look_at_grain(parameters)
         wanted = self._tiers_of(parameters)
         places = [place_of(parameter) for parameter in parameters]
         here = [number for number, place in enumerate(places) if place is None]
@@ -183,8 +186,26 @@ class Planner:
                 found[kind] = schema_of(self.inner, own, parameter, dtype, device, ndims[kind])
         return [found[kind] for kind in kinds]
 
+    def _look_at_grain(self, parameters: Sequence[Tensor]) -> None:
+        """What the optimizer looks at, for each group and kind of parameter.
+
+        Raises:
+            PlacementError: At several tensors at once; or at whole tensors, and a parameter is sharded.
+        """
+        seen: set[object] = set()
+        for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
+            local = local_of(parameter)
+            kind = group, local.dtype, local.device, local.ndim > 1
+            if kind in seen or not parameter.requires_grad or not (local.is_floating_point() or local.is_complex()):
+                continue
+            seen.add(kind)
+            if looks_at_whole(self.inner, self.inner.param_groups[group], parameter):
+                self._looks_at_whole = True
+        if self._looks_at_whole:
+            require_whole(self.inner)
+
     def _require_cuttable(self, parameter: Tensor, local: Tensor) -> None:
-        if looks_at_whole_tensors(self.inner) or not is_dense(local):
+        if self._looks_at_whole or not is_dense(local):
             raise PlacementError(
                 f"The states of {name_of(parameter)} do not fit a buffer, and cannot be cut.",
                 optimizer=type(self.inner).__name__,
@@ -193,7 +214,7 @@ class Planner:
             )
 
     def _require_cuttable_away(self, parameter: Tensor) -> None:
-        if looks_at_whole_tensors(self.inner):
+        if self._looks_at_whole:
             raise PlacementError(
                 f"{name_of(parameter)} rests in another tier in several parcels, and cannot be stepped in pieces.",
                 optimizer=type(self.inner).__name__,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
 
-__all__ = ["Schema", "raw_step", "replaced", "schema_of", "schema_of_states"]
+__all__ = ["Schema", "raw_step", "refusal", "replaced", "schema_of", "schema_of_states", "states_like", "step_alone"]
 
 Schema = tuple[tuple[str, torch.dtype], ...]
 """Names and dtypes of the states that have an element for each element of the parameter."""
@@ -56,28 +56,49 @@ def schema_of(
     Raises:
         PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
     """
-    probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
-    probe.grad = torch.zeros_like(probe)
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    probe = torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device)
     born = optimizer.state.get(parameter, {})
     try:
-        with replaced(optimizer, [{**group, "params": [probe]}], state), torch.no_grad():
-            try:
-                raw_step(optimizer)
-            except KeyError:  # it looks for states that it made when it was made
-                state[probe] = _for_probe(born, parameter, probe)
-                raw_step(optimizer)
+        try:
+            (stepped,), state = step_alone(optimizer, group, [(probe, [probe], {})])
+        except KeyError:  # it looks for states that it made when it was made
+            (stepped,), state = step_alone(optimizer, group, [(probe, [probe], states_like(born, parameter, probe))])
     except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
-        raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
+        raise refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
+    if any(key is not stepped for key in state):
+        raise refusal(optimizer, "it keeps states that belong to no parameter")
+    return schema_of_states(state[stepped], stepped)
+
+
+def step_alone(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    given: Sequence[tuple[Tensor, Sequence[Tensor], dict[str, Any]]],
+) -> tuple[list[nn.Parameter], Mapping[Any, Any]]:
+    """Parameters made for it that took a step with each gradient, and all states after it.
+
+    Args:
+        optimizer: Keeps its own parameters and states.
+        group: The options to step with.
+        given: Values, gradients and first states of each parameter.
+    """
+    parameters = [nn.Parameter(values.clone()) for values, _, _ in given]
+    state: defaultdict[Any, Any] = defaultdict(dict)
+    state.update({parameter: states for parameter, (_, _, states) in zip(parameters, given, strict=True) if states})
+    scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
+    try:
+        with replaced(optimizer, [{**group, "params": parameters}], state), torch.no_grad():
+            for grads in zip(*(grads for _, grads, _ in given), strict=True):
+                for parameter, grad in zip(parameters, grads, strict=True):
+                    parameter.grad = grad.clone()
+                raw_step(optimizer)
     finally:
         vars(optimizer).update(scalars)
-    if any(key is not probe for key in state):
-        raise _refusal(optimizer, "it keeps states that belong to no parameter")
-    return schema_of_states(state[probe], probe)
+    return parameters, state
 
 
-def _for_probe(states: Mapping[str, Any], parameter: Tensor, probe: Tensor) -> dict[str, Any]:
+def states_like(states: Mapping[str, Any], parameter: Tensor, probe: Tensor) -> dict[str, Any]:
+    """First states for a probe, such as an optimizer made for a parameter when it was made."""
     dtypes = dict(schema_of_states(states, parameter))
     return {
         name: torch.zeros_like(probe, dtype=dtypes[name]) if name in dtypes else copy.deepcopy(value)
@@ -94,7 +115,8 @@ def schema_of_states(states: Mapping[str, Any], parameter: Tensor) -> Schema:
     )
 
 
-def _refusal(optimizer: Optimizer, why: str) -> PlacementError:
+def refusal(optimizer: Optimizer, why: str) -> PlacementError:
+    """Of an optimizer whose states no tier can hold."""
     return PlacementError(
         f"The states of {type(optimizer).__name__} cannot be streamed.",
         optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",

@@ -1,0 +1,63 @@
+"""What an optimizer looks at: elements, tensors, or several at once. Found out by stepping fourteen elements.
+
+Streaming steps the pieces of tensors that fit a buffer, one after the other. What optimizers of torch and of well-known
+libraries look at is known (`elementwise.py`); one of the user may centralise gradients, scale by norms, or clip in its step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_fn.resting import local_of
+from zero_fn.runtime.elementwise import looks_at_whole_tensors
+from zero_fn.streamed.schema import refusal, states_like, step_alone
+
+__all__ = ["looks_at_whole"]
+
+_ROWS, _COLUMNS, _CUT = 2, 7, 5
+
+
+def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
+    """Whether it steps a tensor as `parameter` to other values if that is cut in pieces.
+
+    Raises:
+        PlacementError: It steps two tensors to other values than one and then the other.
+    """
+    if looks_at_whole_tensors(optimizer):
+        return True
+    group = {**group, "lr": 0.1} if isinstance(group.get("lr"), float) else group  # so that updates show
+    local = local_of(parameter)
+    dtype, ndim = local.dtype, local.ndim
+    generator = torch.Generator().manual_seed(0)
+    shape = (_ROWS, *[1] * (ndim - 2), _COLUMNS) if ndim > 1 else (_ROWS * _COLUMNS,)
+    # The second gradient is large, for an optimizer that clips.
+    whole = [scale * torch.randn(shape, generator=generator).to(local.device, dtype) for scale in (1, 1, 100)]
+    flat = [tensor.reshape(*[1] * (ndim - 1), -1) for tensor in whole]
+    pieces = [[tensor.narrow(-1, *of) for tensor in flat] for of in ((0, _CUT), (_CUT, _ROWS * _COLUMNS - _CUT))]
+
+    def stepped(*given: Sequence[Tensor]) -> list[Tensor]:
+        try:
+            parameters, _ = step_alone(optimizer, group, [(value, grads, {}) for value, *grads in given])
+        except KeyError:  # it looks for states that it made when it was made
+            born = optimizer.state.get(parameter, {})
+            made = [(value, grads, states_like(born, parameter, value)) for value, *grads in given]
+            parameters, _ = step_alone(optimizer, group, made)
+        return [found.detach().reshape(-1) for found in parameters]
+
+    apart = [found for piece in pieces for found in stepped(piece)]
+    if not _are_alike(torch.cat(stepped(*pieces)), torch.cat(apart)):
+        raise refusal(
+            optimizer, "it steps two tensors to other values than one and then the other, as a buffer holds them"
+        )
+    return not _are_alike(stepped(whole)[0], torch.cat(apart))
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """But for a few roundings: vectors and what is left of them may take different instructions."""
+    largest = other.nan_to_num().abs().max().item()
+    return torch.allclose(one, other, rtol=0.0, atol=16 * torch.finfo(one.dtype).eps * largest, equal_nan=True)
