@@ -92,7 +92,7 @@ def shard_optimizer(
 
     Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
         reduce-scatter of gradients    (n - 1)/n Ψ b
-        all-gather of parameters       (n - 1)/n Ψ b    before the forward that follows a step
+        all-gather of parameters       (n - 1)/n Ψ b    before a forward, also in evaluation; once in `accumulate`
 
     Args:
         module: Any module. On `meta`, shards are on `meta` too.
@@ -141,7 +141,7 @@ def shard_grads(
 
     Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
         reduce-scatter of gradients    (n - 1)/n Ψ b
-        all-gather of parameters       (n - 1)/n Ψ b    before the forward that follows a step
+        all-gather of parameters       (n - 1)/n Ψ b    before a forward, also in evaluation; once in `accumulate`
 
     Args:
         module: Any module. On `meta`, shards are on `meta` too.
