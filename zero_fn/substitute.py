@@ -37,6 +37,7 @@ from zero_fn.runtime.mean_losses import take_means_over_wholes
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.mixed_losses import allow_mixed_losses
 from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
+from zero_fn.runtime.negative_dims import count_dims_from_the_front
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.partial_values import read_values_whole
 from zero_fn.runtime.random_shards import draw_shards_from_wholes
@@ -129,6 +130,7 @@ def _substitute(
 ) -> M:
     shared = shared_parameters(module)
     _require_untouched_ties(shared)
+    _require_own_memory(shared)
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
@@ -140,6 +142,7 @@ def _substitute(
         allow_mixed_losses()
         take_means_over_wholes()
         reduce_all_dims()
+        count_dims_from_the_front()
     twin, captured = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
@@ -333,6 +336,23 @@ def _require_untouched_ties(shared: list[Shared]) -> None:
             fix="to share it, transform one module that holds both: zf.shard_params(nn.ModuleDict({'actor': actor, 'critic': "
             "critic}), axis); to have two, copy first: copy.deepcopy(module); or del the transformed model",
         )
+
+
+def _require_own_memory(shared: list[Shared]) -> None:
+    """Parameters that begin at the same address are ties that only memory knows of: shards have memory of their own."""
+    seen: dict[tuple[torch.device, int], Shared] = {}
+    for parameter in shared:
+        local = local_of(parameter.parameter)
+        if isinstance(local, TierTensor) or local.is_meta or not local.numel():
+            continue
+        other = seen.setdefault((local.device, local.data_ptr()), parameter)
+        if other is not parameter and (other.parameter.requires_grad or parameter.parameter.requires_grad):
+            raise PlacementError(
+                f"{other.fqn!r} and {parameter.fqn!r} share memory without being one parameter.",
+                parameter=parameter.fqn,
+                why="an edit of one is an edit of the other, which shards of them cannot be",
+                fix="tie them as one parameter: decoder.weight = encoder.weight; or clone the values of one",
+            )
 
 
 def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:

@@ -85,6 +85,20 @@ def forward(model: Any, number: int) -> Tensor:
 
 
 @pytest.mark.parametrize("n", SIZES)
+def test_layers_may_be_taken_out_between_steps(ranks: Ranks, n: int) -> None:
+    """Schedules were recorded with them, forward and backward."""
+
+    def program(model: Any, run: Run, number: int) -> None:
+        if number == 2:
+            del model.layers[1]
+        if number == 3:
+            model.layers = model.layers[:1]
+        run.backward(model(noise(3, 6, seed=number)).square().mean())
+
+    assert ranks(n).run(differences, Stack, program, steps=5) == [[]] * n
+
+
+@pytest.mark.parametrize("n", SIZES)
 def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         run.backward(forward(model, number) + forward(model, number + 50))

@@ -80,15 +80,21 @@ ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "no dims": lambda p, _: p.sum(dim=(), keepdim=True).square().sum() + p.amax(keepdim=True).sum(),
     "nansum": lambda p, _: p.nansum(()),
     "smallest and largest": lambda p, _: p.amin() + sum(torch.aminmax(p, keepdim=True)).sum(),
+    "cumulative sums": lambda p, _: p.cumsum(-2).square().sum(),
+    "cumulative logarithms": lambda p, _: p.logcumsumexp(-2).sum(),
+    "stacked at the end": lambda p, anchor: torch.stack([p, anchor], dim=-1)[..., 0].square().sum(),
     "some are large": lambda p, anchor: p.sum() * ((p > 0.3).any(0) * 2).sum(),
 }
+
+
+_NOT_IN_2_11 = ("with logits", "nansum", "smallest and largest", "cumulative sums", "cumulative logarithms")
 
 
 def _anchored(rows: int, composition: str) -> list[str]:
     """Penalties that are not those of the plain tensors, or whose gradients are not."""
     wrong = []
     for name, penalty in ANCHORED.items():
-        if IS_2_11 and name in ("with logits", "nansum", "smallest and largest"):
+        if IS_2_11 and name in _NOT_IN_2_11:
             continue  # DTensor does not know them, or autograd does not
         torch.manual_seed(0)
         plain = nn.Linear(6, rows, bias=False)

@@ -129,6 +129,32 @@ def test_a_gradient_that_unsharded_would_lose_raises(ranks: Ranks, stage: str) -
     ranks(2).run(_gradient_of_a_whole_parameter, stage)
 
 
+# -- layers that come and go ----------------------------------------------------------------------------------------
+
+
+def _new_head(stage: str) -> dict[str, Tensor]:
+    """After two steps the head is another one, transformed by itself."""
+    torch.manual_seed(0)
+    model = STAGES[stage](nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), axis())
+    for step in range(4):
+        if step == 2:
+            model[2] = STAGES[stage](nn.Linear(5, 4), axis())  # type: ignore[index]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return parameters(model)
+
+
+@pytest.mark.parametrize("stage", ALL[1:])
+def test_a_layer_may_be_replaced_by_a_transformed_one(ranks: Ranks, stage: str) -> None:
+    expected = ranks(2).run(_new_head, "replicate")
+    assert expected[0]["2.weight"].shape == (4, 5)
+    for found in ranks(2).run(_new_head, stage):
+        assert _equal(found, expected[0])
+
+
 # -- meta -----------------------------------------------------------------------------------------------------------
 
 

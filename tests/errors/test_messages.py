@@ -440,6 +440,13 @@ def streamed_optimizer_that_clips() -> object:
     return zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu())
 
 
+def parameters_share_memory() -> object:
+    model = Model()
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)
+    with alone() as mesh:
+        return zf.shard_params(model, mesh)
+
+
 def unsharded_with_another_shape() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1168,6 +1175,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        parameters_share_memory,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,

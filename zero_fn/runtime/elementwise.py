@@ -50,7 +50,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
 
 
 def require_whole(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that holds a sharded parameter.
+    """The same of an optimizer of which that is known.
 
     Raises:
         PlacementError: It does. Nothing was updated.

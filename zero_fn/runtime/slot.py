@@ -59,6 +59,11 @@ class Place:
         return module
 
     @property
+    def is_gone(self) -> bool:
+        """Whether nobody holds the module any more."""
+        return self._module() is None
+
+    @property
     def registered(self) -> nn.Parameter | None:
         """The parameter that the module has now under this name."""
         module = self._module()

@@ -97,6 +97,7 @@ class Step:
         self._forward: ForwardPass | None = None
         self._backward: BackwardPass | None = None
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
+        self._present = 0  # units whose modules were there in the last forward
         self._script: Script | None = None  # of the last backward
         self._graphs = Graphs()
         self._left: list[Unit] = []  # by nested backwards, still to be resharded
@@ -196,17 +197,32 @@ class Step:
             Whether other tensors stand in for some parameters.
         """
         self._recover()
-        is_swapped = False
+        is_swapped, present = False, 0
         for other in self.live_units():
+            if other.is_gone:
+                continue
+            present += 1
             if not self.accumulating or self._is_fresh:
                 other.expire()
             other.readopt()
             is_swapped |= bool(other.swapped)
+        if present != self._present:
+            self._forget_gone(present)
         if not self.has_agreed:
             self._agree()
         if self.buffers.is_active and not is_swapped:
             self._broadcast_buffers()
         return is_swapped
+
+    def _forget_gone(self, present: int) -> None:
+        """Layers may be taken out of a model: no pass follows what was recorded with them."""
+        self._present = present
+        gone = {i for i, unit in enumerate(self.units) if (found := unit()) is None or found.is_gone}
+        self._recorded = {
+            key: recorded
+            for key, recorded in self._recorded.items()
+            if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
+        }
 
     def prepare_graph(self) -> None:
         """Before a forward is traced as one graph: as `prepare`, which a forward around it has done already."""
@@ -217,7 +233,9 @@ class Step:
         """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True
         if self.assignment.axis is not None:
-            agree_on_units(self.transport, self.live_units(), self._control.device)
+            agree_on_units(
+                self.transport, [unit for unit in self.live_units() if not unit.is_gone], self._control.device
+            )
             self.buffers.begin(self._control.device)
 
     def _broadcast_buffers(self) -> None:

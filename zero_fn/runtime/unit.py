@@ -177,6 +177,11 @@ class Unit:
                 stack.enter_context(record.held())
             yield
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether its modules were taken out of the model, and nobody holds them."""
+        return bool(self.slots) and self.slots[0].places[0].is_gone
+
     def readopt(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
 
