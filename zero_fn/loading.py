@@ -18,7 +18,7 @@ from zero_fn.agreement import content_digest
 from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import alone, local_of, on_spec
-from zero_fn.runtime.foreign_shards import require_own_shard
+from zero_fn.runtime.loaded import require_own_shard
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.tiled import Tiled

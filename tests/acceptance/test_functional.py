@@ -272,3 +272,36 @@ def test_g21_torch_func_refuses_resting_parameters(ranks: Ranks) -> None:
         model(noise(3, 6, seed=1)).sum().backward()
 
     ranks(2).run(case)
+
+
+class _Fused(torch.autograd.Function):
+    """Puts the gradient of the weight where it belongs itself, as fused accumulations do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, layer: nn.Linear) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.layer = layer
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        x, weight = ctx.saved_tensors
+        ctx.layer.weight.grad = grad.T @ x
+        return grad @ weight, None, None
+
+
+class _FusedLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _Fused.apply(x, self.weight, self)  # type: ignore[no-untyped-call]
+        return y + self.bias
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_gradient_that_a_function_assigns_in_backward_is_reduced(ranks: Ranks, n: int) -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 5), nn.Sequential(_FusedLinear(5, 6), nn.Tanh()), _FusedLinear(6, 2))
+
+    def program(model: nn.Module, run: Run, number: int) -> None:
+        run.backward(model(noise(3, 6, seed=number)).square().mean())
+
+    assert ranks(n).run(differences, build, program) == [[]] * n

@@ -793,11 +793,11 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "shards-of-another-rank",
-        "runtime/foreign_shards.py",
+        "runtime/loaded.py",
         "that a file with the shards of one rank is no other rank's",
         "placement.is_replicate() or theirs[i] == ours[i]",
         "True",
-        "tests/distributed/test_foreign_files.py",
+        "tests/distributed/test_loaded_states.py",
     ),
     Bug(
         "closures-keep-the-original",
@@ -846,6 +846,14 @@ BUGS: tuple[Bug, ...] = (
         "dim % tensor.ndim if tensor.ndim and is_ours(tensor) else dim",
         "dim",
         "tests/composition/test_penalties.py",
+    ),
+    Bug(
+        "assigned-gradients-lost",
+        "runtime/gather.py",
+        "that gradients which a function assigns itself are reduced",
+        "        if None in grads:",
+        "        if False:",
+        "tests/acceptance/test_functional.py",
     ),
     Bug(
         "tiles-are-no-units",

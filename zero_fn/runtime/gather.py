@@ -9,7 +9,9 @@ Its forward hands out the gathered parameters; its backward receives their gradi
 
 from __future__ import annotations
 
+import warnings
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,6 +197,8 @@ class _Gather(torch.autograd.Function):
             )
         if unit.has_model_axes:
             grads = tuple(map(arrived, grads))
+        if None in grads:
+            grads = _with_assigned(unit, grads)
         nothing = (None, None, None, None)
         if not returns_gradients():
             defer_hooks(unit)
@@ -202,6 +206,18 @@ class _Gather(torch.autograd.Function):
             return nothing + (None,) * len(grads)
         unit.step.arrive(use, None)
         return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
+
+
+def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+    """Also gradients that a function assigned in its backward: `layer.weight.grad = ...`, as fused accumulations do."""
+    found = list(grads)
+    for i, slot in enumerate(unit.slots):
+        shown = slot.places[0].shown if found[i] is None and slot.parameter.requires_grad else None
+        if shown is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of whoever reads this of what is no leaf
+                found[i], shown.grad = shown.grad, None
+    return tuple(found)
 
 
 class _Reduce(torch.autograd.Function):

@@ -7,7 +7,7 @@ cost a dictionary look-up per parameter, and refuse steps that would be silently
     a step of an optimizer whose parameters a transform replaced
     a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
     a step with states of another dtype than a parameter that `.to()` has cast since
-    a step with states that another rank had written (`foreign_shards.py`)
+    a step with states that another rank had written (`loaded.py`)
     a step after a compiled graph changed buffers that should be those of rank 0
     a step of an optimizer that is not streamed over parameters in another tier
     a backward, after the step, of a forward before it (through `Unit.generation`)
@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from zero_fn.errors import StaleError, StateError
 from zero_fn.runtime.elementwise import require_elementwise
-from zero_fn.runtime.foreign_shards import require_own_states
+from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
@@ -52,8 +52,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
     if _LOADS not in optimizer.__dict__:
-        require_own_states(optimizer)  # loaded before the first step
-        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(require_own_states)
+        settle_states(optimizer)  # loaded before the first step
+        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(settle_states)
     in_graphs: dict[int, Step] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -76,6 +76,12 @@ class Place:
         module._parameters[self.attribute] = parameter
         self._set_aliases(module, parameter)
 
+    @property
+    def shown(self) -> Tensor | None:
+        """What the module sees in place of the registered parameter, if anything."""
+        module = self._module()
+        return None if module is None else module.__dict__.get(self.attribute)
+
     def shadow(self, tensor: Tensor) -> None:
         """Lets the module see `tensor` under the name of the parameter; the registered parameter stays."""
         module = self._module()

@@ -23,7 +23,7 @@ from zero_fn.errors import PlacementError, StateError, TierError
 from zero_fn.resting import local_of
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
-from zero_fn.runtime.foreign_shards import require_own_states
+from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.joined import join, pieces_of
@@ -203,7 +203,7 @@ class Streamed(Optimizer):
 
         def load() -> None:
             self.inner.load_state_dict(state_dict)
-            require_own_states(self.inner)
+            settle_states(self.inner)
 
         everywhere(self._all_parameters(), load, "Loading the states of an optimizer")
         self._begin()

@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zero_fn as zf
-from tests.distributed.training import STAGES, loss_of
+from tests.distributed.training import STAGES, loss_of, parameters
 from tests.models import Odd
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 
 
 def _stepped(stage: str, streamed: bool) -> tuple[nn.Module, Any]:
@@ -59,3 +61,31 @@ def test_shards_of_another_rank_are_refused(ranks: Ranks, stage: str, what: str)
     assert first == "" or (what == "streamed" and "Loading the states of an optimizer failed on rank 1" in first)
     assert "holds the shard of another rank" in second
     assert "torch.distributed.checkpoint" in second
+
+
+def _from_one_process(stage: str, streamed: bool) -> bool:
+    """Whether states of the plain module, and those of the stage, give the same step."""
+    model, optimizer = _stepped(stage, streamed)
+    plain = Odd()
+    plain.load_state_dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    alone = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    alone.load_state_dict(_whole_states(optimizer))
+    twin, other = _stepped(stage, streamed)
+    other.load_state_dict(alone.state_dict())
+    for stepped, its in ((model, optimizer), (twin, other)):
+        loss_of(stepped, 1).backward()
+        its.step()
+    ours, theirs = parameters(model), parameters(twin)
+    return all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def _whole_states(optimizer: Any) -> dict[str, Any]:
+    state_dict = optimizer.state_dict()
+    states = {number: {name: full(value) for name, value in of.items()} for number, of in state_dict["state"].items()}
+    return {**state_dict, "state": states}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_states_of_whole_parameters_are_sharded(ranks: Ranks, stage: str, streamed: bool) -> None:
+    assert ranks(2).run(_from_one_process, stage, streamed) == [True] * 2

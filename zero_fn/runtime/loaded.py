@@ -1,20 +1,23 @@
-"""Shards of another rank: what `torch.load` gives to all ranks if one of them called `torch.save` on a sharded state_dict.
+"""States of optimizers that were loaded: whole ones are sharded as their parameters are, shards of another rank are refused.
 
-Such a file holds the shards of the rank that wrote it. A DTensor read from it lies on an equal mesh, but its mesh still
-stands where it was written, which tells it apart. Training would go on with the first rows in place of the others.
+`torch.load` gives such shards to all ranks if one of them called `torch.save` on a sharded state_dict: the file holds those
+of the rank that wrote it. A DTensor read from it lies on an equal mesh, but its mesh still stands where it was written,
+which tells it apart. Training would go on with the first rows in place of the others.
 """
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError
+from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["require_own_shard", "require_own_states"]
+__all__ = ["require_own_shard", "settle_states"]
 
 
 def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
@@ -40,12 +43,18 @@ def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
 
 
 @uncompiled
-def require_own_states(optimizer: Optimizer) -> None:
-    """The same of all states of an optimizer."""
+def settle_states(optimizer: Optimizer) -> None:
+    """Takes over what was loaded into an optimizer.
+
+    Raises:
+        CheckpointError: A state is the shard of another rank.
+    """
     for parameter, states in optimizer.state.items():
-        if isinstance(parameter, DTensor):
-            for name, value in states.items() if isinstance(states, dict) else ():
-                if isinstance(value, DTensor):
-                    slot = slot_of(parameter)
-                    of = f" of {slot.fqn!r}" if slot is not None else ""
-                    require_own_shard(f"The optimizer's {name}{of}", value, parameter.device_mesh)
+        slot = slot_of(parameter)
+        if slot is None or slot.spec is None or not isinstance(states, dict):
+            continue
+        for name, value in states.items():
+            if isinstance(value, DTensor):
+                require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+            elif isinstance(value, Tensor) and name != "step" and tuple(value.shape) == slot.full_shape:
+                states[name] = on_spec(alone(slot.owned_of_full(value)), slot.spec)
