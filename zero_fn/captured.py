@@ -25,6 +25,7 @@ from zero_fn.errors import PlacementError
 __all__ = ["Captured"]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 
 
 class Captured:
@@ -49,7 +50,7 @@ class Captured:
         for name, child in twin.named_modules():
             own = {id(parameter) for parameter in child._parameters.values()}
             for attribute, value in child.__dict__.items():
-                if attribute not in _REGISTERED:
+                if type(value) not in _ATOMS and attribute not in _REGISTERED and not _is_empty(value):
                     self._refuse_parameters(f"{name}.{attribute}".lstrip("."), value, own)
                     child.__dict__[attribute] = self.rebound(value)
 
@@ -115,6 +116,11 @@ class Captured:
                     fix="read it where it is used: lambda x: F.linear(x, self.layer.weight); a flat list or dict of the "
                     "module that registers the parameters follows them",
                 )
+
+
+def _is_empty(value: object) -> bool:
+    """Most attributes of modules are empty dicts of hooks."""
+    return isinstance(value, dict | list | tuple) and not value
 
 
 def _content(cell: CellType) -> list[object]:
