@@ -30,13 +30,19 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     """
     if looks_at_whole_tensors(optimizer):
         return True
+    born = optimizer.state.get(parameter, {})
+    if any(
+        isinstance(value, Tensor) and value.numel() > 1 and value.shape != parameter.shape for value in born.values()
+    ):
+        return False  # such states are refused when they are moved
     group = {**group, "lr": 0.1} if isinstance(group.get("lr"), float) else group  # so that updates show
     local = local_of(parameter)
     dtype, ndim = local.dtype, local.ndim
+    device = torch.device("cpu") if local.is_meta else local.device
     generator = torch.Generator().manual_seed(0)
     shape = (_ROWS, *[1] * (ndim - 2), _COLUMNS) if ndim > 1 else (_ROWS * _COLUMNS,)
     # The second gradient is large, for an optimizer that clips.
-    whole = [scale * torch.randn(shape, generator=generator).to(local.device, dtype) for scale in (1, 1, 100)]
+    whole = [scale * torch.randn(shape, generator=generator).to(device, dtype) for scale in (1, 1, 100)]
     flat = [tensor.reshape(*[1] * (ndim - 1), -1) for tensor in whole]
     pieces = [[tensor.narrow(-1, *of) for tensor in flat] for of in ((0, _CUT), (_CUT, _ROWS * _COLUMNS - _CUT))]
 
@@ -44,7 +50,6 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
         try:
             parameters, _ = step_alone(optimizer, group, [(value, grads, {}) for value, *grads in given])
         except KeyError:  # it looks for states that it made when it was made
-            born = optimizer.state.get(parameter, {})
             made = [(value, grads, states_like(born, parameter, value)) for value, *grads in given]
             parameters, _ = step_alone(optimizer, group, made)
         return [found.detach().reshape(-1) for found in parameters]
