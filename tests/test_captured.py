@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -59,6 +60,15 @@ def _partial() -> nn.Module:
     return model
 
 
+def _wrapped_partial() -> nn.Module:
+    """As libraries put hooks around a forward, and look at its signature later."""
+    model = Pair()
+    old = model.first.forward
+    new = functools.partial(lambda scale, x: scale * old(x), 2)
+    model.first.forward = functools.update_wrapper(new, old)  # type: ignore[method-assign]
+    return model
+
+
 def _patched() -> nn.Module:
     model = Pair()
     old = model.first.forward
@@ -88,7 +98,7 @@ def _refers_to_itself() -> nn.Module:
     return model
 
 
-BUILDS = [_closure, _closure_over_a_list, _default, _partial, _patched, _hooks, _refers_to_itself]
+BUILDS = [_closure, _closure_over_a_list, _default, _partial, _wrapped_partial, _patched, _hooks, _refers_to_itself]
 
 
 @pytest.mark.parametrize("build", BUILDS)
@@ -97,6 +107,12 @@ def test_functions_that_hold_modules_train_the_copy(ranks: Ranks, build: Callabl
         run.backward(model(noise(3, 6, seed=number)).square().mean())
 
     assert ranks(2).run(differences, build, program) == [[]] * 2
+
+
+def test_a_wrapped_forward_says_what_it_wraps() -> None:
+    copied = zf.offload(_wrapped_partial(), params=zf.cpu())
+    forward: Any = inspect.unwrap(copied.first.forward)  # type: ignore[union-attr, arg-type]
+    assert forward.__self__ is copied.first
 
 
 def test_what_refers_to_no_copied_module_stays_shared() -> None:

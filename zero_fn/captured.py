@@ -69,7 +69,9 @@ class Captured:
         if isinstance(value, functools.partial):
             arguments = (self.rebound(argument) for argument in value.args)
             named = {key: self.rebound(argument) for key, argument in value.keywords.items()}
-            return type(value)(self.rebound(value.func), *arguments, **named)
+            twin = type(value)(self.rebound(value.func), *arguments, **named)
+            vars(twin).update({key: self.rebound(attribute) for key, attribute in vars(value).items()})
+            return twin
         return self._container(value)
 
     def _function(self, function: FunctionType) -> FunctionType:
@@ -150,7 +152,7 @@ def _parts(value: object) -> list[Any]:
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
-        return [value.func, *value.args, *value.keywords.values()]
+        return [value.func, *value.args, *value.keywords.values(), *vars(value).values()]
     if isinstance(value, dict):
         return list(value.values())
     if isinstance(value, list | tuple | deque | set | frozenset):

@@ -447,6 +447,14 @@ def parameters_share_memory() -> object:
         return zf.shard_params(model, mesh)
 
 
+def part_of_a_unit_is_taken_out() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, units=[])
+        model(batch())
+        del model[0]
+        return model(batch())
+
+
 def unsharded_with_another_shape() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1175,7 +1183,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        parameters_share_memory,
+        parameters_share_memory, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,

@@ -65,9 +65,18 @@ class Place:
 
     @property
     def registered(self) -> nn.Parameter | None:
-        """The parameter that the module has now under this name."""
+        """The parameter that the module has now under this name.
+
+        Raises:
+            PlacementError: The module was taken out of the model, and others that share its unit, or the parameter, were not.
+        """
         module = self._module()
-        assert module is not None, f"the module that holds {self.attribute!r} is gone"
+        if module is None:
+            raise PlacementError(
+                f"The module that held {self.attribute!r} was taken out of its unit.",
+                why="the rest of the unit is gathered, and its gradients are reduced, together with it",
+                fix="take out whole units, or parts before the transform: units= chooses what a unit is",
+            )
         return module._parameters.get(self.attribute)
 
     def register(self, parameter: nn.Parameter) -> None:

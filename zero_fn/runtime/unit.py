@@ -180,7 +180,7 @@ class Unit:
     @property
     def is_gone(self) -> bool:
         """Whether its modules were taken out of the model, and nobody holds them."""
-        return bool(self.slots) and self.slots[0].places[0].is_gone
+        return bool(self.slots) and all(place.is_gone for slot in self.slots for place in slot.places)
 
     def readopt(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
