@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from zero_fn.errors import LayoutError, StateError
 from zero_fn.launch import launch
 from zero_fn.local import ranks
 from zero_fn.local.blame import RankDied, RankHung, RankTraceback
-from zero_fn.local.sending import SendError
+from zero_fn.local.sending import SendError, dumps, loads
 
 ROOT = Path(__file__).parents[1]
 
@@ -150,6 +151,13 @@ def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
         launch(mesh, 1)
     with pytest.raises(SendError, match="cannot be sent back"):
         launch(threading.Lock, 1)
+
+
+def test_a_function_of_a_script_may_use_operations_by_name() -> None:
+    """cloudpickle sends `torch.ops` along where a function says `torch` and `ops`."""
+    script: dict[str, Any] = {"torch": torch, "__name__": "__main__"}
+    exec("def ones(): return torch.ops.aten.ones.default([2]).sum().item()", script)
+    assert loads(dumps(script["ones"]))() == 2
 
 
 def test_bad_arguments_are_refused_before_anything_starts() -> None:

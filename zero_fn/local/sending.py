@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import pickle
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -62,6 +64,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: object) -> object:
         if isinstance(value, DeviceMesh | dist.ProcessGroup):
             raise pickle.PicklingError(f"a {type(value).__name__}, alone or in a DTensor, belongs to its ranks")
+        if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
+            return importlib.import_module, (value.__name__,)  # `torch.ops`, which cloudpickle takes for an object
         return super().reducer_override(value)
 
 
