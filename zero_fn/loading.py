@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from zero_fn.agreement import content_digest
 from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
-from zero_fn.resting import alone, local_of, on_spec
-from zero_fn.runtime.loaded import require_own_shard
+from zero_fn.resting import local_of
+from zero_fn.runtime.loaded import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.tiled import Tiled
@@ -160,5 +160,5 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
                     continue
                 is_local = all(placement.is_replicate() for placement in entry.placements)
                 entry = local_of(entry) if is_local else entry.full_tensor()
-            own = alone(slot.owned_of_full(entry.detach()))  # with `assign=True` it becomes the parameter
-            state_dict[f"{prefix}{attribute}"] = on_spec(own, slot.spec)
+            # Memory of its own: with `assign=True` it becomes the parameter.
+            state_dict[f"{prefix}{attribute}"] = sharded(entry.detach(), slot, slot.spec)

@@ -1,4 +1,4 @@
-"""A file that one rank wrote with `torch.save` has the shards of that rank: no other rank may take them for its own."""
+"""States that are loaded: those of whole parameters are sharded, and a file with the shards of one rank is for no other."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
-from tests.distributed.training import OPTIMIZERS, STAGES, loss_of, parameters
+from tests.distributed.training import OPTIMIZERS, STAGES, gradients, loss_of, parameters
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.wholes import full
@@ -121,7 +121,7 @@ def _gradient_of_a_whole_parameter(stage: str) -> None:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: grad for name, grad in gradients(model).items() if grad is not None}
 
 
 @pytest.mark.parametrize("stage", ALL)

@@ -80,10 +80,8 @@ def _with_one_more(tensor: object, value: float, dims: Iterable[int] | None) -> 
     cut = _dims_cut(tensor) & reduced
     if not cut:
         return tensor
-    if any(
-        placement.is_partial() for placement in tensor.placements
-    ):  # parts are brought together before anything else
-        return _whole_along(tensor, cut)
+    if any(placement.is_partial() for placement in tensor.placements):
+        return _whole_along(tensor, cut)  # the parts are added up first, and so would the rows be
     longer = local_of(tensor)
     for dim in cut:
         row = longer.new_full([1 if i == dim else n for i, n in enumerate(longer.shape)], value)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["require_own_shard", "settle_states"]
+__all__ = ["require_own_shard", "settle_states", "sharded"]
 
 
 def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
@@ -42,6 +44,11 @@ def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
     )
 
 
+def sharded(whole: Tensor, slot: Slot, spec: DTensorSpec) -> DTensor:
+    """This rank's part of a whole tensor, at rest as the parameter of a slot is, in memory of its own."""
+    return on_spec(alone(slot.owned_of_full(whole)), spec)
+
+
 @uncompiled
 def settle_states(optimizer: Optimizer) -> None:
     """Takes over what was loaded into an optimizer.
@@ -57,4 +64,4 @@ def settle_states(optimizer: Optimizer) -> None:
             if isinstance(value, DTensor):
                 require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
             elif isinstance(value, Tensor) and name != "step" and tuple(value.shape) == slot.full_shape:
-                states[name] = on_spec(alone(slot.owned_of_full(value)), slot.spec)
+                states[name] = sharded(value, slot, slot.spec)
