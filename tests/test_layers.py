@@ -1,7 +1,7 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
     6 surface       recipes, describe, check, held, plan, launch, local
-    5 verbs         transforms, substitute, loading, wrapped, streamed
+    5 verbs         transforms, substitute, loading, saving, wrapped, streamed
     4 execution     runtime
     3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage, kernels
     2 arithmetic    layout, units, schedule, assignment, chunks, tiled, table
@@ -29,7 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
     ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
     ("runtime",),
-    ("transforms", "substitute", "loading", "captured", "wrapped", "streamed"),
+    ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local"),
 )
 

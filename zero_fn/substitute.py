@@ -48,7 +48,8 @@ from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_edits import edit_wholes
-from zero_fn.runtime.whole_views import write_through_views
+from zero_fn.runtime.whole_views import view_uneven_shards, write_through_views
+from zero_fn.saving import check_entries_saved
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
@@ -159,6 +160,8 @@ def _substitute(
         if members[anchor] or not anchor:
             chosen = [shared[i] for i in members[anchor]]
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid)
+    if any(_is_uneven(slot) for unit in units.values() for slot in unit.slots):
+        view_uneven_shards()
     _reserve(step, site)
     for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
@@ -177,6 +180,7 @@ def _substitute(
     note_members(modules)
     for child in twin.modules():
         check_and_shard_entries(child)
+        check_entries_saved(child)
     refuse_ddp(twin)
     if donate:
         module.__dict__["forward"] = Donated(site)
@@ -200,6 +204,13 @@ def _unit_of(
         slot.initial = _initial(source)
         slots.append(slot)
     return Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+
+
+def _is_uneven(slot: Slot) -> bool:
+    """Whether some ranks hold fewer rows than others."""
+    if slot.layout is None:
+        return False
+    return slot.layout.rows % (slot.layout.shards * (slot.sublayout.shards if slot.sublayout is not None else 1)) > 0
 
 
 def _reserve(step: Step, site: str) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parameters_to_vector
 
 import zero_fn as zf
 from tests.acceptance.models import Stack
@@ -25,6 +26,8 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "absolutes": lambda model: sum(p.abs().sum() for p in model.layers.parameters()) / 64,
     "largest": lambda model: sum(p.abs().max() for p in model.parameters()) / 32,
     "rows": lambda model: (model.enter.weight[1:] - model.enter.weight[:-1]).square().sum(),
+    "last rows": lambda model: sum(p[-1].square().sum() for p in model.parameters()),
+    "one vector": lambda model: parameters_to_vector(model.parameters())[1:].square().sum() / 16,
 }
 
 
@@ -82,6 +85,8 @@ ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smallest and largest": lambda p, _: p.amin() + sum(torch.aminmax(p, keepdim=True)).sum(),
     "cumulative sums": lambda p, _: p.cumsum(-2).square().sum(),
     "cumulative logarithms": lambda p, _: p.logcumsumexp(-2).sum(),
+    "flattened": lambda p, anchor: (p.flatten() * anchor.flatten()).square()[1:].sum(),
+    "transposed and flattened": lambda p, anchor: (p.T.reshape(-1) - anchor.T.flatten())[:-1].square().sum(),
     "stacked at the end": lambda p, anchor: torch.stack([p, anchor], dim=-1)[..., 0].square().sum(),
     "some are large": lambda p, anchor: p.sum() * ((p > 0.3).any(0) * 2).sum(),
 }

@@ -6,6 +6,7 @@ import copy
 import io
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,11 @@ MATRICES: dict[str, Callable[[Tensor], object]] = {
     "transposed rows": lambda t: t[1:3].t().add_(1),
     "tril": lambda t: t.tril_(),
     "initialised": lambda t: nn.init.normal_(t[1:3]),
+}
+FLAT: dict[str, Callable[[Tensor], object]] = {
+    "flattened": lambda t: t.flatten()[1:].mul_(2),
+    "one column": lambda t: t.view(-1, 1)[2:5].fill_(0.75),
+    "set in another shape": lambda t: t.view(1, -1).__setitem__((0, 2), -1.0),
 }
 
 
@@ -104,11 +110,12 @@ def test_a_view_of_elements_that_lie_apart_is_read_only(ranks: Ranks) -> None:
     ranks(4).run(_flattened)
 
 
-def _on_a_disk(path: str) -> list[str]:
+def _uneven(transform: Callable[[nn.Module], nn.Module]) -> list[str]:
+    """The edits after which a parameter or gradient is not what a plain one is: 7 rows on 2 ranks."""
     torch.manual_seed(0)
-    model = zf.offload(zf.zero3(nn.Linear(5, 7), axis()), params=zf.nvme(path), grads=zf.nvme(path))
+    model: Any = transform(nn.Linear(5, 7))
     wrong = []
-    for name, edit in EDITS.items():
+    for name, edit in {**EDITS, **FLAT}.items():
         model(torch.ones(2, 5)).square().sum().backward()
         for tensor in (model.weight, model.weight.grad):
             plain = full(tensor.detach()).clone()
@@ -121,8 +128,21 @@ def _on_a_disk(path: str) -> list[str]:
     return wrong
 
 
+def _on_a_disk(path: str) -> list[str]:
+    return _uneven(lambda model: zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.nvme(path)))
+
+
 def test_edits_of_tensors_on_a_disk_arrive(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_on_a_disk, str(tmp_path)) == [[]] * 2
+
+
+def _stages() -> list[list[str]]:
+    return [_uneven(partial(stage, mesh=axis())) for stage in (zf.replicate, zf.zero1, zf.zero3)]
+
+
+def test_edits_of_unevenly_cut_tensors_arrive(ranks: Ranks) -> None:
+    """Views in another shape had raised, as DTensor does: `p.grad.view(-1)`, `parameters_to_vector`, L-BFGS."""
+    assert ranks(2).run(_stages) == [[[]] * 3] * 2
 
 
 def _linear() -> nn.Linear:

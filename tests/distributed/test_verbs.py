@@ -670,8 +670,8 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
     assert ranks(2).run(_cast_beside, stage, which) == [True, True]
 
 
-def _assigned(stage: str, is_plain: bool) -> list[str]:
-    """What is said when `.data` is assigned, and how the model goes on."""
+def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) -> list[str]:
+    """What is said by the next use when `.data` is assigned, and how the model goes on."""
     torch.manual_seed(0)
     plain = nn.Linear(4, 6)
     model = getattr(zf, stage)(plain, axis())
@@ -679,7 +679,7 @@ def _assigned(stage: str, is_plain: bool) -> list[str]:
     for _ in range(3):
         model.weight.data = torch.ones(6, 4) if is_plain else model.weight.data * 2
         try:
-            model(torch.ones(1, 4))
+            use(model)
         except zf.PlacementError as error:
             said.append(error.summary)
         with torch.no_grad():
@@ -690,9 +690,16 @@ def _assigned(stage: str, is_plain: bool) -> list[str]:
     return said
 
 
+def _forward(model: nn.Module) -> object:
+    return model(torch.ones(1, 4))
+
+
 @pytest.mark.parametrize("is_plain", [False, True], ids=["resting", "whole"])
+@pytest.mark.parametrize("use", [_forward, nn.Module.state_dict], ids=["forward", "state_dict"])
 @pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
-def test_assigning_to_data_is_refused_by_the_next_forward(ranks: Ranks, stage: str, is_plain: bool) -> None:
+def test_assigning_to_data_is_refused_by_the_next_use(
+    ranks: Ranks, stage: str, use: Callable[[nn.Module], object], is_plain: bool
+) -> None:
     """torch drops the values, silently."""
     text = "The values assigned to `.data` of 'weight' are lost."
-    assert ranks(2).run(_assigned, stage, is_plain) == [[text] * 3] * 2
+    assert ranks(2).run(_assigned, stage, use, is_plain) == [[text] * 3] * 2

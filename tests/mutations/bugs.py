@@ -1413,4 +1413,28 @@ BUGS: tuple[Bug, ...] = (
         "if any(",
         "tests/composition/test_penalties.py",
     ),
+    Bug(
+        "whole-penalty-gradient-added-to-a-shard",
+        "runtime/gradients.py",
+        "that the gradient of a penalty on a row is cut as the parameter is",
+        "local_of(_at_rest(slot, parameter.grad)).add_(",
+        "local_of(parameter.grad).add_(",
+        "tests/composition/test_penalties.py",
+    ),
+    Bug(
+        "uneven-view-of-a-copy",
+        "runtime/whole_views.py",
+        "that what is written into p.view(-1) of uneven shards arrives",
+        "if is_editable(tensor) and view.operation is _aten.view.default:",
+        "if False:",
+        "tests/composition/test_whole_views.py",
+    ),
+    Bug(
+        "lost-values-saved",
+        "saving.py",
+        "that state_dict refuses parameters whose assigned values are lost",
+        "            slot.refuse_assignment()",
+        "            pass",
+        "tests/distributed/test_verbs.py",
+    ),
 )

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
@@ -332,7 +333,16 @@ def settle(slot: Slot, grad: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = grad
     else:
-        local_of(parameter.grad).add_(local_of(grad))
+        local_of(_at_rest(slot, parameter.grad)).add_(local_of(grad))
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)
+
+
+def _at_rest(slot: Slot, held: Tensor) -> Tensor:
+    """The gradient that is there, cut as the parameter is. That of a penalty on a row, `p[3].square()`, comes whole."""
+    if not isinstance(held, DTensor) or slot.spec is None or held.placements == slot.spec.placements:
+        return held
+    with torch.no_grad():
+        slot.parameter.grad = held = held.redistribute(placements=slot.spec.placements)
+    return held

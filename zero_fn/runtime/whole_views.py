@@ -28,7 +28,7 @@ from zero_fn.runtime.dtensor_operations import Otherwise, around, is_ours
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.tier_tensor import TierTensor, written_by
 
-__all__ = ["is_editable", "write_through_views"]
+__all__ = ["is_editable", "view_uneven_shards", "write_through_views"]
 
 _aten = torch.ops.aten
 _ALONG_ONE = (
@@ -44,6 +44,15 @@ def write_through_views() -> None:
     """From now on what is written into views of tensors of our meshes arrives. Does nothing the second time."""
     around(_viewed, *_ALONG_ONE, _aten.diagonal.default)
     around(_filled, _aten.fill_.Tensor)
+
+
+def view_uneven_shards() -> None:
+    """From now on `p.view(-1)` of a tensor of our meshes whose rows are cut unevenly is one of the whole tensor.
+
+    DTensor has no way to say what each rank would hold, and raises (2.13). Apart from the others, because models of other
+    libraries take many such views of activations, and each would cost a call in Python. Does nothing the second time.
+    """
+    around(_reshaped, _aten.view.default, _aten._unsafe_view.default)
 
 
 def is_editable(tensor: object) -> TypeGuard[DTensor]:
@@ -67,14 +76,39 @@ def _viewed(view: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     cut = [i for i, placement in enumerate(tensor.placements) if getattr(placement, "dim", None) in dims]
     if not cut:
         return view(*args, **kwargs)
+    return _view_of_whole(view, cut, args, kwargs)
+
+
+def _reshaped(view: Otherwise, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    tensor = args[0]
+    if not is_ours(tensor) or TracingContext.try_get() is not None:
+        return view(*args, **kwargs)
+    try:
+        return view(*args, **kwargs)
+    except RuntimeError:  # before anything is communicated, and by what is the same on every rank
+        cut = [i for i, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
+        if not cut:
+            raise
+    if is_editable(tensor) and view.operation is _aten.view.default:
+        return _view_of_whole(view, cut, args, kwargs)
+    return view(_whole_along(tensor, cut), *args[1:], **kwargs)
+
+
+def _view_of_whole(view: Otherwise, cut: list[int], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The view, of the tensor in full along some axes of its mesh."""
+    tensor = args[0]
     done_along(tensor.device_mesh, cut, lambda: None, "Taking a view across shards")
-    with torch.no_grad():
-        whole = detached(tensor).redistribute(
-            placements=[Replicate() if i in cut else placement for i, placement in enumerate(tensor.placements)]
-        )
-        viewed = view(whole, *args[1:], **kwargs)
+    whole = _whole_along(tensor, cut)
+    viewed = view(whole, *args[1:], **kwargs)
     origin = _Origin(tensor, local_of(whole), whole.placements)
     return tree_map(lambda found: on_spec(WholeView(local_of(found), origin), found._spec), viewed)
+
+
+def _whole_along(tensor: DTensor, axes: list[int]) -> DTensor:
+    with torch.no_grad():
+        return detached(tensor).redistribute(
+            placements=[Replicate() if i in axes else placement for i, placement in enumerate(tensor.placements)]
+        )
 
 
 def _dims_of(operation: Any, given: dict[str, Any], tensor: Tensor) -> set[int]:
