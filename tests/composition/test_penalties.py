@@ -92,7 +92,14 @@ ANCHORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-_NOT_IN_2_11 = ("with logits", "nansum", "smallest and largest", "cumulative sums", "cumulative logarithms")
+_NOT_IN_2_11 = (
+    "with logits",
+    "transposed and flattened",
+    "nansum",
+    "smallest and largest",
+    "cumulative sums",
+    "cumulative logarithms",
+)
 
 
 def _anchored(rows: int, composition: str) -> list[str]:
