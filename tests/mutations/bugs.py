@@ -1437,4 +1437,12 @@ BUGS: tuple[Bug, ...] = (
         "            pass",
         "tests/distributed/test_verbs.py",
     ),
+    Bug(
+        "chunk-in-two-buffers",
+        "streamed/store.py",
+        "that a chunk is taken from the buffer it was stepped in last",
+        "if held != place}",
+        "if held is not None}",
+        "property_tests/test_offload_laws.py",
+    ),
 )

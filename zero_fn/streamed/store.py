@@ -202,12 +202,18 @@ class _Disk:
     def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
         if self._within.get(buffer.data_ptr()) == place:
             return None
-        self._within[buffer.data_ptr()] = place
+        self._hold(place, buffer)
         return self._spill.read(place, buffer)
 
     def keep(self, place: int, buffer: Tensor) -> Transfer | None:
-        self._within[buffer.data_ptr()] = place
+        self._hold(place, buffer)
         return self._spill.write(place, buffer)
 
     def forget(self) -> None:
         self._within.clear()
+
+    def _hold(self, place: int, buffer: Tensor) -> None:
+        """A buffer holds a chunk now, and no other one does: a pass over fewer chunks, some having no gradients, steps it
+        in another buffer than the pass before, where its bytes are of before."""
+        self._within = {address: held for address, held in self._within.items() if held != place}
+        self._within[buffer.data_ptr()] = place
