@@ -34,7 +34,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from zero_fn.errors import MeshError, PlacementError
 from zero_fn.home import Sharded
 from zero_fn.layout import TOLERATED_PADDING_NUMEL, ShardLayout, is_shardable, shard_layout
-from zero_fn.mesh import Axis, axes_text, dims_in, joined_mesh, root_of
+from zero_fn.mesh import Axis, axes_text, cut_from, dims_in, joined_mesh, root_of
 
 __all__ = ["Cut", "Grid", "grid_of", "local_part"]
 
@@ -198,8 +198,8 @@ def _add_model_axes(
     submeshes: dict[int | str, DeviceMesh],
     free: set[str],
 ) -> None:
-    names = model.mesh.mesh_dim_names
-    if names is None or root_of(model.mesh) != root:
+    own = cut_from(root, model.mesh)
+    if own is None:
         raise MeshError(
             f"{fqn!r} lies on another mesh than the axis that it is to be data-parallel over.",
             parameter=f"{model.placements} over {axes_text(model.mesh)}",
@@ -207,8 +207,8 @@ def _add_model_axes(
             fix='build one mesh and cut both from it: mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp")); '
             'parallelize_module(model, mesh["tp"], ...); then transform over mesh["dp"]',
         )
-    for name, placement in zip(names, model.placements, strict=True):
-        mesh = model.mesh[name] if model.mesh.ndim > 1 else model.mesh
+    for name, placement in zip(own.mesh_dim_names or (), model.placements, strict=True):
+        mesh = own[name] if own.ndim > 1 else own
         if not (placement.is_replicate() or type(placement) is Shard):
             raise PlacementError(
                 f"{fqn!r} is neither sharded nor replicated on axis {name!r}.",

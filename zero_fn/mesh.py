@@ -17,7 +17,7 @@ from zero_fn.errors import MeshError
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["Axis", "axes_text", "dims_in", "joined_mesh", "mesh_axis", "root_of"]
+__all__ = ["Axis", "axes_text", "cut_from", "dims_in", "joined_mesh", "mesh_axis", "root_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,21 @@ def root_of(mesh: DeviceMesh) -> DeviceMesh:
         return mesh._get_root_mesh()
     root: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh)  # older torch
     return root
+
+
+def cut_from(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
+    """The submesh of `root` that `mesh` is, or is equal to; None if there is none.
+
+    DTensor gives a tensor the first of all equal meshes that it met in the process, and that may be cut from another root.
+    """
+    names = mesh.mesh_dim_names
+    if names is None or root_of(mesh) == root:
+        return mesh if names is not None else None
+    try:
+        own = root[names if len(names) > 1 else names[0]]
+    except (KeyError, RuntimeError, ValueError):
+        return None
+    return own if own == mesh else None
 
 
 def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:

@@ -28,6 +28,7 @@ __all__ = [
     "local_of",
     "on_spec",
     "part_of",
+    "rest_gradient",
     "resting_parameter",
     "resting_spec",
     "set_local",
@@ -103,6 +104,17 @@ def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad:
     parameter._is_param = True  # what makes a tensor of another class a parameter
     parameter.requires_grad_(requires_grad)
     return parameter
+
+
+def rest_gradient(parameter: Tensor) -> None:
+    """Cuts the gradient of a resting parameter as the parameter is: that of a penalty on a row, `p[3].square()`, comes whole.
+    A collective of torch where it comes in parts that are to be summed."""
+    grad = parameter.grad
+    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+        return
+    if grad.placements != parameter.placements and grad.device_mesh == parameter.device_mesh:
+        with torch.no_grad():
+            parameter.grad = grad.redistribute(placements=parameter.placements)
 
 
 def local_of(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _world
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
@@ -371,6 +372,7 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(entry), entry) for _, entry in entries(module))
     memo.update((id(entry), entry) for entry in methods_of(module))
+    memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`
     for child in module.modules():
         for value in vars(child).values():
             if isinstance(value, Tensor) and not value.is_leaf:  # derived, and derived again before the next forward

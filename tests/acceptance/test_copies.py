@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
@@ -106,3 +108,29 @@ def _pickles() -> None:
 
 def test_g28_pickle_and_torch_save_refuse_with_advice(ranks: Ranks) -> None:
     ranks(2).run(_pickles)
+
+
+class Grouped(nn.Module):
+    """Holds a process group, as layers of sequence and expert parallelism do, as an attribute and in a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.group = nn.Linear(3, 3), axis().get_group()
+        self.add_up = partial(dist.all_reduce, group=self.group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        self.add_up(total)
+        dist.all_reduce(total, group=self.group)
+        return self.inner(total)
+
+
+def _grouped() -> bool:
+    model = Grouped()
+    twin = zf.zero3(model, axis())
+    return twin.group is model.group and torch.equal(twin(torch.ones(2, 3)), model(torch.ones(2, 3)))
+
+
+def test_process_groups_of_a_module_are_shared_by_its_copy(ranks: Ranks) -> None:
+    """It could not be copied."""
+    assert ranks(2).run(_grouped) == [True, True]

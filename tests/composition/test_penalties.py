@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,3 +150,27 @@ def _both(composition: str) -> bool:
 @pytest.mark.parametrize("composition", ["tp", "hybrid"])
 def test_a_penalty_is_added_on_two_axes(ranks: Ranks, composition: str) -> None:
     assert ranks(4).run(_both, composition) == [True] * 4
+
+
+def _alone(path: str) -> list[bool]:
+    """Steps on penalties on the last rows of uneven shards only: their gradients come whole."""
+    found = []
+    for make in (lambda o: o, lambda o: zf.streamed(o, zf.nvme(path)), lambda o: zf.streamed(o, zf.cpu())):
+        torch.manual_seed(0)
+        plain = nn.Linear(4, 7)
+        model: Any = zf.zero3(plain, axis())
+        optimizers = [make(torch.optim.AdamW(model.parameters())), torch.optim.AdamW(plain.parameters())]
+        for _ in range(3):
+            for each, optimizer in zip((model, plain), optimizers, strict=True):
+                optimizer.zero_grad()
+                (each.weight[-2:].square().sum() + each.bias[1:].sum()).backward()
+                optimizer.step()
+        found.append(
+            all(torch.equal(full(p.detach()), q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+        )
+    return found
+
+
+def test_steps_take_gradients_that_come_whole(ranks: Ranks, tmp_path: Path) -> None:
+    """A streamed optimizer had refused them."""
+    assert ranks(2).run(_alone, str(tmp_path)) == [[True] * 3] * 2

@@ -292,3 +292,22 @@ def _three_axes() -> list[str]:
 
 def test_tensor_parallelism_below_two_data_axes(ranks: Ranks) -> None:
     assert ranks(8).run(_three_axes) == [[]] * 8
+
+
+def _meshes_one_after_the_other() -> list[str]:
+    """DTensor gives the second model the first mesh of one axis that is equal, cut from another root."""
+    wrong = []
+    for shape, names in (((2, 2), ("dp", "tp")), ((2, 2), ("data", "tp")), ((2, 1, 2), ("dp", "cp", "tp"))):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        data = mesh[names[0]]
+        replica, model = parallelized(mesh["tp"], "columns"), parallelized(mesh["tp"], "columns")
+        rank = data.get_local_rank()
+        expected = step(replica, _adam(replica), 0, rank, average=averaging(data))
+        model = zf.zero3(model, data)
+        wrong += [f"{names}: {name}" for name in differing(expected, step(model, _adam(model), 0, rank))]
+    return wrong
+
+
+def test_a_process_may_build_another_mesh(ranks: Ranks) -> None:
+    """It was refused: the parameters were said to lie on another mesh."""
+    assert ranks(4).run(_meshes_one_after_the_other) == [[]] * 4

@@ -1417,8 +1417,8 @@ BUGS: tuple[Bug, ...] = (
         "whole-penalty-gradient-added-to-a-shard",
         "runtime/gradients.py",
         "that the gradient of a penalty on a row is cut as the parameter is",
-        "local_of(_at_rest(slot, parameter.grad)).add_(",
-        "local_of(parameter.grad).add_(",
+        "        rest_gradient(parameter)\n",
+        "",
         "tests/composition/test_penalties.py",
     ),
     Bug(

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Contribution, Contributions
 from zero_fn.hierarchy import Links, Waits
-from zero_fn.resting import local_of, on_spec, way_to_be_alone
+from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
@@ -333,16 +332,8 @@ def settle(slot: Slot, grad: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = grad
     else:
-        local_of(_at_rest(slot, parameter.grad)).add_(local_of(grad))
+        rest_gradient(parameter)
+        local_of(parameter.grad).add_(local_of(grad))
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)
-
-
-def _at_rest(slot: Slot, held: Tensor) -> Tensor:
-    """The gradient that is there, cut as the parameter is. That of a penalty on a row, `p[3].square()`, comes whole."""
-    if not isinstance(held, DTensor) or slot.spec is None or held.placements == slot.spec.placements:
-        return held
-    with torch.no_grad():
-        slot.parameter.grad = held = held.redistribute(placements=slot.spec.placements)
-    return held

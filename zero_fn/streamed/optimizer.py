@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, StateError, TierError
-from zero_fn.resting import local_of
+from zero_fn.mesh import axes_text
+from zero_fn.resting import local_of, rest_gradient
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
 from zero_fn.runtime.loaded import settle_states
@@ -219,7 +220,7 @@ class Streamed(Optimizer):
         Raises:
             StorageError: The disk failed on this rank or another, or does not hold what was written to it.
             StateError: An earlier step failed half-way.
-            PlacementError: A gradient is sparse or does not rest as its parameter does.
+            PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh.
         """
         self._require_whole("step")
         for parameter in self._known:
@@ -232,6 +233,8 @@ class Streamed(Optimizer):
         self._plan_for_new()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
         parameters = self._all_parameters()
+        for parameter in parameters:
+            rest_gradient(parameter)
         try:
             everywhere(parameters, self._step_chunks, "A step of a streamed optimizer")
         except Exception:
@@ -273,12 +276,12 @@ class Streamed(Optimizer):
                     fix="compute it with sparse=False: F.embedding(tokens, weight)",
                 )
             if isinstance(parameter, DTensor) and (
-                not isinstance(grad, DTensor) or grad.placements != parameter.placements
+                not isinstance(grad, DTensor) or grad.device_mesh != parameter.device_mesh
             ):
                 raise PlacementError(
                     "A gradient does not rest as its parameter does.",
                     parameter=name_of(parameter),
-                    gradient=grad.placements if isinstance(grad, DTensor) else "a plain tensor",
+                    gradient=f"over {axes_text(grad.device_mesh)}" if isinstance(grad, DTensor) else "a plain tensor",
                     fix="let backward compute it, or distribute_tensor(grad, p.device_mesh, p.placements)",
                 )
             shape = tuple(local.shape) if cut.piece.is_whole else None
