@@ -6,19 +6,19 @@ import torch
 from torch import Tensor
 
 from zero_fn.storage.carrier import chosen_carrier
+from zero_fn.storage.forked import Owned
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.tiers import Cpu, bytes_text
 
 __all__ = ["Buffers"]
 
 
-class Buffers:
+class Buffers(Owned):
     """Some buffers of one size. They go with the object, so nothing may be under way in them then.
 
     Attributes:
         count: How many.
         size: Bytes of each, in whole pages.
-        views: The buffers, uint8.
     """
 
     def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
@@ -32,14 +32,25 @@ class Buffers:
         Raises:
             TierError: There is not so much memory.
         """
+        super().__init__()
         self.count, self.size = count, whole_pages(nbytes)
-        self.views: tuple[Tensor, ...] = ()
+        self._views: tuple[Tensor, ...] = ()
         self._carrier = chosen_carrier()
         self._slab: Slab | None = None
         if self.count and self.size:
             self._slab = Slab(self.size * self.count, Cpu(True, None), what, forked=False)
-            self.views = torch.split(self._slab.memory, self.size)
+            self._views = torch.split(self._slab.memory, self.size)
             self._carrier.register(self._slab.memory)
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """The buffers, uint8.
+
+        Raises:
+            StorageError: In a forked process, where they are not.
+        """
+        self.require_own()
+        return self._views
 
     def __del__(self) -> None:
         slab = getattr(self, "_slab", None)

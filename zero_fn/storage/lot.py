@@ -85,7 +85,9 @@ class Lot:
         self._free.setdefault(whole_pages(nbytes), []).append(place)
 
     def __del__(self) -> None:
-        self._release()
+        spill = getattr(self, "_spill", None)
+        if spill is not None and not spill.is_inherited:
+            self._release()
 
     def _next(self) -> int:
         """The buffer whose turn it is, with nothing under way."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.kernels.checksum import digests
 from zero_fn.storage.carrier import Carrier
+from zero_fn.storage.forked import Owned
 from zero_fn.storage.request import Request
 from zero_fn.storage.stripes import Extent, Stripes
 from zero_fn.tiers import Nvme
@@ -76,7 +77,7 @@ def wait_all(transfers: Iterable[Transfer | None]) -> None:
         raise failure
 
 
-class Spill:
+class Spill(Owned):
     """A file of blocks. Printed, it says where it is and how it is read and written.
 
     Attributes:
@@ -94,6 +95,7 @@ class Spill:
         Raises:
             StorageError: No file can be made there.
         """
+        super().__init__()
         self.file = Stripes(tier, what)
         self._carrier = carrier
         self._blocks: dict[int, _Block] = {}
@@ -119,6 +121,7 @@ class Spill:
             offset: Where in the file, a multiple of the page.
             view: uint8, whole pages of memory; to be left alone until the transfer was waited for.
         """
+        self.require_own()
         extents = self._extents(offset, view)
         requests = _requests(extents, view, is_write=True)
         self._carrier.submit(requests)
@@ -135,6 +138,7 @@ class Spill:
             offset: Where it was written.
             view: uint8, as many bytes as were written there.
         """
+        self.require_own()
         extents = self._extents(offset, view)
         blocks = [self._blocks[offset + extent.start] for extent in extents]
         assert all(block.nbytes == extent.nbytes for block, extent in zip(blocks, extents, strict=True))

@@ -23,6 +23,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from zero_fn.storage.forked import Owned
 from zero_fn.storage.request import Request
 
 __all__ = ["Uring"]
@@ -41,7 +42,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc_kept = ctypes.PyDLL(None, use_errno=True)
 
 
-class Uring:
+class Uring(Owned):
     """One ring. Calls may come from several threads.
 
     Raises, when it is made:
@@ -49,6 +50,7 @@ class Uring:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         params = bytearray(120)
         self._fd = _syscall(_SETUP, _ENTRIES, ctypes.byref((ctypes.c_char * 120).from_buffer(params)))
         words = struct.unpack("<30I", params)
@@ -88,6 +90,8 @@ class Uring:
 
     def forget(self, memory: Tensor) -> None:
         """Undoes `register`. The garbage collector may call it in the midst of anything; then it is done a little later."""
+        if self.is_inherited:
+            return
         self._dropped.append(memory)
         if self._lock.acquire(blocking=False):
             self._release()
@@ -121,6 +125,7 @@ class Uring:
 
     @contextmanager
     def _held(self) -> Iterator[None]:
+        self.require_own()
         self._lock.acquire()
         try:
             yield

@@ -1,0 +1,38 @@
+"""What a forked process must leave alone: rings, transfers and buffers are those of the process that made them.
+
+A child shares the ring with its parent, so to give up a buffer there would take it from the parent; buffers are not copied
+into children at all (`MADV_DONTFORK`), so to read one would end it.
+"""
+
+from __future__ import annotations
+
+import os
+
+from zero_fn.errors import StorageError
+
+__all__ = ["Owned"]
+
+
+class Owned:
+    """Belongs to the process that makes it."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+
+    @property
+    def is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made it."""
+        return os.getpid() != self._pid
+
+    def require_own(self) -> None:
+        """
+        Raises:
+            StorageError: This process was forked from the one that made it.
+        """
+        if self.is_inherited:
+            raise StorageError(
+                "A forked process used what its parent has on a disk.",
+                process=f"{os.getpid()}, forked from {self._pid}",
+                why="reads, writes and the memory they pass through belong to the process that began them",
+                fix="read values before the fork (a state_dict of clones), or start processes with the method 'spawn'",
+            )
