@@ -14,7 +14,20 @@ from property_tests.modules import Model, Part
 from property_tests.on_ranks import run_program
 from property_tests.programs import Link
 from property_tests.replicas import differences
-from property_tests.rules import Accumulate, Backward, Copy, Edit, Evaluate, Fail, Load, Program, Rule, Step, Transform
+from property_tests.rules import (
+    Accumulate,
+    Backward,
+    Copy,
+    Edit,
+    Evaluate,
+    Fail,
+    Load,
+    Optimizer,
+    Program,
+    Rule,
+    Step,
+    Transform,
+)
 from property_tests.strategies_of_programs import programs, schedules
 from tests.profiles import examples
 from tests.simulation import Simulated
@@ -263,3 +276,26 @@ def test_a_copy_trains_after_its_first_forward_was_in_inference_mode(simulated: 
     """The memory of the copy was once made in that forward, as inference tensors, which autograd refuses for ever."""
     rules = (Copy(), Evaluate("inference_mode"), Backward(), Step())
     check(simulated, Program(Model(2, (Part("linear", 1),)), (Link(verb),), rules))
+
+
+@pytest.mark.parametrize("options", [{}, {"where": "head.*", "persist_below": 0}], ids=["all", "head"])
+def test_ranks_stay_in_step_after_a_backward_raised_beside_an_expert_that_trains_on_some(
+    simulated: Simulated, options: dict[str, Any]
+) -> None:
+    """Frozen experts, one of them tied to a weight that is trained: ranks that chose it had issued its reduction when the
+    backward raised in the layer before; the others, which only pass through, had waited to see it passed."""
+    routed, mlp = Part("routed", 2), Part("mlp", 2)
+    nested = Part("nest", 2, wrap="checkpoint", children=(routed,))
+    last = Part("nest", 2, wrap="checkpoint", children=(routed, routed))
+    parts = (Part("mlp", 3), Part("nest", 2, True, "", (nested, mlp)), Part("nest", 2, True, "", (routed, mlp, last)))
+    model = Model(3, parts, ties=((36, 4), (0, 0)), listed=False)
+    head = {"where": "head.*"}
+    chain = (
+        Link("shard_optimizer", {"units": "*inside.?", **head}),
+        Link("shard_optimizer", options),
+        Link("replicate", head),
+    )
+    one, failed = Backward(together=False), Fail("backward", 1)
+    for rules in ((one, failed, one), (Step(), Backward(), Step(), Evaluate("no_grad"), failed)):
+        for timing in ("early", "late"):
+            check(simulated, Program(model, chain, rules, Optimizer("sgd", foreach=False)), 3, timing=timing)

@@ -173,6 +173,7 @@ class BackwardPass:
         waiting: Uses that a later backward may pass through, the same on every rank.
         keeps_graph: `retain_graph=True`: the graph may have another backward.
         closing: Autograd has run all nodes: nothing more will arrive.
+        failed: It raised.
     """
 
     def __init__(
@@ -189,7 +190,7 @@ class BackwardPass:
         """
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
-        self.closing = False
+        self.closing = self.failed = False
         self.waiting, self.keeps_graph = waiting, keeps_graph
         self._script, self._events = script, script.events
         self._cursor = 0
@@ -275,7 +276,11 @@ class BackwardPass:
         use, is_enter = gate.use, type(gate) is Enter
         if use in self._passed_only:
             # What lies before a use that was reached was passed, or never will be. [Note: recomputation is ahead]
-            return (use not in self._entered and at > self._entered_to) if is_enter else at > self._reached_to
+            if is_enter:
+                return use not in self._entered and at > self._entered_to
+            # Ranks with gradients know when a use was passed. If it raised, take the last one for passed, as they do: they
+            # have issued its reduction, and wait for this rank.
+            return (self._script.enters[use] if self.failed else at) > self._reached_to
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
 
 

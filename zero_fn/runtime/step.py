@@ -556,9 +556,14 @@ class Step:
 
     def _recover(self) -> None:
         """Drops what a forward or backward that raised left behind. Ranks that raised alike stay in step."""
-        backward, self._backward = self._backward, None
+        backward = self._backward
         if backward is None:
             return
+        backward.failed = True
+        while (action := backward.next_action()) is not None:
+            if type(action) is not Settle:  # which calls hooks of the user
+                self._run(action)
+        self._backward = None
         for _, reduction in backward.reductions:
             reduction.wait()
         self._settling.drop()
