@@ -256,10 +256,14 @@ def failing(model: nn.Module, rule: Fail) -> Iterator[None]:
     def in_forward(*_: object) -> None:
         raise Failed
 
-    def in_backward(_module: nn.Module, _args: object, output: Any) -> None:
+    def in_backward(_module: nn.Module, _args: object, output: Any) -> Any:
+        if isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
+            # As where this rank chose a frozen expert: it is to raise on every rank, and as late.
+            output = output + torch.zeros_like(output, requires_grad=True)
         for value in outputs_of(output):
             if value.requires_grad:
                 value.register_hook(in_forward)
+        return output
 
     def in_recomputation(*_: object) -> None:
         if torch._C._current_graph_task_id() != -1:

@@ -299,3 +299,11 @@ def test_ranks_stay_in_step_after_a_backward_raised_beside_an_expert_that_trains
     for rules in ((one, failed, one), (Step(), Backward(), Step(), Evaluate("no_grad"), failed)):
         for timing in ("early", "late"):
             check(simulated, Program(model, chain, rules, Optimizer("sgd", foreach=False)), 3, timing=timing)
+
+
+def test_ranks_stay_in_step_after_a_backward_raised_in_a_layer_that_trains_on_some(simulated: Simulated) -> None:
+    """It had raised on those ranks only: an error of the program, which all ranks are told of."""
+    parts = (Part("routed", 3, True), Part("linear", 1), Part("linear", 1))
+    for verb in ("replicate", "shard_optimizer", "shard_params"):
+        rules = (Fail("backward"), Load((Link(verb),)), Evaluate("no_grad"), Backward(), Fail("backward"))
+        check(simulated, Program(Model(5, parts, ties=((30, 0),)), (Link(verb),), rules), 3, timing="early")
