@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import random
+import re
 import sys
 from collections.abc import Callable, Iterable
 from ctypes import CDLL, PyDLL
@@ -242,6 +243,41 @@ def test_a_group_that_is_added_is_streamed(tmp_path: Path) -> None:
         return parameters, late, optimizer.state_dict()
 
     assert same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("first", [1, 2, 3, 7])
+@pytest.mark.parametrize("name", ["adamw", "sgd, momentum"])
+def test_a_group_that_is_added_may_share_a_unit_with_others(tmp_path: Path, name: str, first: int) -> None:
+    """Each of the two wrote back what the other had changed, and the disk was blamed for the loss."""
+
+    def trained(stream: bool) -> tuple[Any, ...]:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        if stream:
+            model = zf.offload(model, params=zf.nvme(tmp_path))
+        parameters = list(model.parameters())
+        optimizer = OPTIMIZERS[name](parameters[:first])
+        if stream:
+            optimizer = zf.streamed(optimizer, zf.nvme(tmp_path), buffer="16KiB")
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[first:], "lr": 0.05})
+            model.zero_grad()
+            model(torch.ones(2, 8) * step).square().sum().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in parameters], optimizer.state_dict()
+
+    assert same(trained(True), trained(False))
+
+
+def test_a_buffer_too_small_is_told_what_all_parcels_need(tmp_path: Path) -> None:
+    model = zf.offload(nn.Sequential(nn.Linear(8, 8), nn.Linear(64, 64)), params=zf.nvme(tmp_path))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(zf.TierError, match=r"buffer=(\d+) or more") as error:
+        zf.streamed(optimizer, zf.nvme(tmp_path), buffer=1)
+    needed = re.search(r"buffer=(\d+) or more", str(error.value))
+    assert needed is not None
+    zf.streamed(optimizer, zf.nvme(tmp_path), buffer=int(needed[1]))
 
 
 def test_closures_hooks_and_scalers_see_one_step(tmp_path: Path) -> None:

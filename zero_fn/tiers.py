@@ -122,7 +122,8 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
     Args:
         pinned: Register the memory with the accelerator, so that copies run beside computation. Without an accelerator
             there is nothing to register with, and memory stays as it is.
-        limit: The most bytes this rank may take, as a number or as text: `"4GiB"`, `"500MB"`. None: what is available.
+        limit: The most bytes this rank may take for each of what it holds there (parameters, gradients, the states of an
+            optimizer), as a number or as text: `"4GiB"`, `"500MB"`. None: what is available.
 
     Returns:
         A value; no memory is taken.
@@ -143,7 +144,8 @@ def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int
         path: An existing folder on a local disk; on a network file system it works, slowly.
         *more: Folders of other disks. What rests in the tier is cut into stripes of 2 MiB that lie on the disks in turn and
             are read and written at once (RAID-0), so the tier is as large as the smallest of them times their number.
-        limit: The most bytes this rank may take on all disks, as a number or as text: `"200GiB"`. None: what is free.
+        limit: The most bytes this rank may take on all disks, with all tiers that are equal to this one together, as a number
+            or as text: `"200GiB"`. None: what is free.
 
     Returns:
         A value; no file is made.

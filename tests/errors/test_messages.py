@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -1036,6 +1037,21 @@ def view_of_a_tensor_in_a_tier() -> None:
     next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).data.view(torch.int32)
 
 
+def memory_of_a_tensor_in_a_tier_is_shared() -> None:
+    torch.from_dlpack(next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).detach())
+
+
+def memory_of_a_tensor_in_a_tier_is_replaced() -> None:
+    with torch.no_grad():
+        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).set_(torch.zeros(3, 4))
+
+
+def values_in_a_tier_are_read_in_a_fork() -> None:
+    model = zf.offload(Model(), params=zf.nvme("/tmp"))
+    with mock.patch("os.getpid", return_value=-1):
+        next(model.parameters()).sum()
+
+
 def view_across_shards_of_before_a_change() -> None:
     with pretended(2) as mesh, torch.no_grad():
         weight = zf.shard_params(nn.Linear(4, 4), mesh).weight
@@ -1205,7 +1221,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     StateError: (
         module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
-        step_that_is_not_streamed, view_of_a_tensor_in_a_tier,
+        step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,
+        memory_of_a_tensor_in_a_tier_is_replaced, values_in_a_tier_are_read_in_a_fork,
         view_across_shards_of_before_a_change, view_across_shards_as_another_dtype,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,

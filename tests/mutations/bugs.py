@@ -521,8 +521,8 @@ BUGS: tuple[Bug, ...] = (
         "recomputation-passes-uses",
         "runtime/passes.py",
         "units below one checkpoint, in one forward of several",
-        "if is_enter else at > self._reached_to",
-        "if is_enter else at > self._entered_to",
+        "else at) > self._reached_to",
+        "else at) > self._entered_to",
         _RULES + "::test_a_recomputation_ahead_of_backward_is_not_taken_for_an_earlier_forward",
     ),
     Bug(

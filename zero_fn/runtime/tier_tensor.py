@@ -104,6 +104,22 @@ class TierTensor(Tensor):
             return _viewed(func, args, kwargs)
         return _computed(func, args, kwargs)
 
+    def __dlpack__(self, *_: object, **__: object) -> Any:
+        """Memory is what other libraries are given, and there is none."""
+        raise StateError(
+            "A tensor that rests in another tier has no memory to share.",
+            tensor=self,
+            fix="copy it into memory first: p.detach().clone(), of a DTensor p.to_local().clone()",
+        )
+
+    def set_(self, *_: object, **__: object) -> Tensor:
+        """torch would keep the values in the tier, and drop the new ones."""
+        raise StateError(
+            "The memory of a tensor that rests in another tier was to be replaced by `set_`.",
+            tensor=self,
+            fix="p.copy_(values) writes them to the tier",
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A copy in memory: whoever copies a module lays it out anew."""
         values: Tensor = self.detach().clone()

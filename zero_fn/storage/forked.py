@@ -32,7 +32,6 @@ class Owned:
         if self.is_inherited:
             raise StorageError(
                 "A forked process used what its parent has on a disk.",
-                process=f"{os.getpid()}, forked from {self._pid}",
                 why="reads, writes and the memory they pass through belong to the process that began them",
                 fix="read values before the fork (a state_dict of clones), or start processes with the method 'spawn'",
             )

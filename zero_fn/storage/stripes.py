@@ -9,6 +9,7 @@ With one path it is that path's file, and not cut.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -18,6 +19,9 @@ from zero_fn.tiers import Nvme
 __all__ = ["STRIPE_NBYTES", "Extent", "Stripes"]
 
 STRIPE_NBYTES = 2 << 20
+
+
+_open: weakref.WeakSet[Stripes] = weakref.WeakSet()  # all of a tier share its limit
 
 
 class Extent(NamedTuple):
@@ -55,6 +59,7 @@ class Stripes:
         self.files = tuple(SpillFile(path, what) for path in tier.paths)
         self.nbytes = 0
         self.is_direct = all(file.is_direct for file in self.files)
+        _open.add(self)
 
     def reserve(self, nbytes: int) -> None:
         """Makes sure that the disks have room for `nbytes` in all, before anything relies on it.
@@ -65,9 +70,10 @@ class Stripes:
         """
         if nbytes <= self.nbytes:
             return
-        limit = self.tier.limit_nbytes
-        if limit is not None and nbytes > limit:
-            raise too_small(f"{self._what} in {', '.join(self.tier.paths)}", nbytes, limit, "the limit of the tier")
+        if self.tier.limit_nbytes is not None:
+            left = self.tier.limit_nbytes - sum(o.nbytes for o in list(_open) if o is not self and o.tier == self.tier)
+            if nbytes > left:
+                raise too_small(f"{self._what} in {', '.join(self.tier.paths)}", nbytes, left, "the limit of the tier")
         before = [file.nbytes for file in self.files]
         try:
             for number, file in enumerate(self.files):
@@ -93,6 +99,7 @@ class Stripes:
 
     def close(self) -> None:
         """Gives the room back."""
+        _open.discard(self)
         for file in self.files:
             file.close()
 

@@ -54,6 +54,10 @@ class Cut:
         self.present: set[str] = set()
         self.resident: dict[str, Any] = {}
 
+    def shift(self, nbytes: int) -> None:
+        """Its states begin so many bytes later in the chunk."""
+        self.fields = {name: (dtype, offset + nbytes) for name, (dtype, offset) in self.fields.items()}
+
     def stand_in(self, values: Tensor, grad: Tensor, *, requires_grad: bool) -> nn.Parameter:
         """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
         parameter = nn.Parameter(values, requires_grad=requires_grad)

@@ -27,12 +27,13 @@ from zero_fn.runtime.everywhere import everywhere, is_cut, is_shared
 from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
+from zero_fn.streamed.grown import grow
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
-from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
+from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
 from zero_fn.streamed.schema import replaced
 from zero_fn.streamed.stepped import Stepped
 from zero_fn.streamed.store import Ring, Store, store_of
@@ -341,7 +342,7 @@ class Streamed(Optimizer):
         """Stores with a copy of all states, the chunks in them, their parameters, and what those pass through."""
         stores: dict[Tier | None, Store] = {}
         known = self._all_parameters()
-        chunks = self._with_room(known, 0, stores)
+        chunks = self._with_room(self._planner.planned(known, 0), stores)
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
         filled = [c for c in chunks if any(known[cut.piece.parameter] in states for cut in c.cuts)]
 
@@ -361,15 +362,16 @@ class Streamed(Optimizer):
             return
         known = {id(parameter) for parameter in self._known}
         new = [parameter for parameter in self._all_parameters() if id(parameter) not in known]
-        self._chunks += self._with_room(new, len(self._known), self._stores)
+        planned = self._planner.planned(new, len(self._known))
+        grow(self._chunks, planned, [*self._known, *new], self._planner)
+        self._chunks += self._with_room(planned, self._stores)
         self._known += new
         self._rings = rings_for(self._known)
         self._numels += [local_of(parameter).numel() for parameter in new]
         self._dtypes += [parameter.dtype for parameter in new]
 
-    def _with_room(self, parameters: list[Tensor], first: int, stores: dict[Tier | None, Store]) -> list[Chunk]:
-        """Chunks for these parameters, which get the numbers from `first` on, and room for them in stores."""
-        planned = self._planner.planned(parameters, first)
+    def _with_room(self, planned: Planned, stores: dict[Tier | None, Store]) -> list[Chunk]:
+        """The chunks that are planned, with room in stores."""
         for (tier, device), members in planned.rooms.items():
             if tier not in stores:
                 stores[tier] = store_of(tier, f"states of {type(self.inner).__name__}")

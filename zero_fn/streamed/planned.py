@@ -135,7 +135,7 @@ class Planner:
             if place is not None:
                 records.setdefault(place.record, place)
                 number_of.setdefault(place.record, {})[place.number] = number
-        chunks = []
+        chunks, needed = [], 0
         for key, record in records.items():
             for index, parcel in enumerate(record.parcels):
                 cuts, nbytes = [], 0
@@ -151,16 +151,24 @@ class Planner:
                     local = local_of(parameters[number])
                     cuts.append(Cut(numbered, groups[number], local, schemas[number], nbytes, offset))
                     nbytes += states_nbytes(schemas[number], piece.numel)
-                if nbytes > self.buffer_nbytes:
-                    raise TierError(
-                        f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
-                        needs=bytes_text(nbytes),
-                        why="parameters that rest in another tier are stepped in the parcels in which they rest",
-                        fix=f"buffer={nbytes} or more; 64 MiB is a good size",
-                    )
+                needed = max(needed, nbytes)
                 if cuts:
                     chunks.append(Chunk(cuts, nbytes, record.device, index))
+        self.require_buffer(needed)
         return chunks
+
+    def require_buffer(self, nbytes: int) -> None:
+        """
+        Raises:
+            TierError: A buffer is too small for the states of a parcel.
+        """
+        if nbytes > self.buffer_nbytes:
+            raise TierError(
+                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
+                needs=bytes_text(nbytes),
+                why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                fix=f"buffer={nbytes} or more; 64 MiB is a good size",
+            )
 
     def _groups_of(self, parameters: Sequence[Tensor]) -> list[int]:
         group_of = {id(p): number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
