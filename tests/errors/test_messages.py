@@ -1222,7 +1222,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,
-        memory_of_a_tensor_in_a_tier_is_replaced, values_in_a_tier_are_read_in_a_fork,
+        memory_of_a_tensor_in_a_tier_is_replaced,
         view_across_shards_of_before_a_change, view_across_shards_as_another_dtype,
         module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
@@ -1249,6 +1249,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         planned_disk_was_not_measured, nothing_fits_the_budget,
     ),
     StorageError: (
+        values_in_a_tier_are_read_in_a_fork,
         disk_has_no_such_path, disk_cannot_reserve, step_that_failed_on_another_rank,
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
         disk_is_missing_on_another_rank,
