@@ -80,6 +80,22 @@ def test_a_plain_module_is_evicted_and_restored(tmp_path: Path, tier: str) -> No
     assert all(map(torch.equal, run(zf.nvme(tmp_path) if tier == "nvme" else zf.cpu()), run(None)))
 
 
+@pytest.mark.parametrize("transform", [lambda m: m, zf.precision], ids=["plain", "precision"])
+def test_what_an_evicted_parameter_shows_is_not_taken_for_values(
+    tmp_path: Path, transform: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Its norm was 0, and an edit was dropped."""
+    model = transform(nn.Linear(4, 3))
+    before = [p.detach().clone() for p in model.parameters()]
+    evicted = zf.evict(model, to=zf.nvme(tmp_path))
+    for parameter in model.parameters():
+        assert parameter.isnan().all() and parameter.norm().isnan()
+        with torch.no_grad(), pytest.raises(RuntimeError):
+            parameter.mul_(2)
+    evicted.restore()
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for resident memory")
 def test_memory_is_freed_while_a_model_is_evicted(tmp_path: Path) -> None:
     def resident_nbytes() -> int:

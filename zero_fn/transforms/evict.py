@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import nan
 from typing import Any
 from weakref import WeakSet
 
@@ -38,7 +39,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
         evicted.restore()
 
     Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and
-    state dicts raise. Buffers of modules stay. A streamed optimizer keeps its states where they are. To `zf.cpu()` from
+    state dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps its states where they are. To `zf.cpu()` from
     a model that rests in the memory of the host nothing is moved, because that is where it is.
 
     Communicates a byte per rank, by which all ranks learn that one has failed. All ranks call it together.
@@ -175,7 +176,7 @@ class Evicted:
             if isinstance(parameter, DTensor):
                 set_local(parameter, torch.empty_like(local, device="meta"))
             else:
-                set_local(parameter, local.new_empty(0))
+                set_local(parameter, _no_values(local))
         for unit in self._units:
             unit.vacate()
 
@@ -252,6 +253,11 @@ def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], st
 def _is_away(tensor: Tensor) -> bool:
     """Whether it rests in another tier already."""
     return isinstance(local_of(tensor), TierTensor)
+
+
+def _no_values(local: Tensor) -> Tensor:
+    """One NaN in place of all elements: to read them gives nothing that looks right, to write them raises."""
+    return local.new_full((), nan if local.is_floating_point() or local.is_complex() else 0).expand(local.shape)
 
 
 def _form_only(tensor: Tensor) -> Tensor:
