@@ -39,8 +39,9 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
         evicted.restore()
 
     Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and
-    state dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps its states where they are. To `zf.cpu()` from
-    a model that rests in the memory of the host nothing is moved, because that is where it is.
+    state dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps
+    its states where they are. To `zf.cpu()` from a model that rests in the memory of the host nothing is moved, because that
+    is where it is.
 
     Communicates a byte per rank, by which all ranks learn that one has failed. All ranks call it together.
 
