@@ -560,10 +560,12 @@ class Step:
         if backward is None:
             return
         backward.failed = True
-        while (action := backward.next_action()) is not None:
-            if type(action) is not Settle:  # which calls hooks of the user
-                self._run(action)
-        self._backward = None
+        try:
+            while (action := backward.next_action()) is not None:
+                if type(action) is not Settle:  # which calls hooks of the user
+                    self._run(action)
+        finally:
+            self._backward = None
         for _, reduction in backward.reductions:
             reduction.wait()
         self._settling.drop()
