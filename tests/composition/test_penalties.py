@@ -53,6 +53,17 @@ def test_a_penalty_is_added_to_the_mean_of_gradients(ranks: Ranks, n: int, name:
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
+def test_a_penalty_on_frozen_parameters_has_no_gradient(ranks: Ranks) -> None:
+    """No leaf of the graph is a DTensor then, though the loss is one."""
+
+    def program(model: nn.Module, run: Run, number: int) -> None:
+        model.enter.requires_grad_(False)
+        penalty = sum(p.square().sum() for p in model.enter.parameters())
+        run.backward((_mse(model, number) + penalty) * 0.5)
+
+    assert ranks(2).run(differences, Stack, program) == [[]] * 2
+
+
 def test_a_penalty_in_a_block_of_accumulate_is_added(ranks: Ranks) -> None:
     def program(model: nn.Module, run: Run, number: int) -> None:
         with run.accumulate():

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of, parameters
-from tests.models import Odd
+from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
 from tests.wholes import full
 
@@ -89,3 +89,34 @@ def _whole_states(optimizer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", ["zero1", "zero3"])
 def test_states_of_whole_parameters_are_sharded(ranks: Ranks, stage: str, streamed: bool) -> None:
     assert ranks(2).run(_from_one_process, stage, streamed) == [True] * 2
+
+
+def _moved_after_loading(stage: str, kind: type[torch.optim.Optimizer], whole: bool) -> bool:
+    """Whether states that were loaded are stepped alike by the optimizer and by the streamed one that takes them over."""
+    found = []
+    for streams in (False, True):
+        torch.manual_seed(0)
+        model = STAGES[stage](Language(), axis())
+        saved: dict[str, Any] | None = None
+        for seed in range(3):
+            optimizer: Any = kind(model.parameters())
+            if saved is not None:
+                optimizer.load_state_dict(saved)
+            if streams:
+                optimizer = zf.streamed(optimizer, zf.cpu())
+            loss_of(model, seed).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            saved = _whole_states(optimizer) if whole else optimizer.state_dict()
+        found.append(parameters(model))
+    ours, theirs = found
+    return all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])  # one has a second number per parameter
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_states_that_were_loaded_move_to_a_tier(
+    ranks: Ranks, stage: str, kind: type[torch.optim.Optimizer], whole: bool
+) -> None:
+    assert ranks(2).run(_moved_after_loading, stage, kind, whole) == [True] * 2

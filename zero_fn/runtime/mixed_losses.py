@@ -46,10 +46,11 @@ def _plain_parts(root: Node) -> Iterator[Node]:
     """Where parts of a graph begin whose tensors are plain, below a node whose tensor is a DTensor.
 
     An operation gives a DTensor if any of its operands is one, so its nodes are those from which a leaf that is a DTensor
-    can be reached. No function in between is entered: it may turn one into the other.
+    can be reached, and the root: a penalty on frozen parameters has no leaf. No function in between is entered: it may turn
+    one into the other.
     """
     parents: dict[Node, list[Node]] = {root: []}
-    reached: list[Node] = []  # nodes of DTensors, whose parents are too
+    reached = [root]  # nodes of DTensors, whose parents are too
     waiting = [root]
     while waiting:
         node = waiting.pop()

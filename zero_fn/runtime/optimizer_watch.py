@@ -51,7 +51,8 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
-    if _LOADS not in optimizer.__dict__:
+    is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it settles what it loads itself
+    if _LOADS not in optimizer.__dict__ and not is_streamed:
         settle_states(optimizer)  # loaded before the first step
         optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(settle_states)
     in_graphs: dict[int, Step] = {}
@@ -61,7 +62,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             unit = _unit_of(slot) if slot is not None else None
             if unit is not None and unit.in_graph is not None:
                 in_graphs[id(unit.step)] = unit.step
-            if slot is not None and slot.must_be_streamed and not getattr(optimizer, "takes_from_tiers", False):
+            if slot is not None and slot.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)

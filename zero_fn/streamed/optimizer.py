@@ -112,7 +112,7 @@ class Streamed(Optimizer):
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
         self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
-        self._begin()
+        self._begin("Moving the states of an optimizer")
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
 
@@ -202,13 +202,9 @@ class Streamed(Optimizer):
             StorageError: The disk failed.
         """
         self._torn = "states could not be loaded"
-
-        def load() -> None:
-            self.inner.load_state_dict(state_dict)
-            settle_states(self.inner)
-
-        everywhere(self._all_parameters(), load, "Loading the states of an optimizer")
-        self._begin()
+        doing = "Loading the states of an optimizer"
+        everywhere(self._all_parameters(), lambda: self.inner.load_state_dict(state_dict), doing)
+        self._begin(doing)
 
     @torch.no_grad()
     @uncompiled  # [Note: what is compiled]
@@ -323,15 +319,13 @@ class Streamed(Optimizer):
 
     # -- where everything is --------------------------------------------------------------------------------------
 
-    def _begin(self) -> None:
+    def _begin(self, doing: str) -> None:
         """Makes room for all parameters, and moves the states that the optimizer inside has.
 
         It keeps them until all ranks have theirs in the tier.
         """
         prepared: list[_Prepared] = []
-        everywhere(
-            self._all_parameters(), lambda: prepared.append(self._prepared()), "Moving the states of an optimizer"
-        )
+        everywhere(self._all_parameters(), lambda: prepared.append(self._prepared()), doing)
         self._stores, self._chunks, self._known, self._rings = prepared[0]
         self._numels = [local_of(parameter).numel() for parameter in self._known]
         self._dtypes = [parameter.dtype for parameter in self._known]
@@ -341,6 +335,7 @@ class Streamed(Optimizer):
     def _prepared(self) -> _Prepared:
         """Stores with a copy of all states, the chunks in them, their parameters, and what those pass through."""
         stores: dict[Tier | None, Store] = {}
+        settle_states(self.inner)
         known = self._all_parameters()
         chunks = self._with_room(self._planner.planned(known, 0), stores)
         states = {parameter: states for parameter, states in self.inner.state.items() if states}
