@@ -1,0 +1,379 @@
+"""Programs over a model in tiers and its streamed optimizer: where everything rests, and actions with a number each."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from tests.models import Language
+from tests.seeds import seed_generator
+from tests.simulation.simulated import axis
+
+__all__ = ["Placed", "places", "programs", "trained"]
+
+PARTS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm")
+LATE = "blocks.2"  # what may be given to the optimizer in a group of its own, after steps
+
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=0.01),
+    "adamw, fused": lambda groups: torch.optim.AdamW(groups, lr=0.01, fused=True),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=0.01, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.05),
+    "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=0.01, momentum=0.5, centered=True),
+    "nadam": lambda groups: torch.optim.NAdam(groups, lr=0.01),
+    "asgd": lambda groups: torch.optim.ASGD(groups, lr=0.01),
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """What is trained by what, and where it rests."""
+
+    stage: str
+    optimizer: str
+    groups: str
+    states: frozenset[str]
+    fraction: float
+    where: str | None
+    is_offloaded_first: bool
+    tier: str
+    buffer: str
+
+
+class Training:
+    """A model and its optimizer; in memory if no path is given."""
+
+    def __init__(self, placed: Placed, path: str | None) -> None:
+        seed_generator(0)
+        self.placed, self.path = placed, path
+        self.model: Any = self._transformed(Language(blocks=4))
+        self.optimizer = self.made_optimizer()
+        self.saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None
+        self.average: list[Tensor] = []
+
+    def _transformed(self, model: nn.Module) -> nn.Module:
+        placed = self.placed
+        tiers: dict[str, Any] = {name: zf.nvme(self.path) for name in placed.states} if self.path else {}
+        if placed.stage == "plain" and not tiers:
+            tiers = {"params": zf.cpu()}  # where they are, so that all sums have the order of a transform
+        if "optim" in tiers:
+            tiers["fraction"] = placed.fraction
+        transforms: list[Callable[[nn.Module], nn.Module]] = [
+            lambda m: m if placed.stage == "plain" else getattr(zf, placed.stage)(m, axis()),
+            lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
+        ]
+        for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
+            model = transform(model)
+        return model
+
+    def made_optimizer(self) -> Any:
+        optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
+        if self.path is None:
+            return optimizer
+        if "optim" in self.placed.states and self.placed.where is None:
+            return zf.streamed(optimizer, buffer=self.placed.buffer)  # each to the tier that offload said
+        tier = zf.nvme(self.path) if self.placed.tier == "nvme" else zf.cpu()
+        return zf.streamed(optimizer, tier, fraction=self.placed.fraction, buffer=self.placed.buffer)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        parameters = list(self.model.parameters())
+        if self.placed.groups == "vectors apart":
+            return [
+                {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+                {"params": [p for p in parameters if p.ndim > 1]},
+            ]
+        if self.placed.groups == "late":
+            return [{"params": [p for name, p in self.model.named_parameters() if not name.startswith(LATE)]}]
+        if self.placed.groups == "mixed":
+            return [{"params": parameters[1::2]}, {"params": parameters[::2], "lr": 0.02}]
+        return [{"params": parameters}]
+
+    def of(self, part: int) -> list[nn.Parameter]:
+        prefix = PARTS[part % len(PARTS)]
+        return [p for name, p in self.model.named_parameters() if name.startswith(prefix)]
+
+    def loss(self, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * seed + axis().get_local_rank())
+        loss: Tensor = self.model(torch.randint(37, (2, 5), generator=generator)).logsumexp(-1).mean()
+        return loss
+
+    def holds(self) -> Iterator[Tensor]:
+        """This rank's part of all parameters and states."""
+        yield from map(own, self.model.parameters())
+        states = self.optimizer.state_dict()["state"]
+        for number in sorted(states):
+            yield from (own(torch.as_tensor(states[number][name])) for name in sorted(states[number]))
+
+
+def own(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+Seen = list[Tensor] | None
+ACTIONS: dict[str, Callable[[Training, int], Seen]] = {}
+
+
+def action(do: Callable[[Training, int], Seen]) -> Callable[[Training, int], Seen]:
+    ACTIONS[do.__name__] = do
+    return do
+
+
+@action
+def backward(training: Training, seed: int) -> Seen:
+    loss = training.loss(seed)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [loss.detach()]
+
+
+@action
+def backward_of_two_forwards(training: Training, seed: int) -> Seen:
+    (training.loss(seed) * training.loss(seed + 1)).backward()  # type: ignore[no-untyped-call]
+    return None
+
+
+@action
+def backward_of_a_penalty(training: Training, part: int) -> Seen:
+    penalty = sum((p * p).sum() for p in training.of(part))
+    assert isinstance(penalty, Tensor)
+    if penalty.requires_grad:
+        (training.loss(part) + 0.01 * penalty).backward()  # type: ignore[no-untyped-call]
+    return None
+
+
+@action
+def assign_gradients(training: Training, part: int) -> Seen:
+    trained = [p for p in training.of(part) if p.requires_grad]
+    if trained:
+        for p, grad in zip(trained, torch.autograd.grad(training.loss(part), trained), strict=True):
+            p.grad = grad
+    return None
+
+
+@action
+def drop_gradients(training: Training, part: int) -> Seen:
+    for p in training.of(part):
+        p.grad = None
+    return None
+
+
+@action
+def scale_gradients(training: Training, part: int) -> Seen:
+    for p in training.of(part):
+        if p.grad is not None:
+            p.grad.mul_(0.5)
+    return None
+
+
+@action
+def clip(training: Training, number: int) -> Seen:
+    norm: Any = clip_grad_norm_(training.model.parameters(), 0.05 if number % 2 else 1e9)
+    return [norm.full_tensor() if isinstance(norm, DTensor) else norm]
+
+
+@action
+def clip_values(training: Training, _: int) -> Seen:
+    clip_grad_value_(training.model.parameters(), 1e-3)
+    return None
+
+
+@action
+def read_gradients(training: Training, part: int) -> Seen:
+    return [own(p.grad) for p in training.of(part) if p.grad is not None]
+
+
+@action
+def step(training: Training, _: int) -> Seen:
+    training.optimizer.step()
+    return None
+
+
+@action
+def step_with_a_closure(training: Training, seed: int) -> Seen:
+    def closure() -> Tensor:
+        training.optimizer.zero_grad()
+        loss = training.loss(seed)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return [training.optimizer.step(closure)]
+
+
+@action
+def zero_grad(training: Training, number: int) -> Seen:
+    training.optimizer.zero_grad(set_to_none=bool(number % 3))
+    return None
+
+
+@action
+def change_rates(training: Training, number: int) -> Seen:
+    for group in training.optimizer.param_groups:
+        group["lr"] *= 0.5 if number % 2 else 1.5
+    return None
+
+
+@action
+def freeze(training: Training, part: int) -> Seen:
+    for p in training.of(part):
+        p.requires_grad_(not p.requires_grad)
+    return None
+
+
+@action
+def read(training: Training, part: int) -> Seen:
+    return [own(p) for p in training.of(part)]
+
+
+@action
+def evaluate(training: Training, seed: int) -> Seen:
+    with torch.no_grad():
+        return [training.loss(seed)]
+
+
+@action
+def edit(training: Training, part: int) -> Seen:
+    with torch.no_grad():
+        for p in training.of(part):
+            p.mul_(0.9).add_(0.01)
+    return None
+
+
+@action
+def edit_whole(training: Training, part: int) -> Seen:
+    if training.placed.stage == "plain":
+        return edit(training, part)
+    with zf.unsharded(training.model, writeback=True):
+        return edit(training, part)
+
+
+@action
+def fill(training: Training, part: int) -> Seen:
+    for p in training.of(part):
+        nn.init.constant_(p, 0.05)
+    return None
+
+
+@action
+def swap(training: Training, _: int) -> Seen:
+    with torch.no_grad():
+        first, second = training.model.blocks[0].up.weight, training.model.blocks[1].up.weight
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+    return None
+
+
+@action
+def average(training: Training, number: int) -> Seen:
+    """Of parameters over steps, as EMA keeps; every third time it is put in their place."""
+    with torch.no_grad():
+        parameters = list(training.model.parameters())
+        training.average = training.average or [p.detach().clone() for p in parameters]
+        for p, kept in zip(parameters, training.average, strict=True):
+            kept.lerp_(p.detach(), 0.5)
+            if number % 3 == 0:
+                p.copy_(kept)
+    return None
+
+
+@action
+def save(training: Training, _: int) -> Seen:
+    values = {name: value.clone() for name, value in training.model.state_dict().items()}
+    training.saved = copy.deepcopy(training.optimizer.state_dict()), values
+    return None
+
+
+@action
+def load(training: Training, number: int) -> Seen:
+    if training.saved is not None:
+        states, values = training.saved
+        if len(states["param_groups"]) == len(training.optimizer.param_groups):
+            training.optimizer.load_state_dict(copy.deepcopy(states))
+            if number % 2:
+                training.model.load_state_dict(values)
+    return None
+
+
+@action
+def make_the_optimizer_anew(training: Training, _: int) -> Seen:
+    states = training.optimizer.state_dict()
+    if training.placed.groups != "late":
+        training.optimizer = training.made_optimizer()
+        training.optimizer.load_state_dict(states)
+    return None
+
+
+@action
+def stream_what_has_stepped(training: Training, _: int) -> Seen:
+    """The optimizer is made, loaded, and streamed only then."""
+    states = training.optimizer.state_dict()
+    if training.placed.groups != "late":
+        stock = OPTIMIZERS[training.placed.optimizer](training._groups())
+        stock.load_state_dict(states)
+        if training.path is not None:
+            stock = zf.streamed(stock, zf.nvme(training.path), buffer="1MiB")
+        training.optimizer = stock
+    return None
+
+
+@action
+def add_a_group(training: Training, _: int) -> Seen:
+    if training.placed.groups == "late" and len(training.optimizer.param_groups) == 1:
+        training.optimizer.add_param_group({"params": training.of(PARTS.index(LATE)), "lr": 0.03})
+    return None
+
+
+@action
+def evict(training: Training, _: int) -> Seen:
+    if training.path is not None:
+        zf.evict(training.model, training.optimizer, to=zf.nvme(training.path)).restore()
+    return None
+
+
+def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) -> list[list[Tensor]]:
+    """What each action has seen, and what is held in the end."""
+    training = Training(placed, path)
+    seen = [ACTIONS[name](training, number) or [] for name, number in program]
+    return [*seen, list(training.holds())]
+
+
+places = st.builds(
+    Placed,
+    stage=st.sampled_from(["plain", "replicate", "zero1", "zero2", "zero3"]),
+    optimizer=st.sampled_from(sorted(OPTIMIZERS)),
+    groups=st.sampled_from(["one", "vectors apart", "late", "mixed"]),
+    states=st.frozensets(st.sampled_from(["params", "grads", "optim"])),
+    fraction=st.sampled_from([1.0, 0.5]),
+    where=st.sampled_from([None, "blocks.*", "*weight", "blocks.1.*"]),
+    is_offloaded_first=st.booleans(),
+    tier=st.sampled_from(["nvme", "cpu"]),
+    buffer=st.sampled_from(["64KiB", "1MiB"]),
+)
+_BACKWARDS = ["backward"] * 3 + [name for name in ACTIONS if name.startswith("backward_")] + ["assign_gradients"]
+_OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_values", "read_gradients", "evict", "edit"]
+_BETWEEN = [*sorted({*ACTIONS} - {*_BACKWARDS, *_OF_GRADIENTS, "step", "zero_grad"}), "evict", "edit"]
+
+
+def some_of(names: list[str], least: int, most: int) -> st.SearchStrategy[list[tuple[str, int]]]:
+    return st.lists(st.tuples(st.sampled_from(names), st.integers(0, 5)), min_size=least, max_size=most)
+
+
+one_step = st.tuples(
+    some_of(_BETWEEN, 0, 2),
+    some_of(["zero_grad"], 0, 1),
+    some_of(_BACKWARDS, 1, 2),
+    some_of(_OF_GRADIENTS, 0, 4),
+    st.just([("step", 0)]),
+).map(lambda parts: list(chain.from_iterable(parts)))
+programs = st.lists(one_step, min_size=2, max_size=6).map(lambda steps: list(chain.from_iterable(steps)))

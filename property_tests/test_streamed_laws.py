@@ -1,0 +1,34 @@
+"""Whatever a program does between steps, a model in tiers and its streamed optimizer give the bits of the same in memory."""
+
+from __future__ import annotations
+
+from itertools import starmap
+from typing import Any
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from property_tests.streamed_programs import Placed, places, programs, trained
+from tests.profiles import examples
+from tests.simulation import Simulated
+
+
+# The count that NAdam keeps beside each parameter was taken for a state of a scalar one.
+@example(
+    Placed("zero1", "nadam", "one", frozenset(["optim"]), 1.0, "blocks.*", False, "nvme", "1MiB"),
+    [("backward", 0), ("step", 0), ("stream_what_has_stepped", 0), ("backward", 1), ("step", 0)],
+    1,
+)
+@examples(dev=25, ci=500, deep=20_000)
+@given(places, programs, st.integers(1, 2))
+def test_any_program_gives_the_bits_of_the_same_in_memory(
+    simulated: Simulated, tmp_path_factory: Any, placed: Placed, program: list[tuple[str, int]], n: int
+) -> None:
+    path = str(tmp_path_factory.getbasetemp())
+    expected, found = simulated(n).run(trained, placed, program, None), simulated(n).run(trained, placed, program, path)
+    for ours, theirs in zip(found, expected, strict=True):
+        for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            done = program[number] if number < len(program) else "the end"
+            assert len(one) == len(other), done
+            assert all(starmap(torch.equal, zip(one, other, strict=True))), done
