@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -16,9 +17,11 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from tests.distributed.training import STAGES
 from tests.models import Language
 from tests.seeds import seed_generator
-from tests.simulation.simulated import axis
+from tests.simulation import axis
+from zero_fn.mesh import root_of
 
 __all__ = ["Placed", "places", "programs", "trained"]
 
@@ -39,9 +42,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Placed:
-    """What is trained by what, and where it rests."""
+    """What is trained by what, and where it rests.
+
+    Attributes:
+        stage: Over "dp"; "plain" is no transform.
+        outer: The stage over a second axis, "outer"; None: there is none.
+    """
 
     stage: str
+    outer: str | None
     optimizer: str
     groups: str
     states: frozenset[str]
@@ -66,12 +75,14 @@ class Training:
     def _transformed(self, model: nn.Module) -> nn.Module:
         placed = self.placed
         tiers: dict[str, Any] = {name: zf.nvme(self.path) for name in placed.states} if self.path else {}
-        if placed.stage == "plain" and not tiers:
+        if placed.stage == "plain" and placed.outer is None and not tiers:
             tiers = {"params": zf.cpu()}  # where they are, so that all sums have the order of a transform
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
+        outer = placed.outer
         transforms: list[Callable[[nn.Module], nn.Module]] = [
-            lambda m: m if placed.stage == "plain" else getattr(zf, placed.stage)(m, axis()),
+            lambda m: m if placed.stage == "plain" else STAGES[placed.stage](m, axis()),
+            lambda m: m if outer is None else STAGES[outer](m, root_of(axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
@@ -105,7 +116,7 @@ class Training:
         return [p for name, p in self.model.named_parameters() if name.startswith(prefix)]
 
     def loss(self, seed: int) -> Tensor:
-        generator = torch.Generator().manual_seed(100 * seed + axis().get_local_rank())
+        generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
         loss: Tensor = self.model(torch.randint(37, (2, 5), generator=generator)).logsumexp(-1).mean()
         return loss
 
@@ -251,7 +262,7 @@ def edit(training: Training, part: int) -> Seen:
 
 @action
 def edit_whole(training: Training, part: int) -> Seen:
-    if training.placed.stage == "plain":
+    if training.placed.stage == "plain" and training.placed.outer is None:
         return edit(training, part)
     with zf.unsharded(training.model, writeback=True):
         return edit(training, part)
@@ -351,6 +362,7 @@ def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) ->
 places = st.builds(
     Placed,
     stage=st.sampled_from(["plain", "replicate", "zero1", "zero2", "zero3"]),
+    outer=st.sampled_from([None, None, None, "replicate", "zero1", "zero2", "zero3"]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     groups=st.sampled_from(["one", "vectors apart", "late", "mixed"]),
     states=st.frozensets(st.sampled_from(["params", "grads", "optim"])),
