@@ -132,6 +132,11 @@ def own(tensor: Tensor) -> Tensor:
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
+def backward_of(loss: Tensor) -> None:
+    if loss.requires_grad:  # not everything is frozen
+        loss.backward()  # type: ignore[no-untyped-call]
+
+
 Seen = list[Tensor] | None
 ACTIONS: dict[str, Callable[[Training, int], Seen]] = {}
 
@@ -144,13 +149,21 @@ def action(do: Callable[[Training, int], Seen]) -> Callable[[Training, int], See
 @action
 def backward(training: Training, seed: int) -> Seen:
     loss = training.loss(seed)
-    loss.backward()  # type: ignore[no-untyped-call]
+    backward_of(loss)
     return [loss.detach()]
 
 
 @action
 def backward_of_two_forwards(training: Training, seed: int) -> Seen:
-    (training.loss(seed) * training.loss(seed + 1)).backward()  # type: ignore[no-untyped-call]
+    backward_of(training.loss(seed) * training.loss(seed + 1))
+    return None
+
+
+@action
+def backward_of_microbatches(training: Training, seed: int) -> Seen:
+    with zf.accumulate(training.model, unshard=seed % 3 == 0):
+        for number in range(2):
+            backward_of(training.loss(seed + number))
     return None
 
 
@@ -159,7 +172,7 @@ def backward_of_a_penalty(training: Training, part: int) -> Seen:
     penalty = sum((p * p).sum() for p in training.of(part))
     assert isinstance(penalty, Tensor)
     if penalty.requires_grad:
-        (training.loss(part) + 0.01 * penalty).backward()  # type: ignore[no-untyped-call]
+        backward_of(training.loss(part) + 0.01 * penalty)
     return None
 
 
@@ -215,7 +228,7 @@ def step_with_a_closure(training: Training, seed: int) -> Seen:
     def closure() -> Tensor:
         training.optimizer.zero_grad()
         loss = training.loss(seed)
-        loss.backward()  # type: ignore[no-untyped-call]
+        backward_of(loss)
         return loss.detach()
 
     return [training.optimizer.step(closure)]
@@ -250,6 +263,43 @@ def read(training: Training, part: int) -> Seen:
 def evaluate(training: Training, seed: int) -> Seen:
     with torch.no_grad():
         return [training.loss(seed)]
+
+
+class Deliberate(Exception):
+    """Raised in the middle of a forward or a backward."""
+
+
+def _raise(*_args: object) -> None:
+    raise Deliberate
+
+
+@action
+def fail(training: Training, number: int) -> Seen:
+    """In a forward, or in a backward, whose gradients are dropped."""
+    block: nn.Module = training.model.blocks[number % 4]
+
+    def in_backward(_module: nn.Module, _args: object, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(_raise)  # type: ignore[no-untyped-call]
+
+    handle = block.register_forward_hook(in_backward if number % 2 else _raise)
+    try:
+        backward_of(training.loss(number))
+    except Deliberate:
+        pass
+    finally:
+        handle.remove()
+    training.optimizer.zero_grad()
+    return None
+
+
+@action
+def copy_the_model(training: Training, seed: int) -> Seen:
+    with torch.no_grad():
+        kept, training.model = training.model, copy.deepcopy(training.model)
+        loss = training.loss(seed)
+        training.model = kept
+    return [loss]
 
 
 @action
