@@ -208,7 +208,9 @@ def clip(training: Training, number: int) -> Seen:
 
 @action
 def clip_values(training: Training, _: int) -> Seen:
-    clip_grad_value_(training.model.parameters(), 1e-3)
+    parameters = list(training.model.parameters())
+    if any(p.grad is not None for p in parameters):  # torch raises without any
+        clip_grad_value_(parameters, 1e-3)
     return None
 
 
