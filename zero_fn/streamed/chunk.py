@@ -93,6 +93,7 @@ class Cut:
         """Takes over the states after a step; those that are not where they belong are copied there."""
         self.present.clear()
         self.resident = {}
+        strays: list[tuple[Tensor, Tensor]] = []
         for name, value in states.items():
             if name not in self.fields or not isinstance(value, Tensor):
                 self.resident[name] = value
@@ -103,7 +104,11 @@ class Cut:
                 continue
             self.present.add(name)
             if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
-                room.copy_(value)
+                strays.append((room, value))
+        if len(strays) > 1:  # one may lie in the room of another: `state["a"], state["b"] = state["b"], state["a"]`
+            strays = [(room, value.clone()) for room, value in strays]
+        for room, value in strays:
+            room.copy_(value)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.elementwise import looks_at_whole_tensors
-from zero_fn.streamed.schema import refusal, states_like, step_alone
+from zero_fn.streamed.schema import refusal, states_like
+from zero_fn.streamed.trial import Given, step_alone, step_in_turns
 
 __all__ = ["looks_at_whole"]
 
@@ -26,7 +27,8 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     """Whether it steps a tensor as `parameter` to other values if that is cut in pieces.
 
     Raises:
-        PlacementError: It steps two tensors to other values than one and then the other.
+        PlacementError: It steps two tensors to other values than one and then the other, or a tensor to other values once
+            it and its states lie elsewhere.
     """
     if looks_at_whole_tensors(optimizer):
         return True
@@ -46,20 +48,36 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     flat = [tensor.reshape(*[1] * (ndim - 1), -1) for tensor in whole]
     pieces = [[tensor.narrow(-1, *of) for tensor in flat] for of in ((0, _CUT), (_CUT, _ROWS * _COLUMNS - _CUT))]
 
-    def stepped(*given: Sequence[Tensor]) -> list[Tensor]:
-        try:
-            parameters, _ = step_alone(optimizer, group, [(value, grads, {}) for value, *grads in given])
-        except KeyError:  # it looks for states that it made when it was made
-            made = [(value, grads, states_like(born, parameter, value)) for value, *grads in given]
-            parameters, _ = step_alone(optimizer, group, made)
+    def with_states(made: bool, tensors: Sequence[Sequence[Tensor]]) -> list[Given]:
+        return [(value, grads, states_like(born, parameter, value) if made else {}) for value, *grads in tensors]
+
+    def stepped(made: bool, *tensors: Sequence[Tensor]) -> list[Tensor]:
+        parameters, _ = step_alone(optimizer, group, with_states(made, tensors))
         return [found.detach().reshape(-1) for found in parameters]
 
-    apart = [found for piece in pieces for found in stepped(piece)]
-    if not _are_alike(torch.cat(stepped(*pieces)), torch.cat(apart)):
+    def outcomes(made: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        apart = torch.cat([found for piece in pieces for found in stepped(made, piece)])
+        in_turns = step_in_turns(optimizer, group, with_states(made, pieces))
+        together = torch.cat(stepped(made, *pieces))
+        return apart, torch.cat([found.reshape(-1) for found in in_turns]), together, stepped(made, whole)[0]
+
+    try:
+        try:
+            apart, in_turns, together, in_one = outcomes(made=False)
+        except KeyError:  # it looks for states that it made when it was made
+            apart, in_turns, together, in_one = outcomes(made=True)
+    except Exception as error:  # whatever an optimizer raises that counts on its own parameters
+        raise refusal(optimizer, f"it cannot step other parameters: {type(error).__name__}: {error}") from error
+    if not _are_alike(together, apart):
         raise refusal(
             optimizer, "it steps two tensors to other values than one and then the other, as a buffer holds them"
         )
-    return not _are_alike(stepped(whole)[0], torch.cat(apart))
+    if not _are_alike(in_turns, apart):
+        raise refusal(
+            optimizer,
+            "it steps to other values once values and states have moved: it keeps some beside `state`, or in shared memory",
+        )
+    return not _are_alike(in_one, apart)
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:

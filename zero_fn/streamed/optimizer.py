@@ -34,9 +34,9 @@ from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
-from zero_fn.streamed.schema import replaced
 from zero_fn.streamed.stepped import Stepped
 from zero_fn.streamed.store import Ring, Store, store_of
+from zero_fn.streamed.trial import replaced
 from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
+from zero_fn.streamed.trial import step_alone
 
-__all__ = ["Schema", "raw_step", "refusal", "replaced", "schema_of", "schema_of_states", "states_like", "step_alone"]
+__all__ = ["Schema", "refusal", "schema_of", "schema_of_states", "states_like"]
 
 Schema = tuple[tuple[str, torch.dtype], ...]
 """Names and dtypes of the states that have an element for each element of the parameter."""
 
 _NUMEL = 7
-
-
-@contextmanager
-def replaced(optimizer: Any, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Iterator[None]:
-    """Inside, the optimizer has these groups and states; after, its own again."""
-    own = optimizer.param_groups, optimizer.state
-    optimizer.param_groups, optimizer.state = groups, state
-    try:
-        yield
-    finally:
-        optimizer.param_groups, optimizer.state = own
-
-
-def raw_step(optimizer: Optimizer) -> None:
-    """Steps without the hooks of optimizers, which are for steps of the user."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):
-        step = step.__wrapped__
-    step(optimizer)
 
 
 def schema_of(
@@ -68,33 +48,6 @@ def schema_of(
     if any(key is not stepped for key in state):
         raise refusal(optimizer, "it keeps states that belong to no parameter")
     return schema_of_states(state[stepped], stepped)
-
-
-def step_alone(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    given: Sequence[tuple[Tensor, Sequence[Tensor], dict[str, Any]]],
-) -> tuple[list[nn.Parameter], Mapping[Any, Any]]:
-    """Parameters made for it that took a step with each gradient, and all states after it.
-
-    Args:
-        optimizer: Keeps its own parameters and states.
-        group: The options to step with.
-        given: Values, gradients and first states of each parameter.
-    """
-    parameters = [nn.Parameter(values.clone()) for values, _, _ in given]
-    state: defaultdict[Any, Any] = defaultdict(dict)
-    state.update({parameter: states for parameter, (_, _, states) in zip(parameters, given, strict=True) if states})
-    scalars = {name: value for name, value in vars(optimizer).items() if isinstance(value, int | float)}
-    try:
-        with replaced(optimizer, [{**group, "params": parameters}], state), torch.no_grad():
-            for grads in zip(*(grads for _, grads, _ in given), strict=True):
-                for parameter, grad in zip(parameters, grads, strict=True):
-                    parameter.grad = grad.clone()
-                raw_step(optimizer)
-    finally:
-        vars(optimizer).update(scalars)
-    return parameters, state
 
 
 def states_like(states: Mapping[str, Any], parameter: Tensor, probe: Tensor) -> dict[str, Any]:

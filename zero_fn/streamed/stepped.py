@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -15,7 +15,8 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut
 from zero_fn.streamed.one_pass import steps_in_one_pass
-from zero_fn.streamed.schema import raw_step, replaced
+from zero_fn.streamed.scratch import Scratch, begun, taken_over
+from zero_fn.streamed.trial import raw_step, replaced
 
 __all__ = ["Stepped"]
 
@@ -37,7 +38,7 @@ class Stepped:
         self.count = 0
         self._inner, self._known = inner, known
         self._groups: list[dict[str, Any]] = inner.param_groups  # every chunk begins with what is there now
-        self._scalars = _scalars(vars(inner))
+        self._scratch = Scratch(inner)
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
@@ -73,9 +74,9 @@ class Stepped:
                 stand_ins.append(stand_in)
                 pairs.append((cut, stand_in))
             if stand_ins:
-                groups.append({**self._groups[number], "params": stand_ins})
+                groups.append({**self._groups[number], **begun(self._groups[number]), "params": stand_ins})
                 self._after[number] = groups[-1]
-        vars(self._inner).update(self._scalars)
+        self._scratch.begin()
         with replaced(self._inner, groups, state):
             if not steps_in_one_pass(self._inner):
                 raw_step(self._inner)
@@ -87,10 +88,10 @@ class Stepped:
             parcel.copy_(values)
 
     def finish(self) -> None:
-        """Takes over what the optimizer wrote into its groups."""
+        """Takes over what the optimizer wrote into its groups and attributes."""
+        self._scratch.finish()
         for number, after in self._after.items():
-            own = self._groups[number]
-            own.update({name: value for name, value in after.items() if name != "params"})
+            taken_over(self._groups[number], after)
 
     def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
         assert parameter.grad is not None
@@ -102,7 +103,3 @@ class Stepped:
             laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
             self._grads = {number: laid.copy_(grad)}
         return self._grads[number]
-
-
-def _scalars(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attributes.items() if isinstance(value, int | float)}
