@@ -8,6 +8,7 @@ import io
 import os
 import re
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -274,6 +275,19 @@ def test_another_transform_keeps_what_was_asked(tmp_path: Path) -> None:
             zf.offload(model, params=zf.nvme(tmp_path / "other"))
     with pytest.raises(zf.LayoutError, match="given no tier"):
         zf.offload(Language())
+
+
+def test_nothing_of_the_place_before_is_carried_over(tmp_path: Path) -> None:
+    """Parameters that were offloaded first and sharded then kept the room of before, and could not be copied."""
+    with alone() as mesh:
+        before = zf.offload(Language(), params=zf.nvme(tmp_path))
+        room = weakref.ref(next(before.parameters()).record)  # type: ignore[attr-defined]
+        model = zf.shard_params(before, mesh)
+        del before
+        assert room() is None
+        twin = copy.deepcopy(model)
+        assert torch.equal(twin(tokens(0)), model(tokens(0)))
+        assert zf.held(twin).parameters == 0
 
 
 def test_the_host_is_the_own_memory_of_a_model_on_the_cpu() -> None:

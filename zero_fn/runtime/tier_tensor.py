@@ -27,7 +27,7 @@ from zero_fn.errors import StateError
 if TYPE_CHECKING:
     from zero_fn.runtime.record import Record
 
-__all__ = ["TierTensor", "in_memory", "same_place", "written_by"]
+__all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 
 _aten = torch.ops.aten
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -39,6 +39,10 @@ _LIKE = frozenset(
     )
 )  # fmt: skip
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+
+
+PLACE = ("record", "number", "first", "moved")
+"""Attributes of a `TierTensor` that say where it rests."""
 
 
 class TierTensor(Tensor):
