@@ -57,6 +57,8 @@ class Placed:
     fraction: float
     where: str | None
     is_offloaded_first: bool
+    is_tiled: bool
+    recomputes: bool
     tier: str
     buffer: str
 
@@ -67,7 +69,10 @@ class Training:
     def __init__(self, placed: Placed, path: str | None) -> None:
         seed_generator(0)
         self.placed, self.path = placed, path
-        self.model: Any = self._transformed(Language(blocks=4))
+        model: nn.Module = Language(blocks=4)
+        if placed.is_tiled:
+            model = zf.tile(model, where="*.up.weight", parts=3)
+        self.model: Any = self._transformed(model)
         self.optimizer = self.made_optimizer()
         self.saved: tuple[dict[str, Any], dict[str, Tensor]] | None = None
         self.average: list[Tensor] = []
@@ -87,7 +92,7 @@ class Training:
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
             model = transform(model)
-        return model
+        return zf.checkpoint_activations(model, units="blocks.?") if placed.recomputes else model
 
     def made_optimizer(self) -> Any:
         optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
@@ -330,7 +335,7 @@ def fill(training: Training, part: int) -> Seen:
 @action
 def swap(training: Training, _: int) -> Seen:
     with torch.no_grad():
-        first, second = training.model.blocks[0].up.weight, training.model.blocks[1].up.weight
+        first, second = training.model.blocks[0].down.weight, training.model.blocks[1].down.weight
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
@@ -421,6 +426,8 @@ places = st.builds(
     fraction=st.sampled_from([1.0, 0.5]),
     where=st.sampled_from([None, "blocks.*", "*weight", "blocks.1.*"]),
     is_offloaded_first=st.booleans(),
+    is_tiled=st.sampled_from([False, False, True]),
+    recomputes=st.booleans(),
     tier=st.sampled_from(["nvme", "cpu"]),
     buffer=st.sampled_from(["64KiB", "1MiB"]),
 )

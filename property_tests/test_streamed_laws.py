@@ -16,11 +16,11 @@ from tests.simulation import Simulated
 
 # The count that NAdam keeps beside each parameter was taken for a state of a scalar one.
 @example(
-    Placed("zero1", None, "nadam", "one", frozenset(["optim"]), 1.0, "blocks.*", False, "nvme", "1MiB"),
+    Placed("zero1", None, "nadam", "one", frozenset(["optim"]), 1.0, "blocks.*", False, False, False, "nvme", "1MiB"),
     [("backward", 0), ("step", 0), ("stream_what_has_stepped", 0), ("backward", 1), ("step", 0)],
     1,
 )
-@examples(dev=25, ci=500, deep=20_000)
+@examples(dev=20, ci=500, deep=20_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(
     simulated: Simulated, tmp_path_factory: Any, placed: Placed, program: list[tuple[str, int]], n: int
