@@ -163,6 +163,37 @@ def test_verbs_refuse_an_evicted_model(tmp_path: Path) -> None:
         zf.describe(model)
 
 
+class Averaged(torch.optim.SGD):
+    """Keeps a second view of its momentum."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if not state:
+                state["momentum"] = torch.zeros_like(parameter)
+                state["flat"] = state["momentum"].view(-1)
+            state["flat"].add_(parameter.grad.view(-1))
+            parameter.sub_(state["momentum"])
+
+
+def test_what_shares_memory_is_not_evicted(tmp_path: Path) -> None:
+    """It had come back apart: momentum was no longer what had been added up, silently."""
+    model = nn.Linear(4, 4)
+    optimizer = Averaged(model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    with pytest.raises(zf.PlacementError, match="a state 'momentum' and a state 'flat' share memory"):
+        zf.evict(model, optimizer, to=zf.nvme(tmp_path))
+    tied = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    tied[1].weight.data = tied[0].weight.data
+    before = [p.detach().clone() for p in tied.parameters()]
+    with pytest.raises(zf.PlacementError, match=r"0\.weight and 1\.weight share memory"):
+        zf.evict(tied, to=zf.nvme(tmp_path))
+    assert all(map(torch.equal, tied.parameters(), before))
+    optimizer.step()  # as before
+
+
 def test_a_model_in_use_is_not_evicted(tmp_path: Path) -> None:
     with alone() as mesh:
         model = zf.zero3(Language(), mesh)

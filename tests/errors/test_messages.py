@@ -1007,6 +1007,14 @@ def evicted_inside_unsharded() -> object:
             return zf.evict(model, to=zf.cpu())
 
 
+def evicted_states_share_memory() -> object:
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.weight] = {"momentum": torch.zeros(4, 4), "other": torch.zeros(4, 4)}
+    optimizer.state[model.weight]["other"] = optimizer.state[model.weight]["momentum"]
+    return zf.evict(model, optimizer, to=zf.nvme("."))
+
+
 def restored_twice() -> object:
     evicted = zf.evict(nn.Linear(4, 4), to=zf.cpu())
     evicted.restore()
@@ -1199,6 +1207,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        evicted_states_share_memory,
         parameters_share_memory, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,

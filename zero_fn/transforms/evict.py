@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
-from zero_fn.errors import StateError
+from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import is_dense, local_of, on_spec, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
@@ -55,6 +55,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
 
     Raises:
         StateError: The module is running, accumulating, inside `unsharded`, or evicted already.
+        PlacementError: Two parameters, or states, share memory. Nothing was moved.
         TierError: The tier is too small. Nothing was moved.
         StorageError: The path takes no files, or the disk failed. Nothing was moved.
     """
@@ -144,7 +145,26 @@ class Evicted:
             *(local_of(states[name]) for states, name in self._states),
         ]
 
+    def _require_own_memory(self) -> None:
+        """What begins at one address would come back to two."""
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        held = [(names[id(parameter)], local_of(parameter)) for parameter in self._parameters]
+        held += [(f"a state {name!r}", local_of(states[name])) for states, name in self._states]
+        seen: dict[tuple[torch.device, int], str] = {}
+        for name, local in held:
+            if not local.numel():
+                continue
+            address = local.device, local.data_ptr()
+            if address in seen:
+                raise PlacementError(
+                    f"{seen[address]} and {name} share memory.",
+                    why="they would come back apart, and an edit of one would no longer be an edit of the other",
+                    fix="clone one of them; or tie parameters as one: decoder.weight = encoder.weight",
+                )
+            seen[address] = name
+
     def _put(self) -> None:
+        self._require_own_memory()
         flats = []
         for source in self._sources():
             dense = source if is_dense(source) else source.contiguous()
