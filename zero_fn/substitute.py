@@ -133,6 +133,7 @@ def _substitute(
     shared = shared_parameters(module)
     _require_untouched_ties(shared)
     _require_own_memory(shared)
+    _require_buffers_apart(module, shared)
     sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
@@ -365,6 +366,32 @@ def _require_own_memory(shared: list[Shared]) -> None:
                 why="an edit of one is an edit of the other, which shards of them cannot be",
                 fix="tie them as one parameter: decoder.weight = encoder.weight; or clone the values of one",
             )
+
+
+def _require_buffers_apart(module: nn.Module, shared: list[Shared]) -> None:
+    """A buffer in the memory of a parameter follows it only as long as that stays there."""
+    trained: dict[int, list[tuple[Shared, range]]] = {}
+    for parameter in shared:
+        local = local_of(parameter.parameter)
+        if parameter.parameter.requires_grad and type(local) is Tensor and not local.is_meta and local.numel():
+            trained.setdefault(local.untyped_storage().data_ptr(), []).append((parameter, _addresses(local)))
+    for name, buffer in module.named_buffers():
+        if type(buffer) is not Tensor or buffer.is_meta or not buffer.numel():
+            continue
+        own = _addresses(buffer)
+        for parameter, taken in trained.get(buffer.untyped_storage().data_ptr(), ()):
+            if own.start < taken.stop and taken.start < own.stop:
+                raise PlacementError(
+                    f"The buffer {name!r} lies in the memory of {parameter.fqn!r}.",
+                    parameter=parameter.fqn,
+                    why="it would keep the values of now, while the parameter is trained in memory of its own",
+                    fix=f"clone it, if that is meant; or read {parameter.fqn} in its place",
+                )
+
+
+def _addresses(tensor: Tensor) -> range:
+    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return range(tensor.data_ptr(), tensor.data_ptr() + spanned * tensor.itemsize)
 
 
 def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:

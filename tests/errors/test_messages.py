@@ -448,6 +448,13 @@ def parameters_share_memory() -> object:
         return zf.shard_params(model, mesh)
 
 
+def buffer_in_the_memory_of_a_parameter() -> object:
+    model = Model()
+    model.register_buffer("first_row", model.layers[0].weight.detach()[0])
+    with alone() as mesh:
+        return zf.shard_params(model, mesh)
+
+
 def part_of_a_unit_is_taken_out() -> object:
     with alone() as mesh:
         model = zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh, units=[])
@@ -1208,7 +1215,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ),
     PlacementError: (
         evicted_states_share_memory,
-        parameters_share_memory, part_of_a_unit_is_taken_out,
+        parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
         one_graph_with_other_placements,
