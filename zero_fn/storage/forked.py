@@ -25,7 +25,8 @@ class Owned:
         return os.getpid() != self._pid
 
     def require_own(self) -> None:
-        """
+        """For whatever begins a read or a write.
+
         Raises:
             StorageError: This process was forked from the one that made it.
         """

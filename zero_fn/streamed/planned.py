@@ -158,9 +158,10 @@ class Planner:
         return chunks
 
     def require_buffer(self, nbytes: int) -> None:
-        """
+        """For the states of a parcel, which are stepped as one.
+
         Raises:
-            TierError: A buffer is too small for the states of a parcel.
+            TierError: They do not fit a buffer.
         """
         if nbytes > self.buffer_nbytes:
             raise TierError(
