@@ -669,6 +669,35 @@ def test_states_are_read_through_the_state_dict(tmp_path: Path) -> None:
             edit()
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda inner, _: inner.step(),
+        lambda inner, _: inner.state_dict(),
+        lambda inner, saved: inner.load_state_dict(saved),
+        lambda inner, _: zf.streamed(inner, zf.cpu()),
+        lambda inner, _: zf.streamed(
+            zf.streamed(torch.optim.AdamW(inner.param_groups[0]["params"]), zf.cpu()), zf.cpu()
+        ),
+    ],
+)
+def test_the_optimizer_that_was_given_is_not_used_any_more(
+    tmp_path: Path, use: Callable[[Optimizer, Any], Any]
+) -> None:
+    """It had stepped with states of its own, saved none, and dropped what it loaded, silently."""
+    parameters, inner = make("adamw", [(3, 4)])
+    optimizer = zf.streamed(inner, zf.nvme(tmp_path))
+    run(parameters, optimizer, range(2))
+    before = [p.detach().clone() for p in parameters]
+    with pytest.raises(zf.StateError, match=r"(?s)This AdamW was given to streamed\(\).*step, save and load what it"):
+        use(inner, optimizer.state_dict())
+    assert all(map(torch.equal, parameters, before))
+    twins, stock = make("adamw", [(3, 4)])
+    run(twins, stock, range(3))
+    run(parameters, optimizer, range(2, 3))
+    assert same(parameters, twins)
+
+
 def test_a_streamed_optimizer_is_not_copied(tmp_path: Path) -> None:
     optimizer = zf.streamed(make("adamw", [(3,)])[1], zf.nvme(tmp_path))
     for act in (copy.deepcopy, pickle.dumps):

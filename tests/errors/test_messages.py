@@ -1014,6 +1014,12 @@ def evicted_inside_unsharded() -> object:
             return zf.evict(model, to=zf.cpu())
 
 
+def step_of_what_was_streamed() -> object:
+    optimizer = torch.optim.AdamW(nn.Linear(4, 4).parameters())
+    zf.streamed(optimizer, zf.cpu())
+    return optimizer.step()  # type: ignore[func-returns-value]
+
+
 def evicted_states_share_memory() -> object:
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters())
@@ -1256,6 +1262,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
         forward_is_traced,
+        step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),

@@ -28,6 +28,7 @@ from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.grown import grow
+from zero_fn.streamed.handed_over import HandedOver
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -72,11 +73,12 @@ def streamed(
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
 
     Returns:
-        An optimizer over the same `param_groups`; step this one. `optimizer` must no longer be stepped. `state_dict()` reads
-        all states into memory, in the format of `optimizer`.
+        An optimizer over the same `param_groups`; step this one. `state_dict()` reads
+        all states into memory, in the format of `optimizer`. To step, save or load `optimizer` itself raises.
 
     Raises:
-        PlacementError: The optimizer does not treat every element alone.
+        PlacementError: The optimizer does not treat every element alone, or keeps something of parameters beside `state`.
+        StateError: It is streamed already.
         TierError: The tier, or the memory for its buffers, is too small; or no tier was given. Nothing was moved.
         StorageError: The path takes no files, or the disk failed. The optimizer has its states.
 
@@ -87,6 +89,7 @@ def streamed(
         raise TierError(
             "fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes"
         )
+    HandedOver.require_own(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
     return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"))
 
 
@@ -113,6 +116,7 @@ class Streamed(Optimizer):
         self._chunks: list[Chunk] = []
         self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
         self._begin("Moving the states of an optimizer")
+        self._handed_over = HandedOver(inner)
 
     # -- what looks like any optimizer ----------------------------------------------------------------------------
 
@@ -203,7 +207,8 @@ class Streamed(Optimizer):
         """
         self._torn = "states could not be loaded"
         doing = "Loading the states of an optimizer"
-        everywhere(self._all_parameters(), lambda: self.inner.load_state_dict(state_dict), doing)
+        with self._handed_over.loads():
+            everywhere(self._all_parameters(), lambda: self.inner.load_state_dict(state_dict), doing)
         self._begin(doing)
 
     @torch.no_grad()

@@ -13,10 +13,13 @@ from torch.optim import Optimizer
 
 from zero_fn.streamed.scratch import Scratch, begun, taken_over
 
-__all__ = ["Given", "raw_step", "replaced", "step_alone", "step_in_turns"]
+__all__ = ["Given", "is_replaced", "raw_step", "replaced", "step_alone", "step_in_turns"]
 
 Given = tuple[Tensor, Sequence[Tensor], dict[str, Any]]
 """Values, gradients and first states of a parameter."""
+
+
+_REPLACED = "_zero_fn_is_replaced"  # in the `__dict__` of an optimizer
 
 
 @contextmanager
@@ -24,10 +27,17 @@ def replaced(optimizer: Any, groups: list[dict[str, Any]], state: Mapping[Any, A
     """Inside, the optimizer has these groups and states; after, its own again."""
     own = optimizer.param_groups, optimizer.state
     optimizer.param_groups, optimizer.state = groups, state
+    optimizer.__dict__[_REPLACED] = True
     try:
         yield
     finally:
         optimizer.param_groups, optimizer.state = own
+        optimizer.__dict__.pop(_REPLACED, None)
+
+
+def is_replaced(optimizer: Optimizer) -> bool:
+    """Whether it has other groups and states now."""
+    return _REPLACED in optimizer.__dict__
 
 
 def raw_step(optimizer: Optimizer) -> None:
