@@ -73,8 +73,8 @@ def streamed(
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
 
     Returns:
-        An optimizer over the same `param_groups`; step this one. `state_dict()` reads
-        all states into memory, in the format of `optimizer`. To step, save or load `optimizer` itself raises.
+        An optimizer over the same `param_groups`; step this one. `state_dict()` reads all states into memory, in the format
+        of `optimizer`. To step, save or load `optimizer` itself raises.
 
     Raises:
         PlacementError: The optimizer does not treat every element alone, or keeps something of parameters beside `state`.
