@@ -59,12 +59,7 @@ def taken_over(own: MutableMapping[str, Any], after: Mapping[str, Any]) -> None:
         if name in _OF_EVERY_OPTIMIZER:
             continue
         old = own.get(name)
-        if (
-            isinstance(old, Tensor)
-            and isinstance(value, Tensor)
-            and old.shape == value.shape
-            and old.dtype == value.dtype
-        ):
+        if isinstance(old, Tensor) and isinstance(value, Tensor) and _form(old) == _form(value):
             if not torch.equal(old, value):
                 old.copy_(value)
         elif isinstance(old, list) and isinstance(value, list):
@@ -81,6 +76,10 @@ def _may_change(name: str, value: object) -> bool:
     if name in _OF_EVERY_OPTIMIZER or name.startswith("_optimizer_"):  # hooks
         return False
     return isinstance(value, int | float | list | dict | set) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _form(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
 
 
 def _copied(value: Any) -> Any:
