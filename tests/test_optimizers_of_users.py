@@ -113,6 +113,12 @@ class CountsFromItsFirstStep(Users):
         return super().update(p, state, group) / self.count
 
 
+class DecaysMatrices(Users):
+    def update(self, p: Tensor, state: States, group: dict[str, Any]) -> Tensor:
+        update = super().update(p, state, group)
+        return update + 0.1 * p if p.ndim > 1 else update
+
+
 class KeepsMomentaInADict(Users):
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params)
@@ -163,6 +169,7 @@ KEPT: list[type[Users]] = [
     CountsInATensor,
     CountsInADict,
     CountsFromItsFirstStep,
+    DecaysMatrices,
 ]
 REFUSED: list[type[Users]] = [
     KeepsMomentaInADict,
@@ -174,7 +181,7 @@ REFUSED: list[type[Users]] = [
 
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
-    shapes: list[tuple[int, ...]] = [(40, 30), (40, 30), (20_000,), ()]
+    shapes: list[tuple[int, ...]] = [(40, 30), (40, 30), (20_000,), (), (130, 140)]
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
 
 

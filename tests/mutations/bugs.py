@@ -864,6 +864,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_offload.py",
     ),
     Bug(
+        "pieces-of-matrices-are-vectors",
+        "streamed/chunk.py",
+        "that an optimizer which asks for dims treats a piece of a matrix as one",
+        "(*[1] * (local.dim() - 1), piece.numel)",
+        "(piece.numel,)",
+        "tests/test_optimizers_of_users.py",
+    ),
+    Bug(
         "states-lie-in-each-others-room",
         "streamed/chunk.py",
         "that an optimizer may exchange its states",

@@ -32,7 +32,7 @@ class Cut:
     Attributes:
         piece: Which elements.
         group: The number of the parameter's group.
-        shape, stride: Of what the optimizer sees: those of the parameter, or flat where it is cut.
+        shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
         fields: Where each state lies: its name, dtype and first byte in the chunk.
         in_parcel: Its first byte in the parcel of the chunk; None where the parameter is in memory.
         present: Names of the states that the chunk holds now.
@@ -45,7 +45,8 @@ class Cut:
         self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int, in_parcel: int | None = None
     ) -> None:
         self.piece, self.group, self.in_parcel = piece, group, in_parcel
-        self.shape = tuple(local.shape) if piece.is_whole else (piece.numel,)
+        # A row where it is cut: some decay matrices only, by `p.ndim`.
+        self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
         self.stride = tuple(local.stride()) if piece.is_whole and is_dense(local) else contiguous_stride(self.shape)
         self.fields: dict[str, tuple[torch.dtype, int]] = {}
         for name, dtype in schema:
@@ -70,8 +71,7 @@ class Cut:
         """The elements of the piece in a tensor that lies as the parameter does."""
         if self.piece.is_whole:
             return local
-        flat = local.as_strided((local.numel(),), (1,))
-        return flat[self.piece.start : self.piece.stop]
+        return local.as_strided(self.shape, self.stride, local.storage_offset() + self.piece.start)
 
     def of_parcel(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
         """The elements of the piece in the bytes of its parcel."""
