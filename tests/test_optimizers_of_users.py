@@ -119,6 +119,11 @@ class DecaysMatrices(Users):
         return update + 0.1 * p if p.ndim > 1 else update
 
 
+class ReadsAttributes(Users):
+    def update(self, p: Any, state: States, group: dict[str, Any]) -> Tensor:
+        return super().update(p, state, group) * p.scale
+
+
 class KeepsMomentaInADict(Users):
     def __init__(self, params: Iterable[Tensor]) -> None:
         super().__init__(params)
@@ -170,6 +175,7 @@ KEPT: list[type[Users]] = [
     CountsInADict,
     CountsFromItsFirstStep,
     DecaysMatrices,
+    ReadsAttributes,
 ]
 REFUSED: list[type[Users]] = [
     KeepsMomentaInADict,
@@ -182,7 +188,10 @@ REFUSED: list[type[Users]] = [
 def parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     shapes: list[tuple[int, ...]] = [(40, 30), (40, 30), (20_000,), (), (130, 140)]
-    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    found: list[Any] = [nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    for number, parameter in enumerate(found):
+        parameter.scale = 1 + number
+    return found
 
 
 def steps(optimizer: Any, ours: list[nn.Parameter]) -> None:

@@ -132,6 +132,22 @@ def test_an_error_of_zero_fn_keeps_its_facts(ranks: Ranks) -> None:
     assert_usable(ranks)
 
 
+def _gives_up(depth: int) -> None:
+    """As compiled code does, below more frames than the report has lines."""
+    if depth:
+        _gives_up(depth - 1)
+    os.write(2, b"free(): invalid pointer\n")
+    os.abort()
+
+
+def test_a_rank_that_gives_up_says_why(ranks: Ranks) -> None:
+    with pytest.raises(RankDied, match=r"was killed by SIGABRT") as caught:
+        ranks(2).run(_gives_up, 50)
+    notes = "\n".join(caught.value.__notes__)
+    assert "free(): invalid pointer\nFatal Python error: Aborted" in notes
+    assert "in _gives_up" in notes
+
+
 @pytest.mark.parametrize(("how", "message"), [("kill", "was killed by SIGKILL"), ("exit", "exited with code 3")])
 def test_a_rank_that_dies_is_named(ranks: Ranks, how: str, message: str) -> None:
     with pytest.raises(RankDied, match=f"Rank 1 of 2 {message}") as caught:

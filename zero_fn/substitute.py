@@ -27,6 +27,7 @@ from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import local_of, set_local
+from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
 from zero_fn.runtime.empty_dims import reduce_all_dims
@@ -46,7 +47,7 @@ from zero_fn.runtime.record import Form
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
-from zero_fn.runtime.tier_tensor import PLACE, TierTensor
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_edits import edit_wholes
 from zero_fn.runtime.whole_views import view_uneven_shards, write_through_views
@@ -448,15 +449,10 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-_PLACE_OF_DTENSOR = ("_spec", "_local_tensor")
-
-
 def _carry_over(old: nn.Parameter, new: nn.Parameter, captured: Captured) -> None:
     """Hooks and attributes that users put on a parameter stay with it."""
-    place = {*_PLACE_OF_DTENSOR, *(PLACE if isinstance(old, TierTensor) else ())}
-    for attribute, value in vars(old).items():
-        if attribute not in place:
-            setattr(new, attribute, value)
+    for attribute, value in attributes_of(old).items():
+        setattr(new, attribute, value)
     for hook in gradient_hooks(old):
         new.register_hook(captured.rebound(hook))  # type: ignore[no-untyped-call]
     for post_hook in parameter_hooks(old):

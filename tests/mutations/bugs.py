@@ -857,9 +857,9 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "place-carried-over",
-        "substitute.py",
+        "runtime/attributes.py",
         "that a parameter which leaves a tier does not hold its room there",
-        "*(PLACE if isinstance(old, TierTensor) else ())",
+        "*(PLACE if isinstance(parameter, TierTensor) else ())",
         "*()",
         "tests/test_offload.py",
     ),
@@ -869,6 +869,14 @@ BUGS: tuple[Bug, ...] = (
         "that an optimizer which asks for dims treats a piece of a matrix as one",
         "(*[1] * (local.dim() - 1), piece.numel)",
         "(piece.numel,)",
+        "tests/test_optimizers_of_users.py",
+    ),
+    Bug(
+        "stand-ins-without-attributes",
+        "streamed/chunk.py",
+        "that an optimizer finds what users put on parameters",
+        "        vars(piece).update(attributes_of(parameter))\n",
+        "",
         "tests/test_optimizers_of_users.py",
     ),
     Bug(

@@ -11,6 +11,7 @@ from zero_fn.local.rank import Outcome
 __all__ = ["Peer"]
 
 _TAIL_LINES = 20
+_WORDS_LINES = 10  # before those of Python
 
 
 @dataclass(slots=True)
@@ -45,10 +46,15 @@ class Peer:
         return self.outcome is not None and not self.outcome.is_value
 
     def new_output(self) -> str:
-        """The last lines that the rank printed during the current function; empty if its output is shown elsewhere."""
+        """The last lines that the rank printed during the current function; empty if its output is shown elsewhere.
+
+        Of one that was killed by compiled code: what that said, and the innermost frames, which Python writes first.
+        """
         if not self.output.exists():
             return ""
         with self.output.open("rb") as file:
             file.seek(self.heard_nbytes)
             lines = file.read().decode(errors="replace").splitlines()
-        return "\n".join(lines[-_TAIL_LINES:])
+        fatal = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
+        begin = len(lines) - _TAIL_LINES if fatal is None else fatal - _WORDS_LINES
+        return "\n".join(lines[max(begin, 0) :][: _TAIL_LINES + _WORDS_LINES])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from zero_fn.chunks import Piece
 from zero_fn.resting import is_dense
+from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.schema import Schema
 from zero_fn.streamed.store import NOWHERE, Store
@@ -59,13 +60,14 @@ class Cut:
         """Its states begin so many bytes later in the chunk."""
         self.fields = {name: (dtype, offset + nbytes) for name, (dtype, offset) in self.fields.items()}
 
-    def stand_in(self, values: Tensor, grad: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    def stand_in(self, parameter: Tensor, values: Tensor, grad: Tensor) -> nn.Parameter:
         """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
-        parameter = nn.Parameter(values, requires_grad=requires_grad)
-        if grad.dtype != parameter.dtype:
-            parameter.grad_dtype = grad.dtype
-        parameter.grad = grad
-        return parameter
+        piece = nn.Parameter(values, requires_grad=parameter.requires_grad)
+        vars(piece).update(attributes_of(parameter))
+        if grad.dtype != piece.dtype:
+            piece.grad_dtype = grad.dtype
+        piece.grad = grad
+        return piece
 
     def of(self, local: Tensor) -> Tensor:
         """The elements of the piece in a tensor that lies as the parameter does."""

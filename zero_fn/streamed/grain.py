@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
+from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.elementwise import looks_at_whole_tensors
 from zero_fn.streamed.schema import refusal, states_like
 from zero_fn.streamed.trial import Given, step_alone, step_in_turns
@@ -47,6 +48,9 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     whole = [scale * torch.randn(shape, generator=generator).to(device, dtype) for scale in (1, 1, 100)]
     flat = [tensor.reshape(*[1] * (ndim - 1), -1) for tensor in whole]
     pieces = [[tensor.narrow(-1, *of) for tensor in flat] for of in ((0, _CUT), (_CUT, _ROWS * _COLUMNS - _CUT))]
+
+    for values in (whole[0], *(piece[0] for piece in pieces)):
+        vars(values).update(attributes_of(parameter))
 
     def with_states(made: bool, tensors: Sequence[Sequence[Tensor]]) -> list[Given]:
         return [(value, grads, states_like(born, parameter, value) if made else {}) for value, *grads in tensors]

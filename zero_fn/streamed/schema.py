@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError
+from zero_fn.runtime.attributes import attributes_of
 from zero_fn.streamed.trial import step_alone
 
 __all__ = ["Schema", "refusal", "schema_of", "schema_of_states", "states_like"]
@@ -37,6 +38,7 @@ def schema_of(
         PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
     """
     probe = torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device)
+    vars(probe).update(attributes_of(parameter))
     born = optimizer.state.get(parameter, {})
     try:
         try:

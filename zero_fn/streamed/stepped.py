@@ -64,9 +64,9 @@ class Stepped:
                     continue
                 is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
                 stand_in = cut.stand_in(
+                    parameter,
                     cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
                     cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
-                    requires_grad=parameter.requires_grad,
                 )
                 own = cut.states(states)
                 if own:

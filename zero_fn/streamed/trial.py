@@ -16,7 +16,7 @@ from zero_fn.streamed.scratch import Scratch, begun, taken_over
 __all__ = ["Given", "is_replaced", "raw_step", "replaced", "step_alone", "step_in_turns"]
 
 Given = tuple[Tensor, Sequence[Tensor], dict[str, Any]]
-"""Values, gradients and first states of a parameter."""
+"""Values, gradients and first states of a parameter. The attributes of the values are those of the parameter."""
 
 
 _REPLACED = "_zero_fn_is_replaced"  # in the `__dict__` of an optimizer
@@ -59,7 +59,7 @@ def step_alone(
         group: The options to step with.
         given: One for each parameter.
     """
-    parameters = [nn.Parameter(values.clone()) for values, _, _ in given]
+    parameters = [_parameter(values, values) for values, _, _ in given]
     state: defaultdict[Any, Any] = defaultdict(dict)
     state.update({parameter: states for parameter, (_, _, states) in zip(parameters, given, strict=True) if states})
     scratch = Scratch(optimizer)
@@ -89,7 +89,7 @@ def step_in_turns(optimizer: Optimizer, group: Mapping[str, Any], given: Sequenc
             after = group
             for at, grad in enumerate(grads):
                 scratch.begin()
-                parameter = nn.Parameter(values[at].clone())
+                parameter = _parameter(values[at], given[at][0])
                 parameter.grad = grad.clone()
                 own = {
                     name: value.clone() if isinstance(value, Tensor) else value for name, value in states[at].items()
@@ -104,3 +104,9 @@ def step_in_turns(optimizer: Optimizer, group: Mapping[str, Any], given: Sequenc
     finally:
         trial.drop()
     return values
+
+
+def _parameter(values: Tensor, like: Tensor) -> nn.Parameter:
+    parameter = nn.Parameter(values.clone())
+    vars(parameter).update(vars(like))
+    return parameter
