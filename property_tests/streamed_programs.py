@@ -23,7 +23,7 @@ from tests.seeds import seed_generator
 from tests.simulation import axis
 from zero_fn.mesh import root_of
 
-__all__ = ["Placed", "places", "programs", "trained"]
+__all__ = ["Placed", "own", "places", "programs", "trained"]
 
 PARTS = ("embedding", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm")
 LATE = "blocks.2"  # what may be given to the optimizer in a group of its own, after steps
@@ -134,6 +134,7 @@ class Training:
 
 
 def own(tensor: Tensor) -> Tensor:
+    """A copy of what this rank has of it."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
@@ -159,50 +160,44 @@ def backward(training: Training, seed: int) -> Seen:
 
 
 @action
-def backward_of_two_forwards(training: Training, seed: int) -> Seen:
+def backward_of_two_forwards(training: Training, seed: int) -> None:
     backward_of(training.loss(seed) * training.loss(seed + 1))
-    return None
 
 
 @action
-def backward_of_microbatches(training: Training, seed: int) -> Seen:
+def backward_of_microbatches(training: Training, seed: int) -> None:
     with zf.accumulate(training.model, unshard=seed % 3 == 0):
         for number in range(2):
             backward_of(training.loss(seed + number))
-    return None
 
 
 @action
-def backward_of_a_penalty(training: Training, part: int) -> Seen:
+def backward_of_a_penalty(training: Training, part: int) -> None:
     penalty = sum((p * p).sum() for p in training.of(part))
     assert isinstance(penalty, Tensor)
     if penalty.requires_grad:
         backward_of(training.loss(part) + 0.01 * penalty)
-    return None
 
 
 @action
-def assign_gradients(training: Training, part: int) -> Seen:
+def assign_gradients(training: Training, part: int) -> None:
     trained = [p for p in training.of(part) if p.requires_grad]
     if trained:
         for p, grad in zip(trained, torch.autograd.grad(training.loss(part), trained), strict=True):
             p.grad = grad
-    return None
 
 
 @action
-def drop_gradients(training: Training, part: int) -> Seen:
+def drop_gradients(training: Training, part: int) -> None:
     for p in training.of(part):
         p.grad = None
-    return None
 
 
 @action
-def scale_gradients(training: Training, part: int) -> Seen:
+def scale_gradients(training: Training, part: int) -> None:
     for p in training.of(part):
         if p.grad is not None:
             p.grad.mul_(0.5)
-    return None
 
 
 @action
@@ -212,11 +207,10 @@ def clip(training: Training, number: int) -> Seen:
 
 
 @action
-def clip_values(training: Training, _: int) -> Seen:
+def clip_values(training: Training, _: int) -> None:
     parameters = list(training.model.parameters())
     if any(p.grad is not None for p in parameters):  # torch raises without any
         clip_grad_value_(parameters, 1e-3)
-    return None
 
 
 @action
@@ -225,9 +219,8 @@ def read_gradients(training: Training, part: int) -> Seen:
 
 
 @action
-def step(training: Training, _: int) -> Seen:
+def step(training: Training, _: int) -> None:
     training.optimizer.step()
-    return None
 
 
 @action
@@ -242,23 +235,20 @@ def step_with_a_closure(training: Training, seed: int) -> Seen:
 
 
 @action
-def zero_grad(training: Training, number: int) -> Seen:
+def zero_grad(training: Training, number: int) -> None:
     training.optimizer.zero_grad(set_to_none=bool(number % 3))
-    return None
 
 
 @action
-def change_rates(training: Training, number: int) -> Seen:
+def change_rates(training: Training, number: int) -> None:
     for group in training.optimizer.param_groups:
         group["lr"] *= 0.5 if number % 2 else 1.5
-    return None
 
 
 @action
-def freeze(training: Training, part: int) -> Seen:
+def freeze(training: Training, part: int) -> None:
     for p in training.of(part):
         p.requires_grad_(not p.requires_grad)
-    return None
 
 
 @action
@@ -281,7 +271,7 @@ def _raise(*_args: object) -> None:
 
 
 @action
-def fail(training: Training, number: int) -> Seen:
+def fail(training: Training, number: int) -> None:
     """In a forward, or in a backward, whose gradients are dropped."""
     block: nn.Module = training.model.blocks[number % 4]
 
@@ -297,7 +287,6 @@ def fail(training: Training, number: int) -> Seen:
     finally:
         handle.remove()
     training.optimizer.zero_grad()
-    return None
 
 
 @action
@@ -310,11 +299,10 @@ def copy_the_model(training: Training, seed: int) -> Seen:
 
 
 @action
-def edit(training: Training, part: int) -> Seen:
+def edit(training: Training, part: int) -> None:
     with torch.no_grad():
         for p in training.of(part):
             p.mul_(0.9).add_(0.01)
-    return None
 
 
 @action
@@ -326,24 +314,22 @@ def edit_whole(training: Training, part: int) -> Seen:
 
 
 @action
-def fill(training: Training, part: int) -> Seen:
+def fill(training: Training, part: int) -> None:
     for p in training.of(part):
         nn.init.constant_(p, 0.05)
-    return None
 
 
 @action
-def swap(training: Training, _: int) -> Seen:
+def swap(training: Training, _: int) -> None:
     with torch.no_grad():
         first, second = training.model.blocks[0].down.weight, training.model.blocks[1].down.weight
         kept = first.clone()
         first.copy_(second)
         second.copy_(kept)
-    return None
 
 
 @action
-def average(training: Training, number: int) -> Seen:
+def average(training: Training, number: int) -> None:
     """Of parameters over steps, as EMA keeps; every third time it is put in their place."""
     with torch.no_grad():
         parameters = list(training.model.parameters())
@@ -352,38 +338,34 @@ def average(training: Training, number: int) -> Seen:
             kept.lerp_(p.detach(), 0.5)
             if number % 3 == 0:
                 p.copy_(kept)
-    return None
 
 
 @action
-def save(training: Training, _: int) -> Seen:
+def save(training: Training, _: int) -> None:
     values = {name: value.clone() for name, value in training.model.state_dict().items()}
     training.saved = copy.deepcopy(training.optimizer.state_dict()), values
-    return None
 
 
 @action
-def load(training: Training, number: int) -> Seen:
+def load(training: Training, number: int) -> None:
     if training.saved is not None:
         states, values = training.saved
         if len(states["param_groups"]) == len(training.optimizer.param_groups):
             training.optimizer.load_state_dict(copy.deepcopy(states))
             if number % 2:
                 training.model.load_state_dict(values)
-    return None
 
 
 @action
-def make_the_optimizer_anew(training: Training, _: int) -> Seen:
+def make_the_optimizer_anew(training: Training, _: int) -> None:
     states = training.optimizer.state_dict()
     if training.placed.groups != "late":
         training.optimizer = training.made_optimizer()
         training.optimizer.load_state_dict(states)
-    return None
 
 
 @action
-def stream_what_has_stepped(training: Training, _: int) -> Seen:
+def stream_what_has_stepped(training: Training, _: int) -> None:
     """The optimizer is made, loaded, and streamed only then."""
     states = training.optimizer.state_dict()
     if training.placed.groups != "late":
@@ -392,21 +374,18 @@ def stream_what_has_stepped(training: Training, _: int) -> Seen:
         if training.path is not None:
             stock = zf.streamed(stock, zf.nvme(training.path), buffer="1MiB")
         training.optimizer = stock
-    return None
 
 
 @action
-def add_a_group(training: Training, _: int) -> Seen:
+def add_a_group(training: Training, _: int) -> None:
     if training.placed.groups == "late" and len(training.optimizer.param_groups) == 1:
         training.optimizer.add_param_group({"params": training.of(PARTS.index(LATE)), "lr": 0.03})
-    return None
 
 
 @action
-def evict(training: Training, _: int) -> Seen:
+def evict(training: Training, _: int) -> None:
     if training.path is not None:
         zf.evict(training.model, training.optimizer, to=zf.nvme(training.path)).restore()
-    return None
 
 
 def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) -> list[list[Tensor]]:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from property_tests.streamed_programs import own
 from tests.models import Language
 from tests.profiles import examples
 from tests.seeds import seed_generator
@@ -98,7 +98,7 @@ def trained(run: Run, path: str | None) -> list[Tensor]:
         if run.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.max_norm)
         optimizer.step()
-    return [*losses, *(whole(p) for p in model.parameters())]
+    return [*losses, *(own(p) for p in model.parameters())]
 
 
 def backward(model: Any, step: int, micro: int) -> Tensor:
@@ -106,10 +106,6 @@ def backward(model: Any, step: int, micro: int) -> Tensor:
     loss: Tensor = model(torch.randint(37, (2, 5), generator=generator)).float().logsumexp(-1).mean()
     loss.backward()
     return loss.detach()
-
-
-def whole(parameter: Tensor) -> Tensor:
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach().clone()
 
 
 # A chunk that was stepped in one buffer was taken from another one, with its states of before, after a step without some.

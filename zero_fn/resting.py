@@ -7,7 +7,7 @@ checks what is relied on here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 
 import torch
@@ -22,6 +22,7 @@ from zero_fn.mesh import Axis
 
 __all__ = [
     "alone",
+    "at_same_address",
     "detached",
     "is_dense",
     "lies_in_blocks",
@@ -32,6 +33,7 @@ __all__ = [
     "resting_parameter",
     "resting_spec",
     "set_local",
+    "spanned",
     "spec_on",
     "way_to_be_alone",
 ]
@@ -61,11 +63,27 @@ def alone(view: Tensor) -> Tensor:
         return view
     if view.is_meta:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
-    spanned = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True)) + 1
-    start, stop = view.storage_offset(), view.storage_offset() + (spanned if view.numel() else 0)
+    start, stop = view.storage_offset(), view.storage_offset() + spanned(view)
     own = torch.empty(0, dtype=view.dtype, device=view.device)
     storage = view.untyped_storage()[start * view.itemsize : stop * view.itemsize]
     return own.set_(storage, 0, view.shape, view.stride())
+
+
+def spanned(tensor: Tensor) -> int:
+    """Elements of memory from its first to its last, with gaps."""
+    if not tensor.numel():
+        return 0
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
+    """Numbers of tensors that begin where an earlier one does: of that, and of the tensor. Empty ones begin nowhere."""
+    first: dict[tuple[torch.device, int], int] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            earlier = first.setdefault((tensor.device, tensor.data_ptr()), number)
+            if earlier != number:
+                yield earlier, number
 
 
 def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:

@@ -26,7 +26,7 @@ from zero_fn.guarded import Guarded
 from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
-from zero_fn.resting import local_of, set_local
+from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
@@ -354,13 +354,11 @@ def _require_untouched_ties(shared: list[Shared]) -> None:
 
 def _require_own_memory(shared: list[Shared]) -> None:
     """Parameters that begin at the same address are ties that only memory knows of: shards have memory of their own."""
-    seen: dict[tuple[torch.device, int], Shared] = {}
-    for parameter in shared:
-        local = local_of(parameter.parameter)
-        if isinstance(local, TierTensor) or local.is_meta or not local.numel():
-            continue
-        other = seen.setdefault((local.device, local.data_ptr()), parameter)
-        if other is not parameter and (other.parameter.requires_grad or parameter.parameter.requires_grad):
+    held = [(parameter, local_of(parameter.parameter)) for parameter in shared]
+    held = [(parameter, local) for parameter, local in held if not isinstance(local, TierTensor) and not local.is_meta]
+    for earlier, later in at_same_address(local for _, local in held):
+        other, parameter = held[earlier][0], held[later][0]
+        if other.parameter.requires_grad or parameter.parameter.requires_grad:
             raise PlacementError(
                 f"{other.fqn!r} and {parameter.fqn!r} share memory without being one parameter.",
                 parameter=parameter.fqn,
@@ -391,8 +389,7 @@ def _require_buffers_apart(module: nn.Module, shared: list[Shared]) -> None:
 
 
 def _addresses(tensor: Tensor) -> range:
-    spanned = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-    return range(tensor.data_ptr(), tensor.data_ptr() + spanned * tensor.itemsize)
+    return range(tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.itemsize)
 
 
 def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:

@@ -31,13 +31,12 @@ class Scratch:
 
     def begin(self) -> None:
         """Before a part of the step: everything as before the first one."""
-        for name in [name for name in self._attributes if name not in self._names]:
-            del self._attributes[name]
+        self._forget_new()
         self._attributes.update(begun(self._own))
 
     def drop(self) -> None:
         """The steps were a trial."""
-        self.begin()
+        self._forget_new()
         self._attributes.update(self._own)
 
     def finish(self) -> None:
@@ -45,6 +44,10 @@ class Scratch:
         after = {name: self._attributes[name] for name in self._own if name in self._attributes}
         self._attributes.update(self._own)
         taken_over(self._attributes, after)
+
+    def _forget_new(self) -> None:
+        for name in [name for name in self._attributes if name not in self._names]:
+            del self._attributes[name]
 
 
 def begun(own: Mapping[str, Any]) -> dict[str, Any]:

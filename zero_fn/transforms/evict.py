@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import is_dense, local_of, on_spec, set_local
+from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -150,18 +150,12 @@ class Evicted:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         held = [(names[id(parameter)], local_of(parameter)) for parameter in self._parameters]
         held += [(f"a state {name!r}", local_of(states[name])) for states, name in self._states]
-        seen: dict[tuple[torch.device, int], str] = {}
-        for name, local in held:
-            if not local.numel():
-                continue
-            address = local.device, local.data_ptr()
-            if address in seen:
-                raise PlacementError(
-                    f"{seen[address]} and {name} share memory.",
-                    why="they would come back apart, and an edit of one would no longer be an edit of the other",
-                    fix="clone one of them; or tie parameters as one: decoder.weight = encoder.weight",
-                )
-            seen[address] = name
+        for earlier, later in at_same_address(local for _, local in held):
+            raise PlacementError(
+                f"{held[earlier][0]} and {held[later][0]} share memory.",
+                why="they would come back apart, and an edit of one would no longer be an edit of the other",
+                fix="clone one of them; or tie parameters as one: decoder.weight = encoder.weight",
+            )
 
     def _put(self) -> None:
         self._require_own_memory()
