@@ -984,6 +984,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/composition/test_tiers.py",
     ),
     Bug(
+        "numa-policy-overridden",
+        "storage/numa.py",
+        "a memory policy that somebody chose stands",
+        "if chosen.value == _DEFAULT:",
+        "if chosen.value >= _DEFAULT:",
+        "tests/storage/test_numa.py",
+    ),
+    Bug(
         "stripes-overlap",
         "storage/stripes.py",
         "every byte has one place on several disks",
