@@ -95,14 +95,15 @@ class Cut:
         """Takes over the states after a step; those that are not where they belong are copied there."""
         self.present.clear()
         self.resident = {}
+        is_on_host = buffer.device.type == "cpu"
         strays: list[tuple[Tensor, Tensor]] = []
         for name, value in states.items():
             if name not in self.fields or not isinstance(value, Tensor):
-                self.resident[name] = value
+                self.resident[name] = value.cpu() if is_on_host and isinstance(value, Tensor) else value
                 continue
             room = self.view(buffer, name)
             if value.dtype != room.dtype or value.shape != room.shape:
-                self.resident[name] = value
+                self.resident[name] = value.cpu() if is_on_host else value
                 continue
             self.present.add(name)
             if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():

@@ -24,8 +24,8 @@ __all__ = ["looks_at_whole"]
 _ROWS, _COLUMNS, _CUT = 2, 7, 5
 
 
-def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Whether it steps a tensor as `parameter` to other values if that is cut in pieces.
+def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device) -> bool:
+    """Whether it steps a tensor as `parameter` to other values if that is cut in pieces. Tried on a device.
 
     Raises:
         PlacementError: It steps two tensors to other values than one and then the other, or a tensor to other values once
@@ -41,7 +41,7 @@ def looks_at_whole(optimizer: Optimizer, group: Mapping[str, Any], parameter: Te
     group = {**group, "lr": 0.1} if isinstance(group.get("lr"), float) else group  # so that updates show
     local = local_of(parameter)
     dtype, ndim = local.dtype, local.ndim
-    device = torch.device("cpu") if local.is_meta else local.device
+    device = torch.device("cpu") if device.type == "meta" else device
     generator = torch.Generator().manual_seed(0)
     shape = (_ROWS, *[1] * (ndim - 2), _COLUMNS) if ndim > 1 else (_ROWS * _COLUMNS,)
     # The second gradient is large, for an optimizer that clips.

@@ -23,7 +23,7 @@ from zero_fn.streamed.chunk import Chunk, Cut, name_of, states_nbytes
 from zero_fn.streamed.grain import looks_at_whole
 from zero_fn.streamed.parcels import Place, follow, place_of
 from zero_fn.streamed.schema import Schema, schema_of, schema_of_states
-from zero_fn.tiers import IN_MEMORY, Tier, bytes_text
+from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_away
 
 __all__ = ["BUFFER_NBYTES", "Planned", "Planner"]
 
@@ -108,17 +108,21 @@ class Planner:
         Raises:
             TierError: Nobody said.
         """
-        if self.tier is not None:
-            return [(self.tier, self.fraction)] * len(parameters)
-        slots = [slot_of(parameter) for parameter in parameters]
-        asked = [slot.home.tiers if slot is not None else IN_MEMORY for slot in slots]
-        if parameters and all(tiers.optim is None for tiers in asked):
+        asked = self._asked(parameters)
+        if parameters and all(tier is None for tier, _ in asked):
             raise TierError(
                 "streamed() was given no tier.",
                 optimizer=type(self.inner).__name__,
                 fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
             )
-        return [(tiers.optim, tiers.fraction) for tiers in asked]
+        return asked
+
+    def _asked(self, parameters: Sequence[Tensor]) -> list[tuple[Tier | None, float]]:
+        if self.tier is not None:
+            return [(self.tier, self.fraction)] * len(parameters)
+        slots = [slot_of(parameter) for parameter in parameters]
+        tiers = [slot.home.tiers if slot is not None else IN_MEMORY for slot in slots]
+        return [(each.optim, each.fraction) for each in tiers]
 
     def _chunks_away(
         self,
@@ -171,6 +175,16 @@ class Planner:
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
 
+    def _step_devices(self, parameters: Sequence[Tensor]) -> list[torch.device]:
+        """Where each is stepped, or most of it: on the host if its states rest in another tier than memory of its device."""
+        host = torch.device("cpu")
+        locals_ = [local_of(parameter) for parameter in parameters]
+        is_here = [
+            fraction == 0 or not is_away(tier, local.device.type)
+            for (tier, fraction), local in zip(self._asked(parameters), locals_, strict=True)
+        ]
+        return [local.device if here else host for local, here in zip(locals_, is_here, strict=True)]
+
     def _groups_of(self, parameters: Sequence[Tensor]) -> list[int]:
         group_of = {id(p): number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
         return [group_of[id(parameter)] for parameter in parameters]
@@ -178,7 +192,8 @@ class Planner:
     def schemas(self, parameters: Sequence[Tensor]) -> list[Schema]:
         """The states of each parameter: those that one like it has, else those that a first step would make."""
         groups, locals_ = self._groups_of(parameters), [local_of(parameter) for parameter in parameters]
-        kinds = [(group, local.dtype, local.device) for group, local in zip(groups, locals_, strict=True)]
+        devices = self._step_devices(parameters)
+        kinds = [(group, local.dtype, device) for group, local, device in zip(groups, locals_, devices, strict=True)]
         ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
         found: dict[object, Schema] = {}
         for kind, parameter in zip(kinds, parameters, strict=True):
@@ -202,13 +217,14 @@ class Planner:
             PlacementError: At several tensors at once; or at whole tensors, and a parameter is sharded.
         """
         seen: set[object] = set()
-        for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
+        devices = self._step_devices(parameters)
+        for group, parameter, device in zip(self._groups_of(parameters), parameters, devices, strict=True):
             local = local_of(parameter)
-            kind = group, local.dtype, local.device, local.ndim > 1
+            kind = group, local.dtype, device, local.ndim > 1
             if kind in seen or not parameter.requires_grad or not (local.is_floating_point() or local.is_complex()):
                 continue
             seen.add(kind)
-            if looks_at_whole(self.inner, self.inner.param_groups[group], parameter):
+            if looks_at_whole(self.inner, self.inner.param_groups[group], parameter, device):
                 self._looks_at_whole = True
         if self._looks_at_whole:
             require_whole(self.inner)

@@ -1,4 +1,9 @@
-"""One step of an optimizer over chunks: its own arithmetic on pieces of parameters, with states from a buffer."""
+"""One step of an optimizer over chunks: its own arithmetic on pieces of parameters, with states from a buffer.
+
+[Note: where a step is computed] Where the states are: on the host if they rest in another tier than the memory of an
+accelerator, as in ZeRO-Offload (Ren et al. 2021, section 4.1). They are the larger part, so the gradients come to them, and
+parameters that rest on the device come, too, and go back; what rests in a tier is on the host already.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +47,22 @@ class Stepped:
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, buffer: Tensor, parcel: Tensor, gradients: Tensor) -> None:
+    def step(self, chunk: Chunk, states: Tensor, parcel: Tensor, gradients: Tensor) -> None:
         """Steps the parameters of one chunk.
 
         Args:
             chunk: Which.
-            buffer: Their states.
+            states: Their states, where they are stepped.
             parcel: Themselves, if they rest in another tier.
             gradients: Their gradients, if these do.
         """
         self.count += 1
-        states, values, grads = (memory.to(chunk.device) for memory in (buffer, parcel, gradients))
+        device = states.device  # [Note: where a step is computed]
+        values, grads = parcel.to(device), gradients.to(device)
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         pairs = []
+        moved: list[tuple[Tensor, Tensor]] = []
         for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
             stand_ins = []
             for cut in cuts:
@@ -63,11 +70,14 @@ class Stepped:
                 if parameter.grad is None:
                     continue
                 is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
+                resting = cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter))
                 stand_in = cut.stand_in(
                     parameter,
-                    cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter)),
-                    cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut)),
+                    resting.to(device),
+                    (cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))).to(device),
                 )
+                if resting.device != device:
+                    moved.append((resting, stand_in))
                 own = cut.states(states)
                 if own:
                     state[stand_in] = own
@@ -82,8 +92,8 @@ class Stepped:
                 raw_step(self._inner)
         for cut, stand_in in pairs:
             cut.keep(states, state.get(stand_in, {}))
-        if states is not buffer:
-            buffer.copy_(states)
+        for resting, stepped in moved:
+            resting.copy_(stepped)
         if values is not parcel:
             parcel.copy_(values)
 
