@@ -984,6 +984,22 @@ BUGS: tuple[Bug, ...] = (
         "tests/composition/test_tiers.py",
     ),
     Bug(
+        "parked-without-a-hold",
+        "runtime/parked.py",
+        "memory of a device lives until it has been copied on another stream",
+        "self._copying.append((event, there))",
+        "self._copying.append((event, to))",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "stepped-where-the-parameter-is",
+        "streamed/stepped.py",
+        "what was stepped on the host goes back to the device",
+        "if resting.device != device:",
+        "if resting.device != device and device.type != 'cpu':",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
         "numa-policy-overridden",
         "storage/numa.py",
         "a memory policy that somebody chose stands",

@@ -150,8 +150,8 @@ class _Host:
     def __init__(self, tier: Cpu) -> None:
         self._tier, self.nbytes = tier, 0
         self._free: dict[int, list[Tensor]] = {}
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-        self._copying: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._streams: dict[torch.device, torch.Stream] = {}
+        self._copying: deque[tuple[torch.Event, Tensor]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         """A free range, or a new one."""
@@ -167,19 +167,19 @@ class _Host:
         """Takes a range back. The stream copies in order, so it may be written to at once."""
         self._free.setdefault(memory.numel(), []).append(memory)
 
-    def copy(self, to: Tensor, source: Tensor) -> torch.cuda.Event:
+    def copy(self, to: Tensor, source: Tensor) -> torch.Event:
         """Copies on the stream, after what the current stream has been given so far."""
-        device = source.device if source.is_cuda else to.device
-        stream = self._streams.get(device)
+        there = to if source.device.type == "cpu" else source
+        stream = self._streams.get(there.device)
         if stream is None:
-            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
+            stream = self._streams[there.device] = torch.Stream(there.device)
+        stream.wait_stream(torch.accelerator.current_stream(there.device))
+        with stream:
             to.copy_(source, non_blocking=True)
-        event: torch.cuda.Event = stream.record_event()
-        while self._copying and self._copying[0][0].query():  # type: ignore[no-untyped-call]
+        event = stream.record_event()
+        while self._copying and self._copying[0][0].query():
             self._copying.popleft()
-        self._copying.append((event, source if source.is_cuda else to))
+        self._copying.append((event, there))
         return event
 
 
@@ -188,7 +188,7 @@ class _OnHost(_Chained):
         super().__init__(tensor, before)
         self._host = host
         self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
-        self._arriving: tuple[Tensor, torch.cuda.Event] | None = None
+        self._arriving: tuple[Tensor, torch.Event] | None = None
         if self._memory is not None:
             host.copy(self._memory, _bytes_of(tensor))
 
@@ -202,7 +202,7 @@ class _OnHost(_Chained):
         if self._arriving is None:
             return self._empty()
         (tensor, event), self._arriving = self._arriving, None
-        torch.cuda.current_stream(tensor.device).wait_event(event)
+        torch.accelerator.current_stream(tensor.device).wait_event(event)
         self._fetch_before()
         return tensor
 

@@ -74,7 +74,9 @@ class Stepped:
                 stand_in = cut.stand_in(
                     parameter,
                     resting.to(device),
-                    (cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))).to(device),
+                    (cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))).to(
+                        device
+                    ),
                 )
                 if resting.device != device:
                     moved.append((resting, stand_in))

@@ -56,7 +56,7 @@ def materialize(module: M, device: torch.device | str) -> M:
                 module=f"{name}: {type(child).__name__}",
                 fix="give it a reset_parameters() that sets its parameters and buffers, or use to_empty() and load values",
             )
-    target = torch.device(device)
+    target = torch.empty(0, device=device).device  # with its index
     for unit in units_of(module):
         unit.reshard()
         unit.allocate([target] * len(unit.slots), [slot.parameter.requires_grad for slot in unit.slots])

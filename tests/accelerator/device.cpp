@@ -1,0 +1,299 @@
+// An accelerator for machines that have none: torch's device "pretend", with memory, streams and events of its own.
+//
+// Its memory is at addresses that the host cannot read, so what touches it without a copy ends in a segmentation fault.
+// Operations are those of the CPU. Copies on other streams than the default one are done as late as is allowed, when
+// something waits for them, and hold no memory: what is freed or written too early is seen in the numbers. Memory that is
+// freed is filled with bytes that make NaNs.
+
+#include <ATen/Context.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <sys/mman.h>
+#include <torch/library.h>
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <vector>
+
+using namespace at;
+
+namespace {
+
+constexpr auto kPretend = DeviceType::PrivateUse1;
+const Device kDevice(kPretend, 0);
+constexpr size_t kRoom = 1ull << 37;  // of addresses; pages are taken when they are touched
+
+std::recursive_mutex lock;
+char *seen = nullptr, *real = nullptr;  // what pointers say, and where the bytes are
+size_t end_of_used = 0;
+std::map<size_t, std::vector<size_t>> unused;  // by size
+std::map<size_t, size_t> used;                 // sizes by place
+int64_t to_device = 0, from_device = 0;        // bytes copied
+thread_local int in_fallback = 0;
+
+char* bytes_at(const void* pointer) { return real + (static_cast<const char*>(pointer) - seen); }
+
+char* reserved(int protection) {
+  void* found = mmap(nullptr, kRoom, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  TORCH_CHECK(found != MAP_FAILED, "no room for the memory of a device");
+  return static_cast<char*>(found);
+}
+
+void release(void* pointer) {
+  if (pointer == nullptr) return;
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  const size_t place = static_cast<char*>(pointer) - seen, size = used[place];
+  used.erase(place);
+  memset(real + place, 0xff, size);
+  unused[size].push_back(place);
+}
+
+struct Memory final : Allocator {
+  DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return {nullptr, nullptr, &release, kDevice};
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    if (seen == nullptr) seen = reserved(PROT_NONE), real = reserved(PROT_READ | PROT_WRITE);
+    const size_t size = (nbytes + 511) / 512 * 512;
+    auto& fitting = unused[size];
+    size_t place = end_of_used;
+    if (fitting.empty()) {
+      end_of_used += size;
+      memset(real + place, 0xff, size);
+    } else {
+      place = fitting.back();
+      fitting.pop_back();
+    }
+    used[place] = size;
+    return {seen + place, seen + place, &release, kDevice};
+  }
+  DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t nbytes) const override { memcpy(bytes_at(to), bytes_at(from), nbytes); }
+};
+
+Memory memory;
+REGISTER_ALLOCATOR(kPretend, &memory)
+
+// -- streams -----------------------------------------------------------------------------------------------------------
+
+struct Queue {
+  std::deque<std::function<void()>> waiting;
+  int64_t done = 0;
+};
+std::map<StreamId, Queue> queues;
+thread_local StreamId current = 0;
+
+struct Recorded {
+  StreamId stream;
+  int64_t count;
+};
+
+void run_until(StreamId stream, int64_t count) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  auto& queue = queues[stream];
+  while (queue.done < count) {
+    auto work = queue.waiting.front();
+    queue.waiting.pop_front();
+    queue.done++;
+    work();
+  }
+}
+
+int64_t issued(StreamId stream) { return queues[stream].done + static_cast<int64_t>(queues[stream].waiting.size()); }
+
+void issue(std::function<void()> work) {
+  if (current == 0) return work();
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  queues[current].waiting.push_back(std::move(work));
+}
+
+Stream stream_of(StreamId id) { return Stream(Stream::UNSAFE, kDevice, id); }
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static constexpr DeviceType static_type = kPretend;
+  DeviceType type() const override { return kPretend; }
+  Device exchangeDevice(Device) const override { return kDevice; }
+  Device getDevice() const override { return kDevice; }
+  void setDevice(Device) const override {}
+  void uncheckedSetDevice(Device) const noexcept override {}
+  DeviceIndex deviceCount() const noexcept override { return 1; }
+  Stream getStream(Device) const override { return stream_of(current); }
+  Stream getDefaultStream(Device) const override { return stream_of(0); }
+  Stream getNewStream(Device, int) const override {
+    static StreamId last = 0;
+    return stream_of(++last);
+  }
+  Stream exchangeStream(Stream stream) const override {
+    const StreamId before = current;
+    current = stream.id();
+    return stream_of(before);
+  }
+  void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    delete static_cast<Recorded*>(*event);
+    *event = new Recorded{stream.id(), issued(stream.id())};
+  }
+  void block(void* event, const Stream& stream) const override {
+    const auto recorded = *static_cast<Recorded*>(event);
+    if (stream.id() == 0) return run_until(recorded.stream, recorded.count);
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    queues[stream.id()].waiting.push_back([recorded] { run_until(recorded.stream, recorded.count); });
+  }
+  bool queryEvent(void* event) const override {
+    const auto* recorded = static_cast<Recorded*>(event);
+    return recorded == nullptr || queues[recorded->stream].done >= recorded->count;
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
+  bool queryStream(const Stream& stream) const override { return queues[stream.id()].waiting.empty(); }
+  void synchronizeStream(const Stream& stream) const override { run_until(stream.id(), issued(stream.id())); }
+  void synchronizeEvent(void* event) const override {
+    const auto* recorded = static_cast<Recorded*>(event);
+    run_until(recorded->stream, recorded->count);
+  }
+  void synchronizeDevice(const DeviceIndex) const override {
+    for (auto& each : queues) run_until(each.first, issued(each.first));
+  }
+};
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+struct Hooks final : PrivateUse1HooksInterface {
+  bool hasPrimaryContext(DeviceIndex) const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool isPinnedPtr(const void*) const override { return false; }
+  const Generator& getDefaultGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Generator getNewGenerator(DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+  Device getDeviceFromPtr(void*) const override { return kDevice; }
+  void resizePrivateUse1Bytes(const Storage& storage, size_t nbytes) const override {
+    auto grown = memory.allocate(nbytes);
+    const size_t kept = std::min<size_t>(nbytes, storage.nbytes());
+    if (kept) memcpy(bytes_at(grown.get()), bytes_at(storage.data()), kept);
+    storage.set_data_ptr_noswap(std::move(grown));
+    storage.set_nbytes(nbytes);
+  }
+};
+
+// -- operations --------------------------------------------------------------------------------------------------------
+
+// The same bytes as a tensor of the CPU, which does not keep them.
+Tensor on_cpu(const Tensor& tensor) {
+  if (tensor.device().type() != kPretend) return tensor;
+  const size_t nbytes = tensor.storage().nbytes();
+  DataPtr bytes(nbytes ? bytes_at(tensor.storage().data()) : nullptr, Device(kCPU));
+  Storage storage(Storage::use_byte_size_t(), nbytes, std::move(bytes), nullptr, false);
+  auto found = at::detail::make_tensor<TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+  found.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  found._set_conj(tensor.is_conj());
+  found._set_neg(tensor.is_neg());
+  return found;
+}
+
+// Memory of the host as the stream will read it: at the same address, whoever holds it then.
+Tensor unheld(const Tensor& tensor) {
+  if (tensor.device().type() == kPretend) return on_cpu(tensor);
+  DataPtr bytes(tensor.storage().mutable_data(), Device(kCPU));
+  Storage storage(Storage::use_byte_size_t(), tensor.storage().nbytes(), std::move(bytes), nullptr, false);
+  auto found = at::detail::make_tensor<TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
+  found.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  return found;
+}
+
+void count(const Tensor& from, const Tensor& to) {
+  if (in_fallback || from.device().type() == to.device().type()) return;
+  (to.device().type() == kPretend ? to_device : from_device) += from.numel() * from.element_size();
+}
+
+Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
+  count(from, to);
+  if (non_blocking && current != 0) {
+    issue([source = unheld(from), target = unheld(to)] { target.copy_(source); });
+  } else {
+    run_until(current, issued(current));
+    on_cpu(to).copy_(on_cpu(from));
+  }
+  return to;
+}
+
+const Tensor& resize(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
+  const size_t needed = (c10::multiply_integers(size) + self.storage_offset()) * self.element_size();
+  if (needed > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), needed);
+  self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
+  return self;
+}
+
+Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
+  if (to.sizes() != from.sizes()) resize(to, from.sizes(), std::nullopt);
+  return copy_from(from, to, false);
+}
+
+Tensor& set_to(Tensor& self, Storage storage, int64_t offset, IntArrayRef size, IntArrayRef stride) {
+  self.unsafeGetTensorImpl()->set_storage_keep_dtype(std::move(storage));
+  self.unsafeGetTensorImpl()->set_sizes_and_strides(size, stride, offset);
+  return self;
+}
+Tensor& set_to_storage(Tensor& self, Storage storage) {
+  const int64_t numel = storage.nbytes() / self.element_size();
+  return set_to(self, std::move(storage), 0, IntArrayRef{numel}, IntArrayRef{1});
+}
+Tensor& set_to_tensor(Tensor& self, const Tensor& other) {
+  return set_to(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
+}
+
+Tensor empty(
+    IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>, std::optional<bool>,
+    std::optional<MemoryFormat> format) {
+  return at::detail::empty_generic(size, &memory, DispatchKeySet(DispatchKey::PrivateUse1), dtype.value_or(kFloat), format);
+}
+Tensor empty_strided(
+    IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>,
+    std::optional<bool>) {
+  const DispatchKeySet keys(DispatchKey::PrivateUse1);
+  return at::detail::empty_strided_generic(size, stride, &memory, keys, dtype.value_or(kFloat));
+}
+Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
+Scalar item(const Tensor& self) { return on_cpu(self).item(); }
+
+void by_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
+  struct Inside {
+    Inside() { in_fallback++; }
+    ~Inside() { in_fallback--; }
+  } inside;
+  at::native::cpu_fallback(operation, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
+  m.impl("empty.memory_format", empty);
+  m.impl("empty_strided", empty_strided);
+  m.impl("as_strided", at::native::as_strided_tensorimpl);
+  m.impl("view", view);
+  m.impl("_reshape_alias", at::native::_reshape_alias);
+  m.impl("resize_", resize);
+  m.impl("set_.source_Storage", set_to_storage);
+  m.impl("set_.source_Storage_storage_offset", set_to);
+  m.impl("set_.source_Tensor", set_to_tensor);
+  m.impl("_copy_from", copy_from);
+  m.impl("_copy_from_and_resize", copy_from_and_resize);
+  m.impl("_local_scalar_dense", item);
+}
+
+}  // namespace
+
+extern "C" void pretend_begin() {
+  static Hooks hooks;
+  RegisterPrivateUse1HooksInterface(&hooks);
+}
+
+// Bytes copied to the device and from it since the last call.
+extern "C" void pretend_moved(int64_t* found) {
+  found[0] = to_device, found[1] = from_device;
+  to_device = from_device = 0;
+}

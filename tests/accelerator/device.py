@@ -1,0 +1,72 @@
+"""The device "pretend" of `device.cpp`, compiled and made known to torch. For a process of its own: it cannot be undone."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import types
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from zero_fn.kernels.cache import stored
+
+__all__ = ["NAME", "compiled", "compiler", "load", "moved"]
+
+NAME = "pretend"
+_SOURCE = Path(__file__).with_name("device.cpp")
+_TORCH = Path(torch.__file__).parent
+
+
+def compiler() -> str | None:
+    """A compiler of C++, if the machine has one."""
+    return shutil.which(os.environ.get("CXX", "c++"))
+
+
+def compiled(folder: Path) -> Path:
+    """The device as a library, compiled into a folder unless it is there."""
+    command = [compiler() or "c++", "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+    libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
+    key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, *command]).encode()).hexdigest()[:32]
+    path = folder / f"pretend-{key}.so"
+
+    def compile_to(target: Path) -> None:
+        done = subprocess.run([*command, *libraries, "-o", str(target)], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+
+    stored(path, compile_to)
+    return path
+
+
+def load(path: Path) -> None:
+    """Makes the device known to this process."""
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch.ops.load_library(path)
+    ctypes.CDLL(str(path)).pretend_begin()
+    module = types.ModuleType(f"torch.{NAME}")
+    vars(module).update(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        device_count=lambda: 1,
+        current_device=lambda: 0,
+        device=lambda _device: nullcontext(),
+        _is_in_bad_fork=lambda: False,
+        _lazy_init=lambda: None,
+        manual_seed_all=lambda _seed: None,
+        get_rng_state=lambda device=None: torch.get_rng_state(),
+        set_rng_state=lambda state, device=None: torch.set_rng_state(state),
+        get_amp_supported_dtype=lambda: [torch.bfloat16, torch.float16],
+    )
+    torch._register_device_module(NAME, module)
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def moved(path: Path) -> tuple[int, int]:
+    """Bytes copied to the device and from it since the last call."""
+    found = (ctypes.c_int64 * 2)()
+    ctypes.CDLL(str(path)).pretend_moved(found)
+    return found[0], found[1]

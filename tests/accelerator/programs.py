@@ -1,0 +1,253 @@
+"""Programs on the device "pretend", in a process of its own: `python -m tests.accelerator.programs LIBRARY FOLDER` prints
+what became of each, as JSON.
+
+The oracle is the same program with everything on the device: its operations are those of the CPU, so that a step on the host
+has its bits.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+import zero_fn as zf
+from tests.accelerator import device
+from zero_fn.tiers import Tier
+
+__all__ = ["PROGRAMS"]
+
+VOCABULARY, WIDTH, STEPS = 20, 16, 4
+Program = Callable[[Tier], None]
+PROGRAMS: dict[str, Program] = {}
+P = TypeVar("P", bound=Program)
+
+
+def program(function: P) -> P:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 33), nn.GELU(), nn.Linear(33, WIDTH)) for _ in range(3)
+        )
+        self.leave = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.enter(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.leave(x)
+
+
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().to(device.NAME)
+
+
+def adamw(model: nn.Module) -> Optimizer:
+    return AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(steps: int = STEPS, skipped: int = 0) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    for step in range(skipped + steps):
+        tokens = torch.randint(VOCABULARY, (4, 6), generator=generator)
+        if step >= skipped:
+            yield tokens.to(device.NAME)
+
+
+def trained(model: nn.Module, optimizer: Any, tokens: Iterator[Tensor] | None = None) -> list[float]:
+    """Losses and norms of some steps; half of them are clipped."""
+    found = []
+    for batch in tokens or batches():
+        loss = F.cross_entropy(model(batch).float().flatten(0, 1), batch.flatten())
+        loss.backward()
+        found += [loss.item(), float(nn.utils.clip_grad_norm_(model.parameters(), 1.5))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [value.detach().clone().cpu() for value in model.state_dict().values()]
+
+
+def require_same(
+    model: nn.Module,
+    optimizer: Any,
+    plain: nn.Module,
+    plain_optimizer: Any,
+    tokens: Callable[[], Iterator[Tensor]] = batches,
+) -> None:
+    """Both train to the same numbers, and stay where they are."""
+    devices = {parameter.device for parameter in plain.parameters()}
+    assert trained(model, optimizer, tokens()) == trained(plain, plain_optimizer, tokens())
+    assert all(map(torch.equal, values(model), values(plain)))
+    assert {parameter.device for parameter in model.parameters()} == devices
+
+
+def all_away(model: nn.Module, tier: Tier) -> nn.Module:
+    return zf.offload(model, params=tier, grads=tier, optim=tier)
+
+
+@program
+def states_alone(tier: Tier) -> None:
+    model, plain = net(), net()
+    require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+@program
+def each_kind(tier: Tier) -> None:
+    for kind in ("params", "grads", "optim"):
+        plain, model = net(), zf.offload(net(), **{kind: tier})
+        require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+@program
+def everything(tier: Tier) -> None:
+    plain, model = net(), all_away(net(), tier)
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def without_states(tier: Tier) -> None:
+    plain, model = net(), all_away(net(), tier)
+    require_same(model, zf.streamed(SGD(model.parameters(), lr=0.1)), plain, SGD(plain.parameters(), lr=0.1))
+
+
+@program
+def half_of_the_states(tier: Tier) -> None:
+    plain, model = net(), zf.offload(net(), optim=tier, fraction=0.5)
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def in_bfloat16(tier: Tier) -> None:
+    plain, model = zf.precision(net()), all_away(zf.precision(net()), tier)
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def accumulated(tier: Tier) -> None:
+    plain, model = net(), all_away(net(), tier)
+    optimizer, plain_optimizer = zf.streamed(adamw(model)), adamw(plain)
+    for _ in range(2):
+        first, second = batches(2)
+        with zf.accumulate(model):
+            model(first).square().mean().backward()
+        for tokens in (first, second):
+            plain(tokens).square().mean().backward()
+        model(second).square().mean().backward()
+        for each in (optimizer, plain_optimizer):
+            each.step()
+            each.zero_grad()
+    assert all(map(torch.equal, values(model), values(plain)))
+
+
+@program
+def checkpointed(tier: Tier) -> None:
+    plain, model = net(), zf.checkpoint_activations(all_away(net(), tier), units=nn.Sequential, offload=tier)
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def tiled(tier: Tier) -> None:
+    plain, model = (zf.tile(net(), where="leave.*", parts=2) for _ in range(2))
+    model = all_away(model, tier)
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def moved_there_with_its_tier(tier: Tier) -> None:
+    model, plain = zf.offload(net().cpu(), params=tier).to(device.NAME), net()
+    model(next(batches()))  # its parameters go to their tier
+    require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+@program
+def streamed_later(tier: Tier) -> None:
+    """States that a stock optimizer has on the device, its counts among them."""
+    for options in ({}, {"amsgrad": True}):
+        model, plain = net(), net()
+        optimizers = [AdamW(each.parameters(), lr=1e-2, **options) for each in (model, plain)]
+        trained(model, optimizers[0])
+        trained(plain, optimizers[1])
+        require_same(model, zf.streamed(optimizers[0], tier), plain, optimizers[1])
+
+
+@program
+def saved_and_loaded(tier: Tier) -> None:
+    model, plain = all_away(net(), tier), net()
+    optimizer, plain_optimizer = zf.streamed(adamw(model)), adamw(plain)
+    require_same(model, optimizer, plain, plain_optimizer)
+    file = io.BytesIO()
+    torch.save(({name: value.clone() for name, value in model.state_dict().items()}, optimizer.state_dict()), file)
+    file.seek(0)
+    saved, states = torch.load(file)
+    again = all_away(net(), tier)
+    other = zf.streamed(adamw(again))
+    again.load_state_dict(saved)
+    other.load_state_dict(states)
+    require_same(again, other, plain, plain_optimizer)
+
+
+@program
+def evicted_and_restored(tier: Tier) -> None:
+    model, plain = net(), net()
+    optimizer, plain_optimizer = adamw(model), adamw(plain)
+    require_same(model, optimizer, plain, plain_optimizer)
+    evicted = zf.evict(model, optimizer, to=tier)
+    evicted.restore()
+    require_same(model, optimizer, plain, plain_optimizer)
+
+
+@program
+def made_on_meta(tier: Tier) -> None:
+    with torch.device("meta"):
+        model = Net()
+    model, plain = zf.materialize(all_away(model, tier), device.NAME), net()
+    plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+@program
+def copied(tier: Tier) -> None:
+    model, plain = zf.offload(net(), params=tier), net()
+    model(next(batches()))
+    model = copy.deepcopy(model)
+    model(next(batches()))
+    require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+def main(library: Path, folder: str) -> None:
+    torch.set_num_threads(1)
+    device.load(library)
+    found: dict[str, str] = {}
+    for tier in (zf.cpu(pinned=False), zf.nvme(folder)):
+        for name, run in PROGRAMS.items():
+            try:
+                run(tier)
+            except Exception:
+                found[f"{name}, {type(tier).__name__}"] = traceback.format_exc()[-1500:]
+            else:
+                found[f"{name}, {type(tier).__name__}"] = "right"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
