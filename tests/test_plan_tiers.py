@@ -58,16 +58,23 @@ def stepped(model: Any, optimizer: Any, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("states", "name"),
-    [("optim", "adamw"), ("params optim", "adagrad"), ("params grads optim", "amsgrad"), ("grads optim", "sgd")],
+    ("states", "name", "is_cast"),
+    [
+        ("optim", "adamw", False),
+        ("params optim", "adagrad", False),
+        ("params grads optim", "amsgrad", False),
+        ("grads optim", "sgd", False),
+        ("params grads optim", "adamw", True),
+    ],
 )
 def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, states: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, states: str, is_cast: bool
 ) -> None:
     """At rest and at the peak of a step: no buffer beside those that were planned."""
     disk = zf.nvme(tmp_path)
     slabs = Slabs(monkeypatch)
-    model: Any = zf.offload(Language(dim=64, blocks=4), **dict.fromkeys(states.split(), disk))
+    language = Language(dim=64, blocks=4)
+    model: Any = zf.offload(zf.precision(language) if is_cast else language, **dict.fromkeys(states.split(), disk))
     stock = OPTIMIZERS[name](model.parameters())
     planned = zf.plan(model, stock)
     optimizer = zf.streamed(stock)
@@ -110,11 +117,15 @@ def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tup
     return counts
 
 
+@pytest.mark.parametrize("is_cast", [False, True])
 @pytest.mark.parametrize("states", ["optim", "params optim", "params grads optim"])
-def test_a_step_moves_what_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str) -> None:
+def test_a_step_moves_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, states: str, is_cast: bool
+) -> None:
     """Of two steps in a row the mean: chunks that the last step left in buffers are not read."""
     tiers = {kind: zf.nvme(tmp_path, limit=f"{i + 1}GiB") for i, kind in enumerate(states.split())}
-    model: Any = zf.offload(nn.Sequential(*(nn.Linear(300, 300) for _ in range(10))), **tiers)
+    model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(10)))
+    model = zf.offload(zf.precision(model) if is_cast else model, **tiers)
     model[3].weight.requires_grad_(False)
     stock = torch.optim.AdamW(p for p in model.parameters() if p.requires_grad)
     optimizer = zf.streamed(stock, buffer="2MiB")

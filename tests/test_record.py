@@ -12,15 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn.runtime.record import PARCEL_NBYTES, Record, record_nbytes
+from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
 from zero_fn.storage import shelf_of
 
-Forms = list[tuple[int, torch.dtype]]
+Forms = list[Form]
 
 forms_of = st.lists(
-    st.tuples(
+    st.builds(
+        Form,
         st.one_of(st.integers(0, 40), st.sampled_from([1024, 1025, 1026, PARCEL_NBYTES // 4 + 5])),
         st.sampled_from([torch.float32, torch.bfloat16, torch.complex64, torch.int64]),
+        st.none(),
     ),
     min_size=1,
     max_size=6,
@@ -37,7 +39,7 @@ def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
 
 def values(forms: Forms, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype in forms]
+    return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype, _ in forms]
 
 
 @given(forms=forms_of, chosen=st.sets(st.integers(0, 5)), way=st.sampled_from(["copy", "held", "behind"]))
@@ -45,7 +47,7 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
     tmp_path_factory: pytest.TempPathFactory, forms: Forms, chosen: set[int], way: str
 ) -> None:
     record, shelf = recorded(tmp_path_factory.getbasetemp(), forms)
-    expected = [torch.zeros(numel, dtype=dtype) for numel, dtype in forms]
+    expected = [torch.zeros(numel, dtype=dtype) for numel, dtype, _ in forms]
     for seed in range(2):
         record.fetch()  # what is fetched ahead is out of date once something is written
         new = {n: value for n, value in enumerate(values(forms, seed)) if n in chosen or not seed}
@@ -69,13 +71,13 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
 
 def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:
     numel = PARCEL_NBYTES // 4
-    record, _ = recorded(tmp_path, [(3, torch.float32), (2 * numel + 7, torch.float32), (5, torch.float64)])
+    record, _ = recorded(tmp_path, [Form(3, torch.float32), Form(2 * numel + 7, torch.float32), Form(5, torch.float64)])
     assert [parcel.nbytes for parcel in record.parcels] == [4096, PARCEL_NBYTES, PARCEL_NBYTES, 4096]
     assert [piece.numel for parcel in record.parcels for piece in parcel.pieces] == [3, numel, numel, 7, 5]
 
 
 def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, shelf = recorded(tmp_path, [(6, torch.float32)])
+    record, shelf = recorded(tmp_path, [Form(6, torch.float32)])
     tensor = record.tensor(0).view(2, 3).t()
     monkeypatch.setattr(shelf, "read", None)
     monkeypatch.setattr(shelf, "borrow", None)
@@ -85,7 +87,7 @@ def test_what_is_made_like_a_tensor_in_a_tier_reads_nothing(tmp_path: Path, monk
 
 
 def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record, _ = recorded(tmp_path, [(8, torch.float32)] * 3)
+    record, _ = recorded(tmp_path, [Form(8, torch.float32)] * 3)
     tensors: list[Tensor] = [record.tensor(n) for n in range(3)]
     opened: list[int] = []
     bring, most = Record.open, 0

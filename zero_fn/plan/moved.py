@@ -28,7 +28,8 @@ class Moved(NamedTuple):
 def add_units(
     units: list[Unit], times_gathered: Mapping[int, int], read: Counter[Tier], written: Counter[Tier]
 ) -> None:
-    """Adds what forward and backward move: parameters are read for each gather, gradients written once.
+    """Adds what forward and backward move: parameters, or their compute copies, are read for each gather, gradients written
+    once.
 
     Args:
         units: Of one step.
@@ -38,8 +39,9 @@ def add_units(
     for unit in units:
         for (kind, tier), forms in unit.forms_away().items():
             parcels = parcels_of(forms)
-            if kind == "parameters":
-                read[tier] += times_gathered[unit.index] * sum(parcel.nbytes for parcel in parcels)
+            if kind != "gradients":
+                if kind == "compute copies" or ("compute copies", tier) not in unit.forms_away():
+                    read[tier] += times_gathered[unit.index] * sum(parcel.nbytes for parcel in parcels)
                 continue
             trained = [slot.parameter.requires_grad for slot in unit.slots if (kind, tier) in slot.shelved()]
             for parcel in parcels:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Away", "Shelved"]
 
 Shelved = tuple[str, Tier]
-"""What rests in a tier: "parameters" or "gradients"."""
+"""What rests in a tier: "parameters", their "compute copies", or "gradients"."""
 
 
 class Away:

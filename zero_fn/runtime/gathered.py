@@ -164,7 +164,7 @@ class Gathered:
             torch._foreach_copy_(*self._copied)
         if self._away and not has_failed:
             places = [place for place, _ in self._away]
-            torch._foreach_copy_(places, [own.record.values(own.number) for _, own in self._away])
+            torch._foreach_copy_(places, [own.record.gathered(own.number) for _, own in self._away])
 
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""

@@ -6,6 +6,11 @@
 A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
 a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
 the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
+
+[Note: compute copies] Of parameters that are computed with in a smaller dtype than they rest in (bfloat16 of float32), a
+second record holds copies in that dtype: a gather reads those, half the bytes in each forward and backward. Its parcels hold
+the same pieces as those of the first, and each knows which version of its original it is a copy of. A streamed step writes
+both. Whatever else writes an original leaves its copy behind, and the next gather, which then reads the originals, renews it.
 """
 
 from __future__ import annotations
@@ -13,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,9 +36,21 @@ __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nb
 
 PARCEL_NBYTES = 4 << 20
 _ALIGNMENT_NBYTES = 64
+_NO_VERSION = -1
 
-Form = tuple[int, torch.dtype]
-"""Elements and dtype of a tensor."""
+
+class Form(NamedTuple):
+    """A tensor of a record.
+
+    Attributes:
+        numel: Its elements.
+        dtype: Their dtype.
+        packed_as: The dtype by which parcels are cut; None is its own.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    packed_as: torch.dtype | None = None
 
 
 @dataclass(slots=True)
@@ -46,6 +63,7 @@ class Parcel:
         start: Its first byte in the record.
         nbytes: Its size, whole pages.
         is_stored: Whether the tier holds it: what was never written is taken to be zero.
+        version: How often it was written; of a copy, the version of the original that it holds. [Note: compute copies]
     """
 
     pieces: tuple[Piece, ...]
@@ -53,6 +71,7 @@ class Parcel:
     start: int
     nbytes: int
     is_stored: bool = False
+    version: int = 0
 
 
 def _padded(nbytes: int) -> int:
@@ -62,9 +81,9 @@ def _padded(nbytes: int) -> int:
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
     """The parcels that a record of such tensors is cut into."""
     packed = chunks_of(
-        [numel for numel, _ in forms],
+        [form.numel for form in forms],
         [None] * len(forms),
-        lambda number, numel: _padded(numel * forms[number][1].itemsize),
+        lambda number, numel: _padded(numel * (forms[number].packed_as or forms[number].dtype).itemsize),
         PARCEL_NBYTES,
     )
     parcels, start = [], 0
@@ -72,7 +91,7 @@ def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
         offsets, end = [], 0
         for piece in pieces:
             offsets.append(end)
-            end += _padded(piece.numel * forms[piece.parameter][1].itemsize)
+            end += _padded(piece.numel * forms[piece.parameter].dtype.itemsize)
         parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
         start += parcels[-1].nbytes
     return parcels
@@ -91,6 +110,7 @@ class Record:
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
         owner: The unit whose tensors they are, weakly.
+        copies: The same tensors in the dtypes that they are computed with, or None. [Note: compute copies]
     """
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
@@ -104,6 +124,8 @@ class Record:
         """
         self.shelf, self.device, self._place = shelf, device, place
         self.owner: Callable[[], Unit | None] = lambda: None
+        self.copies: Record | None = None
+        self._are_copies_gathered = False  # or the originals
         self._forms = list(forms)
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
@@ -140,11 +162,11 @@ class Record:
 
     def numel(self, number: int) -> int:
         """Elements of a tensor."""
-        return self._forms[number][0]
+        return self._forms[number].numel
 
     def dtype(self, number: int) -> torch.dtype:
         """Dtype of a tensor."""
-        return self._forms[number][1]
+        return self._forms[number].dtype
 
     def tensor(self, number: int) -> TierTensor:
         """A tensor, flat."""
@@ -195,8 +217,7 @@ class Record:
             self._view(memory, 0, number).copy_(value)
         for parcel in parcels:
             part = memory[parcel.start : parcel.start + parcel.nbytes]
-            transfers.append(self.shelf.write(self._place + parcel.start, part))
-            parcel.is_stored = True
+            transfers.append(self._written(parcel, part))
 
     def finish_writing(self) -> None:
         """Waits for what `begin_writing` began.
@@ -242,9 +263,7 @@ class Record:
             memory, transfers = self._memory, []
             for parcel in self.parcels:
                 if parcel.start in self._dirty and memory is not None:
-                    part = memory[parcel.start : parcel.start + parcel.nbytes]
-                    transfers.append(self.shelf.write(self._place + parcel.start, part))
-                    parcel.is_stored = True
+                    transfers.append(self._written(parcel, memory[parcel.start : parcel.start + parcel.nbytes]))
             wait_all(transfers)
         finally:
             self._is_held = False
@@ -297,8 +316,7 @@ class Record:
         transfers = []
         for parcel in parcels:
             begin = parcel.start - start
-            transfers.append(self.shelf.write(self._place + parcel.start, memory[begin : begin + parcel.nbytes]))
-            parcel.is_stored = True
+            transfers.append(self._written(parcel, memory[begin : begin + parcel.nbytes]))
         wait_all(transfers)
 
     @property
@@ -322,10 +340,77 @@ class Record:
     def write_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
         """Begins to write a parcel."""
         self.drop()
-        parcel.is_stored = True
-        return self.shelf.write(self._place + parcel.start, memory)
+        return self._written(parcel, memory)
+
+    # -- compute copies -------------------------------------------------------------------------------------------
+
+    @property
+    def source(self) -> Record:
+        """What a gather reads: the copies, if there are any and they hold what the originals hold."""
+        copies = self.copies
+        if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
+            return self
+        return copies
+
+    def arrive_for_gather(self) -> None:
+        """Waits until what a gather reads is in memory, and renews copies that are behind.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        source = self.source
+        source.arrive()
+        self._are_copies_gathered = source is not self
+        if not self._are_copies_gathered and self.copies is not None:
+            self._renew(self.copies)
+
+    def gathered(self, number: int) -> Tensor:
+        """A tensor that has arrived for a gather, flat, in memory of the host."""
+        return (self.copies if self._are_copies_gathered and self.copies is not None else self).values(number)
+
+    def _renew(self, copies: Record) -> None:
+        copies.drop()
+        for copy in copies.parcels:
+            copy.version = _NO_VERSION  # until it is written
+        if copies.nbytes:
+            memory = copies.shelf.borrow(copies._place, copies.nbytes)
+            try:
+                for number in range(len(self._forms)):
+                    copies._view(memory, 0, number).copy_(self.values(number))
+                wait_all([copies._put(copy, memory[copy.start : copy.start + copy.nbytes]) for copy in copies.parcels])
+            finally:
+                copies.shelf.give_back(memory)
+        for copy, parcel in zip(copies.parcels, self.parcels, strict=True):
+            copy.version = parcel.version
+
+    def write_copy(self, index: int, memory: Tensor, room: Tensor) -> Copying:
+        """Begins to write the copy of a parcel. It counts as one once it has been waited for.
+
+        Args:
+            index: Which.
+            memory: The parcel.
+            room: Memory for its copy, whole pages.
+        """
+        parcel, copies = self.parcels[index], self.copies
+        assert copies is not None
+        copy = copies.parcels[index]
+        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
+            dtype, wanted = self.dtype(piece.parameter), copies.dtype(piece.parameter)
+            values = memory[begin : begin + piece.numel * dtype.itemsize].view(dtype)
+            room[end : end + piece.numel * wanted.itemsize].view(wanted).copy_(values)
+        copies.drop()
+        copy.version = _NO_VERSION
+        return Copying(copies._put(copy, room), parcel, copy)
 
     # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def _written(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        parcel.version += 1
+        return self._put(parcel, memory)
+
+    def _put(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        parcel.is_stored = True
+        return self.shelf.write(self._place + parcel.start, memory)
 
     def _reads(self, parcels: Sequence[Parcel], memory: Tensor, start: int) -> Iterator[Transfer]:
         for parcel in parcels:
@@ -335,9 +420,23 @@ class Record:
                 yield transfer
 
     def _view(self, memory: Tensor, start: int, number: int) -> Tensor:
-        numel, dtype = self._forms[number]
+        numel, dtype, _ = self._forms[number]
         begin = self._offsets[number] - start
         return memory[begin : begin + numel * dtype.itemsize].view(dtype)
+
+
+class Copying:
+    """The copy of a parcel on its way."""
+
+    __slots__ = ("_copy", "_parcel", "_transfer")
+
+    def __init__(self, transfer: Transfer | None, parcel: Parcel, copy: Parcel) -> None:
+        self._transfer, self._parcel, self._copy = transfer, parcel, copy
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        wait_all([self._transfer])
+        self._copy.version = self._parcel.version
 
 
 class _Opened:

@@ -166,7 +166,12 @@ class Unit:
         found: dict[Shelved, list[Form]] = {}
         for slot in self.slots:
             for what in slot.shelved():
-                found.setdefault(what, []).append((slot.local_numel, slot.dtype))
+                found.setdefault(what, []).append(Form(slot.local_numel, slot.dtype))
+        for (kind, tier), forms in list(found.items()):
+            computed = [slot.compute_dtype for slot in self.slots if (kind, tier) in slot.shelved()]
+            copies = _copies_of(forms, computed) if kind == "parameters" else []
+            if copies:
+                found["compute copies", tier] = copies
         return found
 
     @contextmanager
@@ -321,17 +326,27 @@ class Unit:
         self.records, self.gradient_records = [], []
         for (what, device), slots in away.items():
             kind, tier = what
-            forms = [(slot.local_numel, slot.dtype) for slot in slots]
-            record = next((r for r in before[kind] if r.is_for(tier, forms, device)), None)
-            if record is None:
-                record = Record(self.step.away.shelf(what), forms, device, self.step.away.place_for(what, forms))
-                record.owner = weakref.ref(self)
+            forms = [Form(slot.local_numel, slot.dtype) for slot in slots]
+            record = self._record_for(what, forms, device, before[kind])
+            copies = _copies_of(forms, [slot.compute_dtype for slot in slots]) if kind == "parameters" else []
+            if copies:
+                known = [record.copies] if record.copies is not None else []
+                record.copies = self._record_for(("compute copies", tier), copies, device, known)
+            else:
+                record.copies = None
             (self.records if kind == "parameters" else self.gradient_records).append(record)
             for number, slot in enumerate(slots):
                 if kind == "parameters":
                     slot.flat = record.tensor(number)
                 else:
                     slot.gradient_away = record.tensor(number)
+
+    def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, known: Sequence[Record]) -> Record:
+        record = next((each for each in known if each.is_for(what[1], forms, device)), None)
+        if record is None:
+            record = Record(self.step.away.shelf(what), forms, device, self.step.away.place_for(what, forms))
+            record.owner = weakref.ref(self)
+        return record
 
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
@@ -370,14 +385,21 @@ class Unit:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
         if self.phase is Phase.AT_REST and self.pinned is None and self.leaves is None and not self.is_replaced:
             for record in self.records:
-                record.fetch()
+                record.source.fetch()
 
-    def _load(self) -> None:
-        """Waits for resting parameters that are in another tier. A failure is kept until all ranks know."""
+    def _load(self, *, exact: bool = False) -> None:
+        """Waits for resting parameters that are in another tier. A failure is kept until all ranks know.
+
+        Args:
+            exact: As they rest, and not as they are computed with.
+        """
         self._failure = None
         for record in self.records:
             try:
-                record.arrive()
+                if exact:
+                    record.arrive()
+                else:
+                    record.arrive_for_gather()
             except StorageError as error:
                 self._failure = self._failure or error
 
@@ -385,6 +407,8 @@ class Unit:
         """Drops what was fetched."""
         for record in self.records:
             record.drop()
+            if record.copies is not None:
+                record.copies.drop()
 
     def expire(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
@@ -555,7 +579,7 @@ class Unit:
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
         """
-        self._load()
+        self._load(exact=True)
         if self.records:
             told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
             failure = told.failure(self._failure)
@@ -631,6 +655,13 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def _copies_of(forms: Sequence[Form], computed: Sequence[torch.dtype]) -> list[Form]:
+    """The forms of compute copies; none if they were not smaller."""
+    copies = [Form(form.numel, dtype, form.dtype) for form, dtype in zip(forms, computed, strict=True)]
+    is_smaller = sum(c.numel * c.dtype.itemsize for c in copies) < sum(f.numel * f.dtype.itemsize for f in forms)
+    return copies if is_smaller else []
 
 
 def _no_entry() -> None:

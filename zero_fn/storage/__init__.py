@@ -20,7 +20,7 @@ from zero_fn.storage.lot import Lot
 from zero_fn.storage.memory import available
 from zero_fn.storage.shelf import STAGINGS, Shelf, shelf_of
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
-from zero_fn.storage.spill import Spill, Transfer, wait_all
+from zero_fn.storage.spill import Spill, Transfer, Waited, wait_all
 
 __all__ = [
     "PAGE_NBYTES",
@@ -32,6 +32,7 @@ __all__ = [
     "Slab",
     "Spill",
     "Transfer",
+    "Waited",
     "available",
     "chosen_carrier",
     "shelf_of",

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from zero_fn.storage.request import Request
 from zero_fn.storage.stripes import Extent, Stripes
 from zero_fn.tiers import Nvme
 
-__all__ = ["BLOCK_NBYTES", "Spill", "Transfer", "wait_all"]
+__all__ = ["BLOCK_NBYTES", "Spill", "Transfer", "Waited", "wait_all"]
 
 BLOCK_NBYTES = 8 << 20
 _ALIGNMENT_NBYTES = 4096
@@ -64,7 +65,14 @@ class Transfer:
                 _require_undamaged(request, block, found)
 
 
-def wait_all(transfers: Iterable[Transfer | None]) -> None:
+class Waited(Protocol):
+    """One transfer, or several."""
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+
+
+def wait_all(transfers: Iterable[Waited | None]) -> None:
     """Waits for all of them, and raises what went wrong first. None stands for what was there already."""
     failure: StorageError | None = None
     for transfer in transfers:

@@ -101,8 +101,8 @@ def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
         largest = count = 0
         for tier, parcels in by_record.values():
             nbytes = sum(parcel.nbytes for parcel in parcels)
-            found.read[tier] += nbytes
-            found.written[tier] += nbytes if kind == "parameters" else 0
+            found.read[tier] += nbytes if kind != "compute copies" else 0
+            found.written[tier] += nbytes if kind != "gradients" else 0
             if not isinstance(tier, Cpu):
                 largest = max(largest, *(parcel.nbytes for parcel in parcels))
                 count += len(parcels)

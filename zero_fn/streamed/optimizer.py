@@ -32,7 +32,7 @@ from zero_fn.streamed.handed_over import HandedOver
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
-from zero_fn.streamed.parcels import Gradients, Values, follow, place_of, rings_for
+from zero_fn.streamed.parcels import KINDS, Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
 from zero_fn.streamed.stepped import Stepped
@@ -42,7 +42,7 @@ from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
-_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], tuple[Ring, Ring]]
+_Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], list[Ring]]
 
 
 def streamed(
@@ -114,7 +114,7 @@ class Streamed(Optimizer):
         self._is_backwards = False  # the direction of the next step
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
-        self._rings = Ring(0, 0, ""), Ring(0, 0, "")  # parameters and gradients in other tiers pass through them
+        self._rings = [Ring(0, 0, "") for _ in KINDS]  # what rests in other tiers passes through them
         self._begin("Moving the states of an optimizer")
         self._handed_over = HandedOver(inner)
 
@@ -160,7 +160,7 @@ class Streamed(Optimizer):
         where = " and ".join(map(str, self._stores.values()))
         if any(isinstance(tier, Cpu) for tier in self._stores) and all(c.device.type == "cpu" for c in self._chunks):
             where += ", the device's own: nothing is copied"
-        for kind, ring in zip(("parameters", "gradients"), self._rings, strict=True):
+        for kind, ring in zip(KINDS, self._rings, strict=True):
             if ring.count:
                 where += f"; {kind} from their tier through {ring}"
         kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
@@ -319,8 +319,8 @@ class Streamed(Optimizer):
             )
 
     def _parcels(self) -> tuple[Values, Gradients]:
-        values, gradients = self._rings
-        return Values(values, self._known), Gradients(gradients, self._known)
+        values, copies, gradients = self._rings
+        return Values(values, copies, self._known), Gradients(gradients, self._known)
 
     # -- where everything is --------------------------------------------------------------------------------------
 

@@ -12,12 +12,15 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.record import Parcel, Record, parcels_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Transfer
+from zero_fn.storage import Transfer, Waited, wait_all
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
 from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
+__all__ = ["KINDS", "Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
+
+KINDS = ("parameters", "compute copies", "gradients")
+"""What of a unit may rest in another tier, beside the states of optimizers."""
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
@@ -70,30 +73,41 @@ def follow(parameter: Tensor) -> None:
 
 def parcels_away(parameters: Iterable[Tensor]) -> dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]]:
     """The parcels of units that have any of these parameters, or their gradients, in another tier: by kind and unit."""
-    found: dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]] = {"parameters": {}, "gradients": {}}
+    found: dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]] = {kind: {} for kind in KINDS}
     for parameter in parameters:
         slot = slot_of(parameter)
         unit = slot.unit() if slot is not None and slot.unit is not None else None
         for what in slot.shelved() if slot is not None and unit is not None else ():
             kind, tier = what
             if (unit, tier) not in found[kind] and unit is not None:
-                found[kind][unit, tier] = tier, parcels_of(unit.forms_away()[what])
+                forms = unit.forms_away()
+                found[kind][unit, tier] = tier, parcels_of(forms[what])
+                copies = forms.get(("compute copies", tier))
+                if kind == "parameters" and copies:
+                    found["compute copies"][unit, tier] = tier, parcels_of(copies)
     return found
 
 
-def rings_for(parameters: Iterable[Tensor]) -> tuple[Ring, Ring]:
-    """Buffers for the parcels of parameters and of their gradients.
+def rings_for(parameters: Iterable[Tensor]) -> list[Ring]:
+    """Buffers for the parcels of each kind.
 
     Raises:
         TierError: There is not so much memory.
     """
-    away = parcels_away(parameters)
-    return _ring(away["parameters"].values(), "parameters"), _ring(away["gradients"].values(), "gradients")
+    return [_ring(away.values(), kind) for kind, away in parcels_away(parameters).items()]
 
 
 def _ring(records: Iterable[tuple[Tier, Sequence[Parcel]]], what: str) -> Ring:
     sizes = [parcel.nbytes for tier, parcels in records for parcel in parcels if not isinstance(tier, Cpu)]
     return Ring(len(sizes), max(sizes, default=0), what)
+
+
+class _Both:
+    def __init__(self, *transfers: Waited | None) -> None:
+        self._transfers = transfers
+
+    def wait(self) -> None:
+        wait_all(self._transfers)
 
 
 class _Parcels:
@@ -116,17 +130,31 @@ class _Parcels:
 
 
 class Values(_Parcels):
-    """The lane of parameters that rest in another tier."""
+    """The lane of parameters that rest in another tier, and of their compute copies, which it writes too."""
+
+    def __init__(self, ring: Ring, ring_of_copies: Ring, known: Sequence[Tensor]) -> None:
+        super().__init__(ring, known)
+        self._ring_of_copies, self._copied = ring_of_copies, 0
 
     def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
         record = self._record(chunk)
         return (_NOTHING, None) if record is None or chunk.parcel is None else self._fetched(record, chunk.parcel)
 
-    def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
+    def keep(self, chunk: Chunk, memory: Tensor) -> Waited | None:
         record = self._record(chunk)
         if record is None or chunk.parcel is None:
             return None
-        return record.write_parcel(record.parcels[chunk.parcel], memory)
+        transfer = record.write_parcel(record.parcels[chunk.parcel], memory)
+        copies = record.copies
+        if copies is None:
+            return transfer
+        copy = copies.parcels[chunk.parcel]
+        if copies.is_addressable:
+            room = copies.memory_of(copy)
+        else:
+            room = self._ring_of_copies.buffer(self._copied, copy.nbytes)
+            self._copied += 1
+        return _Both(transfer, record.write_copy(chunk.parcel, memory, room))
 
     def _record(self, chunk: Chunk) -> Record | None:
         local = local_of(self._known[chunk.cuts[0].piece.parameter])

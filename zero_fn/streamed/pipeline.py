@@ -23,7 +23,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.storage import Transfer, wait_all
+from zero_fn.storage import Transfer, Waited, wait_all
 from zero_fn.streamed.store import BUFFERS, Store
 
 __all__ = ["Lane", "StoreLane", "Stored", "each_chunk"]
@@ -51,7 +51,7 @@ class Lane(Protocol[V]):
         The memory of the chunk that came four before may be taken: it has been written back.
         """
 
-    def keep(self, chunk: V, memory: Tensor) -> Transfer | None:
+    def keep(self, chunk: V, memory: Tensor) -> Waited | None:
         """Begins to put the part back; None if it is there."""
 
     def forget(self) -> None:
@@ -108,7 +108,7 @@ def each_chunk(
     order = list(reversed(chunks)) if backwards else chunks
     is_whole = False
     fetches: dict[int, list[tuple[Tensor, Transfer | None]]] = {}
-    puts: dict[int, list[Transfer | None]] = {}
+    puts: dict[int, list[Waited | None]] = {}
     try:
         for turn, chunk in enumerate(order):
             for later in range(turn + len(fetches), min(turn + BUFFERS // 2 + 1, len(order))):
@@ -127,7 +127,7 @@ def each_chunk(
             wait_all(puts.pop(min(puts)))
         is_whole = True
     finally:
-        left = [transfer for fetched in fetches.values() for _, transfer in fetched]
+        left: list[Waited | None] = [transfer for fetched in fetches.values() for _, transfer in fetched]
         for transfer in (*left, *(put for each in puts.values() for put in each)):
             with suppress(StorageError):  # the first failure is the one that is told
                 wait_all([transfer])
