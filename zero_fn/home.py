@@ -39,10 +39,24 @@ class Sharded(IntEnum):
 
 
 class ReshardAfter(IntEnum):
-    """When gathered parameters of `Sharded.PARAMS` are freed; a later one is fewer gathers and more memory."""
+    """When gathered parameters that are sharded, or rest in another tier, are freed; a later one is fewer gathers and more
+    memory."""
 
     FORWARD = 0
     BACKWARD = 1
+
+    @classmethod
+    def named(cls, moment: str) -> ReshardAfter:
+        """The member that users call "forward" or "backward".
+
+        Raises:
+            LayoutError: It is neither.
+        """
+        if moment not in ("forward", "backward"):
+            raise LayoutError(
+                "reshard_after names no moment.", got=repr(moment), fix='reshard_after="forward" or "backward"'
+            )
+        return cls[moment.upper()]
 
 
 @dataclass(frozen=True, slots=True)

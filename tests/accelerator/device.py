@@ -20,6 +20,7 @@ __all__ = ["NAME", "compiled", "compiler", "load", "moved"]
 NAME = "pretend"
 _SOURCE = Path(__file__).with_name("device.cpp")
 _TORCH = Path(torch.__file__).parent
+_loaded: list[ctypes.CDLL] = []
 
 
 def compiler() -> str | None:
@@ -46,7 +47,9 @@ def load(path: Path) -> None:
     """Makes the device known to this process."""
     torch.utils.rename_privateuse1_backend(NAME)
     torch.ops.load_library(path)
-    ctypes.CDLL(str(path)).pretend_begin()
+    library = ctypes.CDLL(str(path))
+    library.pretend_begin()
+    _loaded.append(library)
     module = types.ModuleType(f"torch.{NAME}")
     vars(module).update(
         is_available=lambda: True,
@@ -65,8 +68,8 @@ def load(path: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def moved(path: Path) -> tuple[int, int]:
+def moved() -> tuple[int, int]:
     """Bytes copied to the device and from it since the last call."""
     found = (ctypes.c_int64 * 2)()
-    ctypes.CDLL(str(path)).pretend_moved(found)
+    _loaded[0].pretend_moved(found)
     return found[0], found[1]

@@ -143,6 +143,50 @@ def in_bfloat16(tier: Tier) -> None:
 
 
 @program
+def bytes_over_the_link(tier: Tier) -> None:
+    """For each parameter and step: two to the device and two from it, where all rests on the host and computes in bfloat16.
+    DeepSpeed's stage 2 with offload moves six. Norms, clipping and what is loaded or saved cost nothing."""
+
+    def moved_by(model: Any, act: Callable[[], object]) -> tuple[float, float]:
+        device.moved()
+        act()
+        numel = sum(parameter.numel() for parameter in model.parameters())
+        there, back = device.moved()
+        return round(there / numel, 1), round(back / numel, 1)
+
+    def passed(model: Any) -> Callable[[], object]:
+        return lambda: model(x).float().square().mean().backward()
+
+    def wide() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).to(device.NAME)
+
+    x = torch.ones(2, 256).to(device.NAME)
+    model: Any = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier, reshard_after="backward")
+    optimizer: Any = zf.streamed(adamw(model))
+    passed(model)()
+    optimizer.step()  # copies in bfloat16 are made by the first forward
+    optimizer.zero_grad()
+    assert moved_by(model, passed(model)) == (2, 2)
+    assert moved_by(model, passed(model)) == (2, 2), "the second gradient is added on the host"
+    assert moved_by(model, lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3)) == (0, 0)
+    assert moved_by(model, optimizer.step) == (0, 0)
+    states, values = optimizer.state_dict(), {name: value.cpu() for name, value in model.state_dict().items()}
+    assert moved_by(model, lambda: (optimizer.state_dict(), optimizer.load_state_dict(states))) == (0, 0)
+    assert moved_by(model, lambda: (model.load_state_dict(values), optimizer.zero_grad(set_to_none=False))) == (0, 0)
+
+    model = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier)
+    passed(model)()
+    assert moved_by(model, passed(model)) == (3.5, 2), "all but the last layer are gathered again in backward"
+
+    model = wide()
+    optimizer = zf.streamed(adamw(model), tier)
+    passed(model)()
+    assert moved_by(model, optimizer.step) == (4, 8), (
+        "parameters and gradients go to the states, and parameters come back"
+    )
+
+
+@program
 def accumulated(tier: Tier) -> None:
     plain, model = net(), all_away(net(), tier)
     optimizer, plain_optimizer = zf.streamed(adamw(model)), adamw(plain)

@@ -17,7 +17,7 @@ from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record, record_nbytes
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.tier_tensor import TierTensor, on_host
 from zero_fn.storage import Shelf, shelf_of
 from zero_fn.tiers import Tier
 
@@ -131,8 +131,11 @@ def _take_gradients(unit: Unit) -> list[tuple[Record, dict[int, Tensor]]]:
         if isinstance(local, TierTensor) or local.dtype != slot.dtype:
             continue
         if local.stride() != slot.local_stride:
-            local = torch.empty_strided(slot.local_shape, slot.local_stride, dtype=local.dtype).copy_(local)
-        found.setdefault(place.record, {})[place.number] = local.as_strided((local.numel(),), (1,))
+            local = torch.empty_strided(
+                slot.local_shape, slot.local_stride, dtype=local.dtype, device=local.device
+            ).copy_(local)
+        flat = local.as_strided((local.numel(),), (1,))
+        found.setdefault(place.record, {})[place.number] = on_host(flat, slot.compute_dtype)
         away = slot.local_view(place)
         slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
     return list(found.items())

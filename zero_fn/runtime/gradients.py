@@ -27,6 +27,7 @@ from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.tier_tensor import TierTensor, on_host
 from zero_fn.storage.recycled import Recurring
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
@@ -333,7 +334,8 @@ def settle(slot: Slot, grad: Tensor) -> None:
         parameter.grad = grad
     else:
         rest_gradient(parameter)
-        local_of(parameter.grad).add_(local_of(grad))
+        resting, added = local_of(parameter.grad), local_of(grad)
+        resting.add_(on_host(added, slot.compute_dtype) if isinstance(resting, TierTensor) else added)
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)

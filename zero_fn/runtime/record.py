@@ -272,8 +272,12 @@ class Record:
 
     # -- one tensor -----------------------------------------------------------------------------------------------
 
-    def open(self, number: int) -> _Opened:
+    def open(self, number: int, *, on_host: bool = False) -> _Opened:
         """Brings one tensor into memory, for an operation.
+
+        Args:
+            number: Which.
+            on_host: Of the host, and not of the device.
 
         Raises:
             StorageError: The disk failed, or does not hold what was written to it.
@@ -281,10 +285,12 @@ class Record:
         parcels = self._of[number]
         self.finish_writing()
         if not self.numel(number):
-            return _Opened(self, number, None, 0, torch.empty(0, dtype=self.dtype(number), device=self.device))
+            device = torch.device("cpu") if on_host else self.device
+            return _Opened(self, number, None, 0, torch.empty(0, dtype=self.dtype(number), device=device))
         if self._is_held:
             assert self._memory is not None
-            return _Opened(self, number, None, 0, self._on_device(self._view(self._memory, 0, number)))
+            values = self._view(self._memory, 0, number)
+            return _Opened(self, number, None, 0, values if on_host else values.to(self.device))
         start = parcels[0].start
         memory = self.shelf.borrow(self._place + start, sum(parcel.nbytes for parcel in parcels))
         try:
@@ -292,10 +298,8 @@ class Record:
         except StorageError:
             self.shelf.give_back(memory)
             raise
-        return _Opened(self, number, memory, start, self._on_device(self._view(memory, start, number)))
-
-    def _on_device(self, values: Tensor) -> Tensor:
-        return values if self.device.type == "cpu" else values.to(self.device)
+        values = self._view(memory, start, number)
+        return _Opened(self, number, memory, start, values if on_host else values.to(self.device))
 
     def put(self, number: int, memory: Tensor | None, start: int, flat: Tensor) -> None:
         """Writes a tensor back that `open` has brought."""
@@ -443,7 +447,7 @@ class _Opened:
     """One tensor in memory for an operation.
 
     Attributes:
-        flat: Its elements, on the device.
+        flat: Its elements.
     """
 
     __slots__ = ("_memory", "_number", "_record", "_start", "flat")

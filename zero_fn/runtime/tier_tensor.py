@@ -10,6 +10,10 @@ tensor after another, so that no more than one is in memory.
 [Note: .data] `Module.to` writes `parameter.data = values`. The tensor then has other values, in memory, until its unit
 follows it and gives it a place in the tier again.
 
+[Note: where it is computed] Of a model on an accelerator the values are on the host once they are fetched. What reads or
+writes nothing else that is large (norms, scaling, zeroing, sums of gradients) is computed there, and only results and other
+arguments cross to the device and from it; all else is computed on the device.
+
 [Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it arrive.
 """
 
@@ -27,7 +31,7 @@ from zero_fn.errors import StateError
 if TYPE_CHECKING:
     from zero_fn.runtime.record import Record
 
-__all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
+__all__ = ["PLACE", "TierTensor", "in_memory", "on_host", "same_place", "written_by"]
 
 _aten = torch.ops.aten
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -143,6 +147,18 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.detach().clone() if isinstance(tensor, TierTensor) else tensor
 
 
+def on_host(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values in memory of the host. Those of a device that a smaller dtype holds as well arrive in that one: a gradient that
+    was computed in bfloat16, and neither averaged nor added to in float32, is half the bytes."""
+    if values.device.type == "cpu":
+        return values
+    if dtype.itemsize < values.dtype.itemsize:
+        narrow = values.to(dtype)
+        if torch.equal(narrow.to(values.dtype), values):  # waits for the device, as the copy does
+            values = narrow
+    return values.cpu()
+
+
 def same_place(one: Tensor, other: Tensor) -> bool:
     """Whether both are the same tensor of the same record."""
     if not isinstance(one, TierTensor) or not isinstance(other, TierTensor):
@@ -201,6 +217,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on values that are fetched, and puts back those that it writes."""
     leaves, spec = tree_flatten((args, kwargs))
     written = written_by(func, args, kwargs)
+    on_host = _is_for_host(func, leaves, written)
     opened: list[tuple[TierTensor, Any]] = []
     values: dict[int, Tensor] = {}
     try:
@@ -208,7 +225,9 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(leaf, TierTensor) and leaf.moved is not None:
                 values[id(leaf)] = leaf.moved
             elif isinstance(leaf, TierTensor):
-                opened.append((leaf, leaf.record.open(leaf.number)))
+                opened.append((leaf, leaf.record.open(leaf.number, on_host=on_host)))
+            elif on_host and isinstance(leaf, Tensor):
+                values[id(leaf)] = leaf.cpu()
         values |= {
             id(tensor): entry.flat.as_strided(
                 tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first
@@ -221,10 +240,27 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if id(tensor) in written:
                 entry.put()
         back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
-        return tree_map(lambda value: back.get(id(value), value), out)
+        device = opened[0][0].device if on_host and kwargs.get("device") is None else None
+
+        def returned(value: Any) -> Any:
+            found = back.get(id(value), value)
+            return found.to(device) if device is not None and found is value and isinstance(value, Tensor) else found
+
+        return tree_map(returned, out)
     finally:
         for _, entry in opened:
             entry.close()
+
+
+def _is_for_host(func: Any, leaves: Sequence[Any], written: set[int]) -> bool:
+    """[Note: where it is computed]"""
+    ours = [leaf for leaf in leaves if isinstance(leaf, TierTensor)]
+    if any(leaf.moved is not None for leaf in ours) or all(leaf.device.type == "cpu" for leaf in ours):
+        return False
+    others = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, TierTensor)]
+    if torch.Tag.nondeterministic_seeded in func.tags or any(id(leaf) in written for leaf in others):
+        return False
+    return bool(written) or all(leaf.numel() <= 1 for leaf in others)
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -49,10 +49,9 @@ def join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: 
         states[name] = value.clone()
     else:
         if name not in states:
-            whole = torch.empty_strided(
-                local.shape, cut.stride if cut.piece.is_whole else local.stride(), dtype=value.dtype
-            )
-            whole = whole.to(local.device)
+            stride = cut.stride if cut.piece.is_whole else local.stride()
+            # Where it is stepped: on the host where the states of all parameters may not fit the device.
+            whole = torch.empty_strided(local.shape, stride, dtype=value.dtype, device=value.device)
             states[name] = on_spec(whole, _spec(parameter, value.dtype)) if isinstance(parameter, DTensor) else whole
         cut.of(local_of(states[name])).copy_(value)
 

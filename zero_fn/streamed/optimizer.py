@@ -29,6 +29,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.chunk import Chunk, Cut, name_of
 from zero_fn.streamed.grown import grow
 from zero_fn.streamed.handed_over import HandedOver
+from zero_fn.streamed.host_load import load_on_host
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -208,7 +209,7 @@ class Streamed(Optimizer):
         self._torn = "states could not be loaded"
         doing = "Loading the states of an optimizer"
         with self._handed_over.loads():
-            everywhere(self._all_parameters(), lambda: self.inner.load_state_dict(state_dict), doing)
+            everywhere(self._all_parameters(), lambda: load_on_host(self.inner, state_dict), doing)
         self._begin(doing)
 
     @torch.no_grad()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from torch import nn
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home
+from zero_fn.home import Home, ReshardAfter
 from zero_fn.runtime.tier_norms import agree_on_norms
 from zero_fn.runtime.tier_redistribution import agree_on_redistribution
 from zero_fn.substitute import assignment_of, substitute
@@ -28,6 +28,7 @@ def offload(
     grads: Tier | None = None,
     optim: Tier | None = None,
     fraction: float = 1.0,
+    reshard_after: Literal["forward", "backward"] = "forward",
     units: Units = None,
     where: Where = None,
     donate: bool = False,
@@ -66,6 +67,7 @@ def offload(
         grads: Where gradients rest between backward and step.
         optim: Where `zf.streamed(optimizer)` keeps the states of these parameters.
         fraction: How much of those states, in bytes, is in that tier; the rest stays on the device. See `streamed`.
+        reshard_after: When fetched parameters are freed. "backward" is one fetch less, and more memory of the device.
         units: What is fetched together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`.
         donate: Free each parameter as soon as it was moved; `module` can no longer run.
@@ -75,8 +77,8 @@ def offload(
         (unless donated).
 
     Raises:
-        LayoutError: No tier is given, `where` selects nothing, `fraction` is none, or an earlier transform chose another
-            tier.
+        LayoutError: No tier is given, `where` selects nothing, `fraction` is none, `reshard_after` names no moment, or an
+            earlier transform chose another tier.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
         TierError: The tier, or memory for its buffers, is too small: on every rank, and before anything moved.
         StorageError: The path takes no files: on every rank, and before anything moved.
@@ -103,7 +105,7 @@ def offload(
         agree_on_norms()
         agree_on_redistribution()
     tiers = Tiers(params, grads, optim, fraction)
-    home = Home(tiers=tiers)
+    home = Home(tiers=tiers, reshard_after=ReshardAfter.named(reshard_after))
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)

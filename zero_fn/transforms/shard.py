@@ -221,12 +221,7 @@ def shard_params(
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.3 (P_os+g+p) and 7.2.2 (volume 3Ψ).
     """
-    moments = {"forward": ReshardAfter.FORWARD, "backward": ReshardAfter.BACKWARD}
-    if reshard_after not in moments:
-        raise LayoutError(
-            "reshard_after names no moment.", got=repr(reshard_after), fix='reshard_after="forward" or "backward"'
-        )
-    home = Home(Sharded.PARAMS, reshard_after=moments[reshard_after])
+    home = Home(Sharded.PARAMS, reshard_after=ReshardAfter.named(reshard_after))
     return _join(module, mesh, "shard_params", home, units, where, persist_below, buffers, donate)
 
 
