@@ -92,9 +92,9 @@ def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch:
     opened: list[int] = []
     bring, most = Record.open, 0
 
-    def open_one(self: Record, number: int) -> Any:
+    def open_one(self: Record, number: int, **how: Any) -> Any:
         nonlocal most
-        entry = bring(self, number)
+        entry = bring(self, number, **how)
         opened.append(number)
         most = max(most, len(opened))
         close = entry.close

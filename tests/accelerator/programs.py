@@ -23,6 +23,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
+from zero_fn.runtime.entry import units_of
 from zero_fn.tiers import Tier
 
 __all__ = ["PROGRAMS"]
@@ -184,6 +185,33 @@ def bytes_over_the_link(tier: Tier) -> None:
     assert moved_by(model, optimizer.step) == (4, 8), (
         "parameters and gradients go to the states, and parameters come back"
     )
+
+
+@program
+def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
+    """On an accelerator the host is ahead: parameters may be edited while a gather of the old ones is still being copied."""
+    writes: list[Callable[[nn.Parameter], object]] = [
+        lambda parameter: parameter.mul_(3),
+        lambda parameter: parameter.data.zero_(),
+        lambda parameter: parameter.copy_(torch.ones_like(parameter)),
+    ]
+    for model in (zf.offload(net(), params=tier), zf.offload(zf.precision(net()), params=tier)):
+        tokens = next(batches())
+        model(tokens)
+        for write in writes:
+            (unit,) = [unit for unit in units_of(model) if unit.name == "blocks.1.1"]
+            before = model.blocks[1][1].weight.detach().cpu()
+            unit.unshard()
+            with torch.no_grad():
+                write(model.blocks[1][1].weight)
+            unit.await_gathered()
+            assert torch.equal(unit.tensors()[0].cpu(), before.to(unit.tensors()[0].dtype))
+            unit.reshard()
+            after = model.blocks[1][1].weight.detach().cpu()
+            unit.unshard()
+            unit.await_gathered()
+            assert torch.equal(unit.tensors()[0].cpu(), after.to(unit.tensors()[0].dtype))
+            unit.reshard()
 
 
 @program

@@ -25,6 +25,7 @@ from torch import Tensor
 from zero_fn.hierarchy import Links
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.saved import remember_buffer
+from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.recycled import Recurring
@@ -111,7 +112,7 @@ class Gathered:
         lent: Tensors that are shown again in the next backward, if there are any.
     """
 
-    __slots__ = ("__weakref__", "_away", "_copied", "_freed", "_views", "buffers", "lent", "segments")
+    __slots__ = ("__weakref__", "_arriving", "_away", "_copied", "_freed", "_views", "buffers", "lent", "segments")
 
     def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
         """Allocates the buffers that do not stay in memory, and cuts all of them."""
@@ -131,6 +132,7 @@ class Gathered:
             ]
             self.segments = transport.prepared(segments)
             self._cut_own(groups)
+        self._arriving: tuple[SideStream, torch.Event] | None = None  # the last copy from the host
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
         for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
@@ -163,8 +165,28 @@ class Gathered:
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
         if self._away and not has_failed:
-            places = [place for place, _ in self._away]
-            torch._foreach_copy_(places, [own.record.gathered(own.number) for _, own in self._away])
+            self._fill_away()
+
+    def _fill_away(self) -> None:
+        places: list[Tensor] = []
+        values: list[Tensor] = []
+        for place, own in self._away:
+            found = own.record.gathered(own.number)
+            if place.device.type == "cpu" or not own.record.is_addressable:
+                places.append(place)
+                values.append(found)
+            else:
+                stream = side_stream(place.device)
+                self._arriving = stream, stream.copy(place, found)
+                own.record.note_leaving(self._arriving[1])
+        if places:
+            torch._foreach_copy_(places, values)
+
+    def wait_for_own(self) -> None:
+        """Lets the device wait for what is on its way from the host."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving[0].wait_for(arriving[1])
 
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""

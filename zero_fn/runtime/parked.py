@@ -3,9 +3,8 @@
 A tensor leaves when its forward has run and comes back when it is computed again. What was parked last comes back first, so
 taking one begins to fetch the one parked before it.
 
-On an accelerator, copies run on a stream of their own: it waits for what the tensor is computed by, and the computation waits
-for the copy that brings it back. A tensor that is still being copied is kept alive here, because the allocator knows nothing
-of our streams. That part has not run on a device yet.
+On an accelerator, copies run on a stream of their own (`side_stream.py`): it waits for what the tensor is computed by, and
+the computation waits for the copy that brings it back.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
 """
@@ -13,12 +12,12 @@ Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a+cpu).
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Lot, Slab
 from zero_fn.tiers import Cpu, Nvme, Tier, is_away
 
@@ -145,13 +144,11 @@ class _OnDisk(_Chained):
 
 
 class _Host:
-    """Pinned memory of the host, of exact sizes, used again; and the stream that copies."""
+    """Pinned memory of the host, of exact sizes, used again."""
 
     def __init__(self, tier: Cpu) -> None:
         self._tier, self.nbytes = tier, 0
         self._free: dict[int, list[Tensor]] = {}
-        self._streams: dict[torch.device, torch.Stream] = {}
-        self._copying: deque[tuple[torch.Event, Tensor]] = deque()
 
     def memory(self, nbytes: int) -> Tensor:
         """A free range, or a new one."""
@@ -164,23 +161,8 @@ class _Host:
         return slab.memory[:nbytes]
 
     def free(self, memory: Tensor) -> None:
-        """Takes a range back. The stream copies in order, so it may be written to at once."""
+        """Takes a range back. Side streams copy in order, so it may be given to the next tensor at once."""
         self._free.setdefault(memory.numel(), []).append(memory)
-
-    def copy(self, to: Tensor, source: Tensor) -> torch.Event:
-        """Copies on the stream, after what the current stream has been given so far."""
-        there = to if source.device.type == "cpu" else source
-        stream = self._streams.get(there.device)
-        if stream is None:
-            stream = self._streams[there.device] = torch.Stream(there.device)
-        stream.wait_stream(torch.accelerator.current_stream(there.device))
-        with stream:
-            to.copy_(source, non_blocking=True)
-        event = stream.record_event()
-        while self._copying and self._copying[0][0].query():
-            self._copying.popleft()
-        self._copying.append((event, there))
-        return event
 
 
 class _OnHost(_Chained):
@@ -190,19 +172,19 @@ class _OnHost(_Chained):
         self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
         self._arriving: tuple[Tensor, torch.Event] | None = None
         if self._memory is not None:
-            host.copy(self._memory, _bytes_of(tensor))
+            side_stream(tensor.device).copy(self._memory, _bytes_of(tensor))
 
     def fetch(self) -> None:
         if self._arriving is None and self._memory is not None:
             tensor = self._empty()
-            self._arriving = tensor, self._host.copy(_bytes_of(tensor), self._memory)
+            self._arriving = tensor, side_stream(self._device).copy(_bytes_of(tensor), self._memory)
 
     def take(self) -> Tensor:
         self.fetch()
         if self._arriving is None:
             return self._empty()
         (tensor, event), self._arriving = self._arriving, None
-        torch.accelerator.current_stream(tensor.device).wait_event(event)
+        side_stream(self._device).wait_for(event)
         self._fetch_before()
         return tensor
 

@@ -139,10 +139,12 @@ class Record:
         self._memory: Tensor | None = None  # of all of it, while it is fetched
         self._transfers: list[Transfer] = []
         self._behind: tuple[Tensor, list[Transfer | None]] | None = None  # memory that is being written
+        self._leaving: torch.Event | None = None  # the last copy of its memory to the device
         self._is_held = False
         self._dirty: set[int] = set()  # parcels, by their start, that were changed in held memory
 
     def __del__(self) -> None:
+        self._await_leaving()
         with suppress(StorageError):
             self.finish_writing()
         self.drop()
@@ -205,6 +207,7 @@ class Record:
         """
         self.finish_writing()
         self.drop()
+        self._await_leaving()
         parcels = [p for p in self.parcels if any(piece.parameter in values for piece in p.pieces)]
         if not parcels:
             return
@@ -256,6 +259,7 @@ class Record:
         Raises:
             StorageError: The disk failed.
         """
+        self._await_leaving()
         self.arrive()
         self._is_held = True
         try:
@@ -284,6 +288,7 @@ class Record:
         """
         parcels = self._of[number]
         self.finish_writing()
+        self._await_leaving()
         if not self.numel(number):
             device = torch.device("cpu") if on_host else self.device
             return _Opened(self, number, None, 0, torch.empty(0, dtype=self.dtype(number), device=device))
@@ -329,7 +334,8 @@ class Record:
         return isinstance(self.tier, Cpu)
 
     def memory_of(self, parcel: Parcel) -> Tensor:
-        """The memory of a parcel, if that is addressable."""
+        """The memory of a parcel, if that is addressable, to be read and written."""
+        self._await_leaving()
         return self.shelf.borrow(self._place + parcel.start, parcel.nbytes)
 
     # -- one parcel -----------------------------------------------------------------------------------------------
@@ -370,12 +376,26 @@ class Record:
 
     def gathered(self, number: int) -> Tensor:
         """A tensor that has arrived for a gather, flat, in memory of the host."""
-        return (self.copies if self._are_copies_gathered and self.copies is not None else self).values(number)
+        return self._gathered.values(number)
+
+    def note_leaving(self, copied: torch.Event) -> None:
+        """What a gather reads is on its way to the device: its memory stays as it is until this copy has ended."""
+        self._gathered._leaving = copied
+
+    def _await_leaving(self) -> None:
+        leaving, self._leaving = self._leaving, None
+        if leaving is not None:
+            leaving.synchronize()
+
+    @property
+    def _gathered(self) -> Record:
+        return self.copies if self._are_copies_gathered and self.copies is not None else self
 
     def _renew(self, copies: Record) -> None:
         copies.drop()
         for copy in copies.parcels:
             copy.version = _NO_VERSION  # until it is written
+        copies._await_leaving()
         if copies.nbytes:
             memory = copies.shelf.borrow(copies._place, copies.nbytes)
             try:

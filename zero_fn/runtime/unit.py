@@ -370,6 +370,8 @@ class Unit:
             gathered.renew()
         self.gathered = gathered
         gathered.fill_own(has_failed=self._failure is not None)
+        if gathered.segments:
+            gathered.wait_for_own()
         self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
         if self.records:
@@ -435,6 +437,8 @@ class Unit:
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
+        if self.gathered is not None:
+            self.gathered.wait_for_own()
         if self._told is not None:
             self._failure = self._told.failure(self._failure)
             self._told = None
