@@ -292,6 +292,14 @@ extern "C" void pretend_begin() {
   RegisterPrivateUse1HooksInterface(&hooks);
 }
 
+// Copies that nothing has waited for yet.
+extern "C" int pretend_waiting() {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  size_t found = 0;
+  for (auto& each : queues) found += each.second.waiting.size();
+  return static_cast<int>(found);
+}
+
 // Bytes copied to the device and from it since the last call.
 extern "C" void pretend_moved(int64_t* found) {
   found[0] = to_device, found[1] = from_device;

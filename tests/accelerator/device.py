@@ -15,7 +15,7 @@ import torch
 
 from zero_fn.kernels.cache import stored
 
-__all__ = ["NAME", "compiled", "compiler", "load", "moved"]
+__all__ = ["NAME", "compiled", "compiler", "load", "moved", "waiting"]
 
 NAME = "pretend"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -66,6 +66,12 @@ def load(path: Path) -> None:
     )
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def waiting() -> int:
+    """Copies on side streams that nothing has waited for yet."""
+    count: int = _loaded[0].pretend_waiting()
+    return count
 
 
 def moved() -> tuple[int, int]:

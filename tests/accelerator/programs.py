@@ -23,8 +23,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
+from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.entry import units_of
-from zero_fn.tiers import Tier
+from zero_fn.tiers import Cpu, Tier
 
 __all__ = ["PROGRAMS"]
 
@@ -212,6 +213,37 @@ def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
             unit.await_gathered()
             assert torch.equal(unit.tensors()[0].cpu(), after.to(unit.tensors()[0].dtype))
             unit.reshard()
+
+
+@program
+def gradients_arrive_to_the_bit(tier: Tier) -> None:
+    """Those that bfloat16 holds, and those that it does not: sums, NaNs, infinities; of one element and of several blocks."""
+    for numel in (1, 2, 3, (1 << 16) + 1, 3 << 16):
+        numbers = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        odd = numbers.bfloat16().float()
+        odd[-1], odd[0] = torch.inf, torch.nan
+        for values in (numbers, numbers.bfloat16().float(), odd, numbers.bfloat16().float() + 2.0**-20):
+            place, other = torch.full((2, numel), 7.0)
+            arriving = Arriving(place, values.to(device.NAME), torch.bfloat16)
+            arriving.finish()
+            assert torch.equal(place.view(torch.int32), values.view(torch.int32))
+            assert (other == 7).all()
+
+
+@program
+def copies_go_on_while_the_device_computes(tier: Tier) -> None:
+    """The next unit is on its way to the device while one computes, and so are gradients of the last one from it."""
+    if not isinstance(tier, Cpu):
+        return
+    model: Any = zf.offload(zf.precision(net()), params=tier, grads=tier)
+    trained(model, zf.streamed(adamw(model), tier), batches(1))
+    seen: dict[str, list[int]] = {"forward": [], "backward": []}
+    for number in range(3):
+        model.blocks[number][2].register_forward_hook(lambda *_: seen["forward"].append(device.waiting()))
+        model.blocks[number][2].register_full_backward_hook(lambda *_: seen["backward"].append(device.waiting()))
+    model(next(batches())).float().square().mean().backward()
+    assert all(seen["forward"]), seen
+    assert all(seen["backward"]), seen
 
 
 @program

@@ -17,7 +17,7 @@ from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record, record_nbytes
-from zero_fn.runtime.tier_tensor import TierTensor, on_host
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of
 from zero_fn.tiers import Tier
 
@@ -85,11 +85,11 @@ class Away:
         """Begins to write gradients that rest in another tier, one unit at a time."""
         if not unit.gradient_records:
             return
-        for record, values in _take_gradients(unit):
+        for record, (values, computed) in _take_gradients(unit).items():
             with self._failing_at_the_end():
                 self._finish_writing()
                 self._writing = record
-                record.begin_writing(values)
+                record.begin_writing(values, computed)
 
     def finish_gradients(self, units: list[Unit]) -> None:
         """Waits until gradients are in their tier.
@@ -120,9 +120,10 @@ class Away:
             self._failure = self._failure or error
 
 
-def _take_gradients(unit: Unit) -> list[tuple[Record, dict[int, Tensor]]]:
-    """Gradients in memory whose place is in another tier, flat as they lie there; their tensors take their place."""
-    found: dict[Record, dict[int, Tensor]] = {}
+def _take_gradients(unit: Unit) -> dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]]:
+    """Gradients in memory whose place is in another tier, flat as they lie there, with the dtypes they were computed in;
+    their tensors take their place."""
+    found: dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]] = {}
     for slot in unit.slots:
         grad, place = slot.parameter.grad, slot.gradient_away
         if grad is None or place is None or isinstance(grad, PendingGradient):
@@ -134,8 +135,9 @@ def _take_gradients(unit: Unit) -> list[tuple[Record, dict[int, Tensor]]]:
             local = torch.empty_strided(
                 slot.local_shape, slot.local_stride, dtype=local.dtype, device=local.device
             ).copy_(local)
-        flat = local.as_strided((local.numel(),), (1,))
-        found.setdefault(place.record, {})[place.number] = on_host(flat, slot.compute_dtype)
+        values, computed = found.setdefault(place.record, ({}, {}))
+        values[place.number] = local.as_strided((local.numel(),), (1,))
+        computed[place.number] = slot.compute_dtype
         away = slot.local_view(place)
         slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
-    return list(found.items())
+    return found

@@ -161,7 +161,7 @@ class _Host:
         return slab.memory[:nbytes]
 
     def free(self, memory: Tensor) -> None:
-        """Takes a range back. Side streams copy in order, so it may be given to the next tensor at once."""
+        """Takes a range back, from which nothing is on its way. What is still on its way into it comes before what is next."""
         self._free.setdefault(memory.numel(), []).append(memory)
 
 
@@ -169,8 +169,8 @@ class _OnHost(_Chained):
     def __init__(self, host: _Host, tensor: Tensor, before: _Chained | None) -> None:
         super().__init__(tensor, before)
         self._host = host
-        self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
         self._arriving: tuple[Tensor, torch.Event] | None = None
+        self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
         if self._memory is not None:
             side_stream(tensor.device).copy(self._memory, _bytes_of(tensor))
 
@@ -191,6 +191,8 @@ class _OnHost(_Chained):
     def __del__(self) -> None:
         memory = getattr(self, "_memory", None)
         if memory is not None:
+            if self._arriving is not None:  # fetched, and never taken
+                self._arriving[1].synchronize()
             self._host.free(memory)
 
 

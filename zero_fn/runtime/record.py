@@ -25,7 +25,8 @@ from torch import Tensor
 
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StorageError
-from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.arriving import Arriving
+from zero_fn.runtime.tier_tensor import TierTensor, on_host
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
@@ -139,6 +140,7 @@ class Record:
         self._memory: Tensor | None = None  # of all of it, while it is fetched
         self._transfers: list[Transfer] = []
         self._behind: tuple[Tensor, list[Transfer | None]] | None = None  # memory that is being written
+        self._arriving: list[Arriving] = []
         self._leaving: torch.Event | None = None  # the last copy of its memory to the device
         self._is_held = False
         self._dirty: set[int] = set()  # parcels, by their start, that were changed in held memory
@@ -199,8 +201,12 @@ class Record:
             self.drop()
             raise
 
-    def begin_writing(self, values: Mapping[int, Tensor]) -> None:
+    def begin_writing(self, values: Mapping[int, Tensor], computed: Mapping[int, torch.dtype] | None = None) -> None:
         """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
+
+        Args:
+            values: By number, on the host or the device. Those on the device may change once they are finished.
+            computed: The dtypes they were computed in, where that is known.
 
         Raises:
             StorageError: What was written before failed, or what is beside these tensors cannot be read.
@@ -217,7 +223,11 @@ class Record:
         partly = [p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]
         wait_all(list(self._reads(partly, memory, 0)))
         for number, value in values.items():
-            self._view(memory, 0, number).copy_(value)
+            place, dtype = self._view(memory, 0, number), (computed or {}).get(number, value.dtype)
+            if value.device.type != "cpu" and self.is_addressable:
+                self._arriving.append(Arriving(place, value, dtype))
+            else:
+                place.copy_(on_host(value, dtype))
         for parcel in parcels:
             part = memory[parcel.start : parcel.start + parcel.nbytes]
             transfers.append(self._written(parcel, part))
@@ -228,6 +238,9 @@ class Record:
         Raises:
             StorageError: It failed.
         """
+        arriving, self._arriving = self._arriving, []
+        for each in arriving:
+            each.finish()
         behind, self._behind = self._behind, None
         if behind is not None:
             try:
@@ -335,6 +348,7 @@ class Record:
 
     def memory_of(self, parcel: Parcel) -> Tensor:
         """The memory of a parcel, if that is addressable, to be read and written."""
+        self.finish_writing()
         self._await_leaving()
         return self.shelf.borrow(self._place + parcel.start, parcel.nbytes)
 

@@ -1,6 +1,7 @@
-"""Copies between the host and an accelerator, on a stream beside the one that computes.
+"""Copies between the host and an accelerator, on streams beside the one that computes: one for each way, as devices have one
+engine for each.
 
-The stream waits for what was issued before a copy, because that may still use the memory that is written; whoever reads what
+A stream waits for what was issued before a copy, because that may still use the memory that is written; whoever reads what
 was copied waits for its event. Host memory that is pinned is copied while the host goes on, so it must stay as it is until
 then: neither the allocator of the device nor that of the host knows of our streams.
 """
@@ -17,11 +18,11 @@ __all__ = ["SideStream", "side_stream"]
 
 
 class SideStream:
-    """The stream of one device."""
+    """The streams of one device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.Stream(device)
+        self._there, self._back = torch.Stream(device), torch.Stream(device)
         self._copying: deque[tuple[torch.Event, Tensor]] = deque()
 
     def copy(self, to: Tensor, source: Tensor) -> torch.Event:
@@ -30,13 +31,15 @@ class SideStream:
         Returns:
             The end of the copy: `wait_for` it before `to` is read or `source` written.
         """
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        with self._stream:
+        is_there = source.device.type == "cpu"
+        stream = self._there if is_there else self._back
+        stream.wait_stream(torch.accelerator.current_stream(self._device))
+        with stream:
             to.copy_(source, non_blocking=True)
-        event = self._stream.record_event()
+        event = stream.record_event()
         while self._copying and self._copying[0][0].query():
             self._copying.popleft()
-        self._copying.append((event, to if source.device.type == "cpu" else source))
+        self._copying.append((event, to if is_there else source))
         return event
 
     def wait_for(self, event: torch.Event) -> None:
@@ -46,5 +49,5 @@ class SideStream:
 
 @cache
 def side_stream(device: torch.device) -> SideStream:
-    """The side stream of a device of this process."""
+    """The side streams of a device of this process."""
     return SideStream(device)
