@@ -25,6 +25,7 @@ import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.parked import Parking
 from zero_fn.tiers import Cpu, Tier
 
 __all__ = ["PROGRAMS"]
@@ -244,6 +245,21 @@ def copies_go_on_while_the_device_computes(tier: Tier) -> None:
     model(next(batches())).float().square().mean().backward()
     assert all(seen["forward"]), seen
     assert all(seen["backward"]), seen
+
+
+@program
+def host_memory_outlives_what_is_copied(tier: Tier) -> None:
+    """Of activations that nobody takes back, and of a model that goes while its parameters are on their way."""
+    parking, tensors = Parking(tier), [torch.ones(1 << 18, device=device.NAME) for _ in range(2)]
+    waiting = [parking.park(tensor) for tensor in tensors]
+    waiting[0].fetch()
+    del parking, waiting, tensors
+    model = zf.offload(net(), params=tier)
+    model(next(batches()))
+    for unit in units_of(model):
+        unit.unshard()
+    del model, unit
+    torch.accelerator.synchronize()  # copies that are still under way would read or write memory that is gone
 
 
 @program

@@ -144,11 +144,21 @@ class _OnDisk(_Chained):
 
 
 class _Host:
-    """Pinned memory of the host, of exact sizes, used again."""
+    """Pinned memory of the host, of exact sizes, used again.
+
+    Attributes:
+        nbytes: All of it.
+        ends: Of the last copy into it and from it. Only after those may it go.
+    """
 
     def __init__(self, tier: Cpu) -> None:
         self._tier, self.nbytes = tier, 0
         self._free: dict[int, list[Tensor]] = {}
+        self.ends: dict[str, torch.Event] = {}
+
+    def __del__(self) -> None:
+        for end in self.ends.values():
+            end.synchronize()
 
     def memory(self, nbytes: int) -> Tensor:
         """A free range, or a new one."""
@@ -161,7 +171,7 @@ class _Host:
         return slab.memory[:nbytes]
 
     def free(self, memory: Tensor) -> None:
-        """Takes a range back, from which nothing is on its way. What is still on its way into it comes before what is next."""
+        """Takes a range back, from which nothing is on its way. What is still on its way into it comes before the next."""
         self._free.setdefault(memory.numel(), []).append(memory)
 
 
@@ -172,12 +182,15 @@ class _OnHost(_Chained):
         self._arriving: tuple[Tensor, torch.Event] | None = None
         self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
         if self._memory is not None:
-            side_stream(tensor.device).copy(self._memory, _bytes_of(tensor))
+            self._there = side_stream(self._device).copy(self._memory, _bytes_of(tensor))
+            host.ends["into"] = self._there
 
     def fetch(self) -> None:
         if self._arriving is None and self._memory is not None:
             tensor = self._empty()
-            self._arriving = tensor, side_stream(self._device).copy(_bytes_of(tensor), self._memory)
+            arrived = side_stream(self._device).copy(_bytes_of(tensor), self._memory, after=self._there)
+            self._arriving = tensor, arrived
+            self._host.ends["from"] = arrived
 
     def take(self) -> Tensor:
         self.fetch()

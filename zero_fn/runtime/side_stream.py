@@ -25,8 +25,13 @@ class SideStream:
         self._there, self._back = torch.Stream(device), torch.Stream(device)
         self._copying: deque[tuple[torch.Event, Tensor]] = deque()
 
-    def copy(self, to: Tensor, source: Tensor) -> torch.Event:
+    def copy(self, to: Tensor, source: Tensor, *, after: torch.Event | None = None) -> torch.Event:
         """Copies after what has been issued so far. The tensor on the device lives until then; the caller keeps the other.
+
+        Args:
+            to: What is written.
+            source: What is read.
+            after: The end of a copy the other way that this one has to wait for.
 
         Returns:
             The end of the copy: `wait_for` it before `to` is read or `source` written.
@@ -34,6 +39,8 @@ class SideStream:
         is_there = source.device.type == "cpu"
         stream = self._there if is_there else self._back
         stream.wait_stream(torch.accelerator.current_stream(self._device))
+        if after is not None:
+            stream.wait_event(after)
         with stream:
             to.copy_(source, non_blocking=True)
         event = stream.record_event()
