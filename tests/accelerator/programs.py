@@ -190,6 +190,24 @@ def bytes_over_the_link(tier: Tier) -> None:
 
 
 @program
+def what_moves_was_planned(tier: Tier) -> None:
+    if not isinstance(tier, Cpu):
+        return  # disks are counted in tests/test_plan_tiers.py
+    for states in ({"optim": tier}, {"params": tier, "grads": tier, "optim": tier}):
+        plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
+        plain[1].requires_grad_(False)
+        model: Any = zf.offload(plain, **states)
+        optimizer: Any = zf.streamed(adamw(model))
+        x = torch.ones(2, 256).to(device.NAME)
+        for _ in range(2):
+            device.moved()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert tuple(zf.plan(model, optimizer).moved[str(tier)]) == device.moved()
+
+
+@program
 def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
     """On an accelerator the host is ahead: parameters may be edited while a gather of the old ones is still being copied."""
     writes: list[Callable[[nn.Parameter], object]] = [

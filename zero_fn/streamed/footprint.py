@@ -81,8 +81,7 @@ def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
         found.memory_nbytes += nbytes if tier is None else max(whole_pages(nbytes), whole_pages(1))
         if tier is not None and is_away(tier, device.type):
             found.tiers[tier] += nbytes
-            found.read[tier] += nbytes
-            found.written[tier] += nbytes
+            _add_visits(found, tier, parameters, chunks)
     for tier, chunks in on_disk.items():
         sizes = [whole_pages(chunk.nbytes) for chunk in chunks]
         count, size = ring_form(len(sizes), max(sizes))
@@ -95,16 +94,32 @@ def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
     return found
 
 
+def _add_visits(found: Footprint, tier: Tier, parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> None:
+    """States on the host are stepped there: gradients on the device come to them, and parameters come and go back."""
+    for chunk in chunks:
+        for cut in chunk.cuts:
+            parameter = parameters[cut.piece.parameter]
+            if not parameter.requires_grad:
+                continue
+            slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
+            if slot is None or not slot.is_away:
+                found.read[tier] += nbytes
+                found.written[tier] += nbytes
+            if slot is None or not slot.is_gradient_away:
+                found.written[tier] += nbytes
+
+
 def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
     """The way of parameters and gradients in other tiers through the step."""
     for kind, by_record in parcels_away(parameters).items():
         largest = count = 0
         for tier, parcels in by_record.values():
+            if isinstance(tier, Cpu):
+                continue  # they are stepped where they are
             nbytes = sum(parcel.nbytes for parcel in parcels)
             found.read[tier] += nbytes if kind != "compute copies" else 0
             found.written[tier] += nbytes if kind != "gradients" else 0
-            if not isinstance(tier, Cpu):
-                largest = max(largest, *(parcel.nbytes for parcel in parcels))
-                count += len(parcels)
+            largest = max(largest, *(parcel.nbytes for parcel in parcels))
+            count += len(parcels)
         count, size = ring_form(count, largest)
         found.memory_nbytes += count * size
