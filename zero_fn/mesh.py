@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -42,6 +43,13 @@ class Axis:
     def group(self) -> ProcessGroup:
         """The process group of the ranks along this axis."""
         return self.mesh.get_group()
+
+    @property
+    def backend(self) -> str:
+        """The backend that moves its bytes: "gloo", "nccl", ... A group may have one for each type of device."""
+        named = str(dist.get_backend(self.group))
+        by_device = dict(pair.split(":", 1) for pair in named.split(",") if ":" in pair)
+        return by_device.get(self.device_type, named)
 
     def __str__(self) -> str:
         return f"{self.name!r} ({self.size})"

@@ -15,6 +15,9 @@
 #include <ATen/ops/view_native.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <sys/mman.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
 #include <deque>
@@ -182,11 +185,13 @@ struct Hooks final : PrivateUse1HooksInterface {
 
 // -- operations --------------------------------------------------------------------------------------------------------
 
-// The same bytes as a tensor of the CPU, which does not keep them.
-Tensor on_cpu(const Tensor& tensor) {
+// The same bytes as a tensor of the CPU, which keeps them if it is to.
+Tensor on_cpu(const Tensor& tensor, bool keeps = false) {
   if (tensor.device().type() != kPretend) return tensor;
   const size_t nbytes = tensor.storage().nbytes();
-  DataPtr bytes(nbytes ? bytes_at(tensor.storage().data()) : nullptr, Device(kCPU));
+  void* address = nbytes ? bytes_at(tensor.storage().data()) : nullptr;
+  DataPtr bytes(address, Device(kCPU));
+  if (keeps) bytes = {address, new Tensor(tensor), [](void* held) { delete static_cast<Tensor*>(held); }, Device(kCPU)};
   Storage storage(Storage::use_byte_size_t(), nbytes, std::move(bytes), nullptr, false);
   auto found = at::detail::make_tensor<TensorImpl>(std::move(storage), DispatchKeySet(DispatchKey::CPU), tensor.dtype());
   found.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
@@ -221,7 +226,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   return to;
 }
 
-const Tensor& resize(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
+const Tensor& resized(const Tensor& self, IntArrayRef size, std::optional<MemoryFormat>) {
   const size_t needed = (c10::multiply_integers(size) + self.storage_offset()) * self.element_size();
   if (needed > self.storage().nbytes()) Hooks().resizePrivateUse1Bytes(self.storage(), needed);
   self.unsafeGetTensorImpl()->set_sizes_contiguous(size);
@@ -229,7 +234,7 @@ const Tensor& resize(const Tensor& self, IntArrayRef size, std::optional<MemoryF
 }
 
 Tensor copy_from_and_resize(const Tensor& from, const Tensor& to) {
-  if (to.sizes() != from.sizes()) resize(to, from.sizes(), std::nullopt);
+  if (to.sizes() != from.sizes()) resized(to, from.sizes(), std::nullopt);
   return copy_from(from, to, false);
 }
 
@@ -246,18 +251,18 @@ Tensor& set_to_tensor(Tensor& self, const Tensor& other) {
   return set_to(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
 }
 
-Tensor empty(
+Tensor made(
     IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>, std::optional<bool>,
     std::optional<MemoryFormat> format) {
   return at::detail::empty_generic(size, &memory, DispatchKeySet(DispatchKey::PrivateUse1), dtype.value_or(kFloat), format);
 }
-Tensor empty_strided(
+Tensor made_strided(
     IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>,
     std::optional<bool>) {
   const DispatchKeySet keys(DispatchKey::PrivateUse1);
   return at::detail::empty_strided_generic(size, stride, &memory, keys, dtype.value_or(kFloat));
 }
-Tensor view(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
+Tensor viewed(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
 Scalar item(const Tensor& self) { return on_cpu(self).item(); }
 
 void by_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
@@ -271,12 +276,12 @@ void by_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-  m.impl("empty.memory_format", empty);
-  m.impl("empty_strided", empty_strided);
+  m.impl("empty.memory_format", made);
+  m.impl("empty_strided", made_strided);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
-  m.impl("view", view);
+  m.impl("view", viewed);
   m.impl("_reshape_alias", at::native::_reshape_alias);
-  m.impl("resize_", resize);
+  m.impl("resize_", resized);
   m.impl("set_.source_Storage", set_to_storage);
   m.impl("set_.source_Storage_storage_offset", set_to);
   m.impl("set_.source_Tensor", set_to_tensor);
@@ -285,7 +290,71 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", item);
 }
 
+// -- collectives -------------------------------------------------------------------------------------------------------
+
+using c10d::Work;
+using Group = c10::intrusive_ptr<c10d::Backend>;
+
+std::vector<Tensor> all_on_cpu(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> found;
+  for (const auto& tensor : tensors) found.push_back(on_cpu(tensor, true));
+  return found;
+}
+
+// Gloo, on the memory of the device, which is kept meanwhile. It reads what the current stream has written, as NCCL does, and
+// not what others have.
+struct Collectives final : c10d::Backend {
+  explicit Collectives(Group inner) : Backend(inner->getRank(), inner->getSize()), inner_(std::move(inner)) {}
+  const std::string getBackendName() const override { return "pretend"; }
+  c10::intrusive_ptr<Work> broadcast(std::vector<Tensor>& tensors, const c10d::BroadcastOptions& options) override {
+    auto there = all_on_cpu(tensors);
+    return inner_->broadcast(there, options);
+  }
+  c10::intrusive_ptr<Work> allreduce(std::vector<Tensor>& tensors, const c10d::AllreduceOptions& options) override {
+    auto there = all_on_cpu(tensors);
+    return inner_->allreduce(there, options);
+  }
+  c10::intrusive_ptr<Work> allgather(
+      std::vector<std::vector<Tensor>>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) override {
+    std::vector<std::vector<Tensor>> there;
+    for (const auto& each : outputs) there.push_back(all_on_cpu(each));
+    auto inputs_there = all_on_cpu(inputs);
+    return inner_->allgather(there, inputs_there, options);
+  }
+  c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
+    return inner_->_allgather_base(output_there, input_there, options);
+  }
+  c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(
+      std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::AllgatherOptions& options) override {
+    auto outputs_there = all_on_cpu(outputs), inputs_there = all_on_cpu(inputs);
+    return inner_->allgather_into_tensor_coalesced(outputs_there, inputs_there, options);
+  }
+  c10::intrusive_ptr<Work> _reduce_scatter_base(
+      Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
+    return inner_->_reduce_scatter_base(output_there, input_there, options);
+  }
+  c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(
+      std::vector<Tensor>& outputs, std::vector<Tensor>& inputs, const c10d::ReduceScatterOptions& options) override {
+    auto outputs_there = all_on_cpu(outputs), inputs_there = all_on_cpu(inputs);
+    return inner_->reduce_scatter_tensor_coalesced(outputs_there, inputs_there, options);
+  }
+  c10::intrusive_ptr<Work> barrier(const c10d::BarrierOptions& options) override { return inner_->barrier(options); }
+
+ private:
+  Group inner_;
+};
+
 }  // namespace
+
+// Collectives of the device for a process group that has those of gloo.
+extern "C" void pretend_join(const char* group_name) {
+  auto group = c10d::resolve_process_group(group_name);
+  auto collectives = c10::make_intrusive<Collectives>(group->getBackend(kCPU));
+  collectives->setGroupUid(group_name);
+  group->setBackend(kPretend, c10d::ProcessGroup::BackendType::CUSTOM, c10::static_intrusive_pointer_cast<c10d::Backend>(collectives));
+}
 
 extern "C" void pretend_begin() {
   static Hooks hooks;

@@ -12,10 +12,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from zero_fn.kernels.cache import stored
 
-__all__ = ["NAME", "compiled", "compiler", "load", "moved", "waiting"]
+__all__ = ["NAME", "compiled", "compiler", "join", "load", "moved", "waiting"]
 
 NAME = "pretend"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -30,7 +31,16 @@ def compiler() -> str | None:
 
 def compiled(folder: Path) -> Path:
     """The device as a library, compiled into a folder unless it is there."""
-    command = [compiler() or "c++", "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{_TORCH / 'include'}", str(_SOURCE)]
+    command = [
+        compiler() or "c++",
+        "-std=c++20",
+        "-O0",
+        "-fPIC",
+        "-shared",
+        "-DUSE_C10D_GLOO",
+        f"-I{_TORCH / 'include'}",
+        str(_SOURCE),
+    ]
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, *command]).encode()).hexdigest()[:32]
     path = folder / f"pretend-{key}.so"
@@ -53,6 +63,7 @@ def load(path: Path) -> None:
     module = types.ModuleType(f"torch.{NAME}")
     vars(module).update(
         is_available=lambda: True,
+        set_device=lambda _device: None,
         is_initialized=lambda: True,
         device_count=lambda: 1,
         current_device=lambda: 0,
@@ -66,6 +77,11 @@ def load(path: Path) -> None:
     )
     torch._register_device_module(NAME, module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+
+def join(group: dist.ProcessGroup) -> None:
+    """Gives a process group on gloo collectives for the device."""
+    _loaded[0].pretend_join(group.group_name.encode())
 
 
 def waiting() -> int:

@@ -50,10 +50,10 @@ BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gl
 def transport(axis: Axis) -> Transport:
     """The transport for the backend of an axis.
 
-    On gloo a direct exchange, through shared memory where all ranks are on one host; elsewhere the backend's own
-    collectives.
+    On gloo a direct exchange, through shared memory where all ranks are on one host; elsewhere, and for the memory of an
+    accelerator, the backend's own collectives.
     """
     if axis.size == 1:
         return Alone()
-    group = axis.group
-    return BY_BACKEND.get(dist.get_backend(group), Native)(group, axis.rank, axis.size)
+    make = BY_BACKEND.get(axis.backend, Native) if axis.device_type == "cpu" else Native
+    return make(axis.group, axis.rank, axis.size)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -262,7 +261,7 @@ def _numbers(held: Held) -> tuple[int, ...]:
 def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
     """The same with the largest of each number over all ranks, so that all ranks decide alike."""
     # Ranks of torch's fake process group are pretended: they have nothing to say.
-    if axis.size == 1 or dist.get_backend(axis.group) == "fake":
+    if axis.size == 1 or axis.backend == "fake":
         return list(proposals)
     rows = [[*_numbers(p.held), p.in_flight, p.disk, p.collectives_s, p.optimizer_s, p.disk_s] for p in proposals]
     own = torch.tensor(rows, dtype=torch.float64).flatten().view(torch.uint8).to(axis.device_type)
