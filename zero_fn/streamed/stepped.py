@@ -71,13 +71,8 @@ class Stepped:
                     continue
                 is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
                 resting = cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter))
-                stand_in = cut.stand_in(
-                    parameter,
-                    resting.to(device),
-                    (cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))).to(
-                        device
-                    ),
-                )
+                grad = cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))
+                stand_in = cut.stand_in(parameter, resting.to(device), grad.to(device))
                 if resting.device != device:
                     moved.append((resting, stand_in))
                 own = cut.states(states)

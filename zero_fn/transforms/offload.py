@@ -49,6 +49,9 @@ def offload(
     through its buffers together with its states. To `zf.cpu()` of a model that computes on the CPU nothing moves, because
     that is where it is.
 
+    Where they are computed with in a smaller dtype than they rest in (`precision`), copies in that dtype rest beside them, and
+    gathers read those. On an accelerator, states, and gradients that are summed or measured, are computed on the host.
+
     With `grads`, the gradients of a unit are written to the tier when they are reduced, while backward goes on, and read by
     the streamed step. `.grad` is a tensor whose values are there: `clip_grad_norm_` and whatever else reads or scales it
     works, one tensor at a time. With `optim`, states rest where it says: `zf.streamed(optimizer)` without a tier puts them
@@ -59,7 +62,8 @@ def offload(
     Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every
     rank. Over several ranks, one byte per rank with each gather, and with each norm and scaling of `clip_grad_norm_` and each
     redistribution of tensors in a tier, by which all ranks learn that a disk has failed. From the tier are read, per rank and
-    step, the bytes that it owns, once for the forward and once for the backward of each unit.
+    step, the bytes that it owns, in the dtype of the computation, once for the forward and once for the backward of each unit
+    (see `reshard_after`).
 
     Args:
         module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it.
@@ -84,7 +88,8 @@ def offload(
         StorageError: The path takes no files: on every rank, and before anything moved.
 
     Source:
-        ZeRO-Infinity, Rajbhandari et al. 2021, 5.1.1 (infinity offload engine) and 5.2 (bandwidth-centric partitioning).
+        ZeRO-Offload, Ren et al. 2021, 4.1 (the step on the host); ZeRO-Infinity, Rajbhandari et al. 2021, 5.1.1 (infinity
+        offload engine) and 5.2 (bandwidth-centric partitioning).
     """
     given = {"params": params, "grads": grads, "optim": optim}
     wrong = {name: tier for name, tier in given.items() if tier is not None and not isinstance(tier, Cpu | Nvme)}
