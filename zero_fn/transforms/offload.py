@@ -49,8 +49,8 @@ def offload(
     through its buffers together with its states. To `zf.cpu()` of a model that computes on the CPU nothing moves, because
     that is where it is.
 
-    Where they are computed with in a smaller dtype than they rest in (`precision`), copies in that dtype rest beside them, and
-    gathers read those. On an accelerator, states, and gradients that are summed or measured, are computed on the host.
+    Where they are computed with in a smaller dtype than they rest in (`precision`), copies in that dtype rest beside them,
+    and gathers read those. On an accelerator, states, and gradients that are summed or measured, are computed on the host.
 
     With `grads`, the gradients of a unit are written to the tier when they are reduced, while backward goes on, and read by
     the streamed step. `.grad` is a tensor whose values are there: `clip_grad_norm_` and whatever else reads or scales it
