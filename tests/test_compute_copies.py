@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
 import zero_fn as zf
-from tests.groups import alone
 from tests.profiles import examples
+from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, failing
 from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
 from zero_fn.storage import Slab, shelf_of, wait_all
@@ -279,9 +279,24 @@ def test_a_step_that_cannot_write_a_copy_says_so_until_states_are_loaded(
     assert torch.equal(model(inputs(1)), plain(inputs(1)))
 
 
-def test_two_axes_and_ranks_gather_copies(tmp_path: Path) -> None:
-    with alone() as mesh:
-        model: Any = zf.offload(zf.precision(zf.zero3(net(), mesh)), params=zf.nvme(tmp_path))
-        plain: Any = zf.precision(zf.zero3(net(), mesh))
-        for _ in range(2):
-            assert torch.equal(model(inputs(0)), plain(inputs(0)))
+def _sharded(path: str) -> bool:
+    results = []
+    for is_away in (True, False):
+        model: Any = zf.zero3(zf.precision(net()), axis())
+        model = zf.offload(model, params=zf.nvme(path), grads=zf.nvme(path)) if is_away else model
+        adamw = AdamW(model.parameters(), lr=0.01)
+        optimizer: Any = zf.streamed(adamw, zf.nvme(path)) if is_away else adamw
+        for number in range(4):
+            model(inputs(2 * number + axis().get_local_rank())).float().square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                with torch.no_grad():
+                    model[2].weight.mul_(1.5)
+        results.append([parameter.full_tensor() for parameter in model.parameters()])
+    return all(map(torch.equal, *results))
+
+
+def test_ranks_gather_copies_of_their_shards(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(ranks(2).run(_sharded, str(tmp_path)))
