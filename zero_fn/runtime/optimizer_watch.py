@@ -80,7 +80,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     "The optimizer holds parameters that the model does not have.",
                     first=f"{replacement.fqn}, replaced by {replacement.site}",
                     why="a transform returns a new module; step() updates the old one and the loss would not move",
-                    fix="build the optimizer after the last transform: AdamW(model.parameters())",
+                    fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
+                    "another tier and the model was copied or moved since, after its next forward",
                 )
     for step in in_graphs.values():
         step.buffers.require_unchanged()
