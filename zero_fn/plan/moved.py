@@ -37,10 +37,11 @@ def add_units(
         read, written: By tier.
     """
     for unit in units:
-        for (kind, tier), forms in unit.forms_away().items():
+        away = unit.forms_away()
+        for (kind, tier), forms in away.items():
             parcels = parcels_of(forms)
             if kind != "gradients":
-                if kind == "compute copies" or ("compute copies", tier) not in unit.forms_away():
+                if kind == "compute copies" or ("compute copies", tier) not in away:
                     read[tier] += times_gathered[unit.index] * sum(parcel.nbytes for parcel in parcels)
                 continue
             trained = [slot.parameter.requires_grad for slot in unit.slots if (kind, tier) in slot.shelved()]

@@ -132,7 +132,7 @@ class Gathered:
             ]
             self.segments = transport.prepared(segments)
             self._cut_own(groups)
-        self._arriving: tuple[SideStream, torch.Event] | None = None  # the last copy from the host
+        self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
         for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
@@ -177,16 +177,16 @@ class Gathered:
                 values.append(found)
             else:
                 stream = side_stream(place.device)
-                self._arriving = stream, stream.copy(place, found)
-                own.record.note_leaving(self._arriving[1])
+                self._arriving[stream] = stream.copy(place, found)
+                own.record.note_leaving(self._arriving[stream])
         if places:
             torch._foreach_copy_(places, values)
 
     def wait_for_own(self) -> None:
         """Lets the device wait for what is on its way from the host."""
-        arriving, self._arriving = self._arriving, None
-        if arriving is not None:
-            arriving[0].wait_for(arriving[1])
+        while self._arriving:
+            stream, end = self._arriving.popitem()
+            stream.wait_for(end)
 
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""

@@ -217,7 +217,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Runs an operation on values that are fetched, and puts back those that it writes."""
     leaves, spec = tree_flatten((args, kwargs))
     written = written_by(func, args, kwargs)
-    on_host = _is_for_host(func, leaves, written)
+    is_for_host = _is_for_host(func, leaves, written)
     opened: list[tuple[TierTensor, Any]] = []
     values: dict[int, Tensor] = {}
     try:
@@ -225,8 +225,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(leaf, TierTensor) and leaf.moved is not None:
                 values[id(leaf)] = leaf.moved
             elif isinstance(leaf, TierTensor):
-                opened.append((leaf, leaf.record.open(leaf.number, on_host=on_host)))
-            elif on_host and isinstance(leaf, Tensor):
+                opened.append((leaf, leaf.record.open(leaf.number, on_host=is_for_host)))
+            elif is_for_host and isinstance(leaf, Tensor):
                 values[id(leaf)] = leaf.cpu()
         values |= {
             id(tensor): entry.flat.as_strided(
@@ -240,7 +240,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if id(tensor) in written:
                 entry.put()
         back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
-        device = opened[0][0].device if on_host and kwargs.get("device") is None else None
+        device = opened[0][0].device if is_for_host and kwargs.get("device") is None else None
 
         def returned(value: Any) -> Any:
             found = back.get(id(value), value)

@@ -167,9 +167,9 @@ class Unit:
         for slot in self.slots:
             for what in slot.shelved():
                 found.setdefault(what, []).append(Form(slot.local_numel, slot.dtype))
-        for (kind, tier), forms in list(found.items()):
-            computed = [slot.compute_dtype for slot in self.slots if (kind, tier) in slot.shelved()]
-            copies = _copies_of(forms, computed) if kind == "parameters" else []
+        for kind, tier in list(found):
+            members = [slot for slot in self.slots if (kind, tier) in slot.shelved()]
+            copies = _copies_of(members) if kind == "parameters" else []
             if copies:
                 found["compute copies", tier] = copies
         return found
@@ -328,7 +328,7 @@ class Unit:
             kind, tier = what
             forms = [Form(slot.local_numel, slot.dtype) for slot in slots]
             record = self._record_for(what, forms, device, before[kind])
-            copies = _copies_of(forms, [slot.compute_dtype for slot in slots]) if kind == "parameters" else []
+            copies = _copies_of(slots) if kind == "parameters" else []
             if copies:
                 known = [record.copies] if record.copies is not None else []
                 record.copies = self._record_for(("compute copies", tier), copies, device, known)
@@ -661,11 +661,10 @@ class Unit:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
 
 
-def _copies_of(forms: Sequence[Form], computed: Sequence[torch.dtype]) -> list[Form]:
+def _copies_of(slots: Sequence[Slot]) -> list[Form]:
     """The forms of compute copies; none if they were not smaller."""
-    copies = [Form(form.numel, dtype, form.dtype) for form, dtype in zip(forms, computed, strict=True)]
-    is_smaller = sum(c.numel * c.dtype.itemsize for c in copies) < sum(f.numel * f.dtype.itemsize for f in forms)
-    return copies if is_smaller else []
+    saved = sum(slot.local_numel * (slot.dtype.itemsize - slot.compute_dtype.itemsize) for slot in slots)
+    return [Form(slot.local_numel, slot.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
 
 
 def _no_entry() -> None:

@@ -98,12 +98,9 @@ class Cut:
         is_on_host = buffer.device.type == "cpu"
         strays: list[tuple[Tensor, Tensor]] = []
         for name, value in states.items():
-            if name not in self.fields or not isinstance(value, Tensor):
+            room = self.view(buffer, name) if name in self.fields and isinstance(value, Tensor) else None
+            if room is None or value.dtype != room.dtype or value.shape != room.shape:
                 self.resident[name] = value.cpu() if is_on_host and isinstance(value, Tensor) else value
-                continue
-            room = self.view(buffer, name)
-            if value.dtype != room.dtype or value.shape != room.shape:
-                self.resident[name] = value.cpu() if is_on_host else value
                 continue
             self.present.add(name)
             if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
