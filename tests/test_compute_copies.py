@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -19,12 +19,14 @@ import zero_fn as zf
 from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, failing
+from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
 from zero_fn.storage import Slab, shelf_of, wait_all
 from zero_fn.storage.request import Request
 
 MIB = 1 << 20
 WAYS = ("copy", "held", "behind", "parcel")
+_R = TypeVar("_R", bound=Record)
 
 
 class Pair:
@@ -33,15 +35,15 @@ class Pair:
     def __init__(self, path: Path, numels: list[int]) -> None:
         forms = [Form(numel, torch.float32) for numel in numels]
         copies = [Form(numel, torch.bfloat16, torch.float32) for numel in numels]
-        self.record, self.copies = (self._record(path, each) for each in (forms, copies))
+        self.record, self.copies = self._record(ParameterRecord, path, forms), self._record(Record, path, copies)
         self.record.copies = self.copies
         self.expected = [torch.zeros(numel) for numel in numels]
 
     @staticmethod
-    def _record(path: Path, forms: list[Form]) -> Record:
+    def _record(kind: type[_R], path: Path, forms: list[Form]) -> _R:
         shelf = shelf_of(zf.nvme(path), "a test")
         (place,) = shelf.reserve([record_nbytes(forms)])
-        return Record(shelf, forms, torch.device("cpu"), place)
+        return kind(shelf, forms, torch.device("cpu"), place)
 
     def write(self, way: str, number: int, value: Tensor) -> None:
         self.expected[number] = value
@@ -70,9 +72,8 @@ class Pair:
     def gathered(self) -> list[Tensor]:
         self.record.source.fetch()
         self.record.arrive_for_gather()
-        found = [self.record.gathered(number).clone() for number in range(len(self.expected))]
-        self.record.drop()
-        self.copies.drop()
+        found = [self.record.read.values(number).clone() for number in range(len(self.expected))]
+        self.record.let_go()
         return found
 
 

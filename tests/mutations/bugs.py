@@ -1041,10 +1041,10 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "copy-counted-before-it-is-written",
-        "runtime/record.py",
+        "runtime/compute_copies.py",
         "a copy in the compute dtype counts once it is written",
-        "return Copying(copies._put(copy, room), parcel, copy)",
-        "copy.version = parcel.version; return Copying(copies._put(copy, room), parcel, copy)",
+        "return Copying(copies.put_parcel(copy, room), parcel, copy)",
+        "copy.version = parcel.version; return Copying(copies.put_parcel(copy, room), parcel, copy)",
         "tests/test_compute_copies.py",
     ),
     Bug(
@@ -1303,7 +1303,7 @@ BUGS: tuple[Bug, ...] = (
         "hosted-part-never-expires",
         "runtime/unit.py",
         "gathering hosted parts anew after a step",
-        "        self.reshard()\n        self._hosts.are_current = False",
+        "        self.reshard()\n        self.rest.hosts.are_current = False",
         "        self.reshard()",
         _COMPOSITION,
     ),

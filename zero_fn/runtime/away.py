@@ -83,7 +83,7 @@ class Away:
 
     def put_gradients(self, unit: Unit) -> None:
         """Begins to write gradients that rest in another tier, one unit at a time."""
-        if not unit.gradient_records:
+        if not unit.rest.gradient_records:
             return
         for record, (values, computed) in _take_gradients(unit).items():
             with self._failing_at_the_end():
@@ -97,7 +97,7 @@ class Away:
         Raises:
             StorageError: On every rank, if that failed on any.
         """
-        if not any(unit.gradient_records for unit in units):
+        if not any(unit.rest.gradient_records for unit in units):
             return
         with self._failing_at_the_end():
             self._finish_writing()

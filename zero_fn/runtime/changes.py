@@ -89,7 +89,7 @@ class Changes:
             if slot.hosted is None:
                 changed[slot] = gathered.whole(number)
                 continue
-            host = unit.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
+            host = unit.rest.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
             with torch.no_grad():
                 slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)
         _write_back(unit, changed)

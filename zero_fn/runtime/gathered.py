@@ -24,6 +24,7 @@ from torch import Tensor
 
 from zero_fn.hierarchy import Links
 from zero_fn.layout import aligned_offsets
+from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
@@ -148,14 +149,16 @@ class Gathered:
     def _cut_own(self, groups: Sequence[Group]) -> None:
         """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
         self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._away: list[tuple[Tensor, TierTensor]] = []
+        self._away: list[tuple[Tensor, ParameterRecord, int]] = []
         for group, buffer in zip(groups, self.buffers, strict=True):
             for slot in group.slots:
                 if slot.hosted is not None:
                     self._copied[0].append(group.host_range(buffer, slot))
                     self._copied[1].append(slot.hosted.narrow(0, 0, slot.host_numel))
                 elif isinstance(slot.flat, TierTensor):
-                    self._away.append((group.own_range(buffer, slot), slot.flat))
+                    record = slot.flat.record
+                    assert isinstance(record, ParameterRecord)
+                    self._away.append((group.own_range(buffer, slot), record, slot.flat.number))
                 elif not slot.is_source and (group.kept is None or slot.compute_dtype != slot.dtype):
                     self._copied[0].append(group.own_range(buffer, slot))
                     self._copied[1].append(slot.flat)
@@ -170,15 +173,15 @@ class Gathered:
     def _fill_away(self) -> None:
         places: list[Tensor] = []
         values: list[Tensor] = []
-        for place, own in self._away:
-            found = own.record.gathered(own.number)
-            if place.device.type == "cpu" or not own.record.is_addressable:
+        for place, record, number in self._away:
+            found = record.read.values(number)
+            if place.device.type == "cpu" or not record.is_addressable:
                 places.append(place)
                 values.append(found)
             else:
                 stream = side_stream(place.device)
                 self._arriving[stream] = stream.copy(place, found)
-                own.record.note_leaving(self._arriving[stream])
+                record.read.note_leaving(self._arriving[stream])
         if places:
             torch._foreach_copy_(places, values)
 

@@ -6,11 +6,6 @@
 A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
 a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
 the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
-
-[Note: compute copies] Of parameters that are computed with in a smaller dtype than they rest in (bfloat16 of float32), a
-second record holds copies in that dtype: a gather reads those, half the bytes in each forward and backward. Its parcels hold
-the same pieces as those of the first, and each knows which version of its original it is a copy of. A streamed step writes
-both. Whatever else writes an original leaves its copy behind, and the next gather, which then reads the originals, renews it.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nb
 
 PARCEL_NBYTES = 4 << 20
 _ALIGNMENT_NBYTES = 64
-_NO_VERSION = -1
 
 
 class Form(NamedTuple):
@@ -64,7 +58,7 @@ class Parcel:
         start: Its first byte in the record.
         nbytes: Its size, whole pages.
         is_stored: Whether the tier holds it: what was never written is taken to be zero.
-        version: How often it was written; of a copy, the version of the original that it holds. [Note: compute copies]
+        version: How often it was written; of a copy, the version of the original that it holds (`compute_copies.py`).
     """
 
     pieces: tuple[Piece, ...]
@@ -111,7 +105,6 @@ class Record:
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
         owner: The unit whose tensors they are, weakly.
-        copies: The same tensors in the dtypes that they are computed with, or None. [Note: compute copies]
     """
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
@@ -125,8 +118,6 @@ class Record:
         """
         self.shelf, self.device, self._place = shelf, device, place
         self.owner: Callable[[], Unit | None] = lambda: None
-        self.copies: Record | None = None
-        self._are_copies_gathered = False  # or the originals
         self._forms = list(forms)
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
@@ -163,6 +154,11 @@ class Record:
     def is_like(self, other: Record) -> bool:
         """Whether tensors of the same forms lie at the same places in both."""
         return self._forms == other._forms
+
+    @property
+    def count(self) -> int:
+        """How many tensors it has."""
+        return len(self._forms)
 
     def numel(self, number: int) -> int:
         """Elements of a tensor."""
@@ -366,89 +362,25 @@ class Record:
         self.drop()
         return self._written(parcel, memory)
 
-    # -- compute copies -------------------------------------------------------------------------------------------
+    def put_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        """The same, of a parcel whose version the caller keeps and that is not fetched."""
+        parcel.is_stored = True
+        return self.shelf.write(self._place + parcel.start, memory)
 
-    @property
-    def source(self) -> Record:
-        """What a gather reads: the copies, if there are any and they hold what the originals hold."""
-        copies = self.copies
-        if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
-            return self
-        return copies
-
-    def arrive_for_gather(self) -> None:
-        """Waits until what a gather reads is in memory, and renews copies that are behind.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it.
-        """
-        source = self.source
-        source.arrive()
-        self._are_copies_gathered = source is not self
-        if not self._are_copies_gathered and self.copies is not None:
-            self._renew(self.copies)
-
-    def gathered(self, number: int) -> Tensor:
-        """A tensor that has arrived for a gather, flat, in memory of the host."""
-        return self._gathered.values(number)
+    # -- bytes ----------------------------------------------------------------------------------------------------
 
     def note_leaving(self, copied: torch.Event) -> None:
-        """What a gather reads is on its way to the device: its memory stays as it is until this copy has ended."""
-        self._gathered._leaving = copied
+        """What was fetched is on its way to the device: memory stays as it is until this copy has ended."""
+        self._leaving = copied
 
     def _await_leaving(self) -> None:
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             leaving.synchronize()
 
-    @property
-    def _gathered(self) -> Record:
-        return self.copies if self._are_copies_gathered and self.copies is not None else self
-
-    def _renew(self, copies: Record) -> None:
-        copies.drop()
-        for copy in copies.parcels:
-            copy.version = _NO_VERSION  # until it is written
-        copies._await_leaving()
-        if copies.nbytes:
-            memory = copies.shelf.borrow(copies._place, copies.nbytes)
-            try:
-                for number in range(len(self._forms)):
-                    copies._view(memory, 0, number).copy_(self.values(number))
-                wait_all([copies._put(copy, memory[copy.start : copy.start + copy.nbytes]) for copy in copies.parcels])
-            finally:
-                copies.shelf.give_back(memory)
-        for copy, parcel in zip(copies.parcels, self.parcels, strict=True):
-            copy.version = parcel.version
-
-    def write_copy(self, index: int, memory: Tensor, room: Tensor) -> Copying:
-        """Begins to write the copy of a parcel. It counts as one once it has been waited for.
-
-        Args:
-            index: Which.
-            memory: The parcel.
-            room: Memory for its copy, whole pages.
-        """
-        parcel, copies = self.parcels[index], self.copies
-        assert copies is not None
-        copy = copies.parcels[index]
-        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
-            dtype, wanted = self.dtype(piece.parameter), copies.dtype(piece.parameter)
-            values = memory[begin : begin + piece.numel * dtype.itemsize].view(dtype)
-            room[end : end + piece.numel * wanted.itemsize].view(wanted).copy_(values)
-        copies.drop()
-        copy.version = _NO_VERSION
-        return Copying(copies._put(copy, room), parcel, copy)
-
-    # -- bytes ----------------------------------------------------------------------------------------------------
-
     def _written(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
         parcel.version += 1
-        return self._put(parcel, memory)
-
-    def _put(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
-        parcel.is_stored = True
-        return self.shelf.write(self._place + parcel.start, memory)
+        return self.put_parcel(parcel, memory)
 
     def _reads(self, parcels: Sequence[Parcel], memory: Tensor, start: int) -> Iterator[Transfer]:
         for parcel in parcels:
@@ -461,20 +393,6 @@ class Record:
         numel, dtype, _ = self._forms[number]
         begin = self._offsets[number] - start
         return memory[begin : begin + numel * dtype.itemsize].view(dtype)
-
-
-class Copying:
-    """The copy of a parcel on its way."""
-
-    __slots__ = ("_copy", "_parcel", "_transfer")
-
-    def __init__(self, transfer: Transfer | None, parcel: Parcel, copy: Parcel) -> None:
-        self._transfer, self._parcel, self._copy = transfer, parcel, copy
-
-    def wait(self) -> None:
-        """See `Transfer.wait`."""
-        wait_all([self._transfer])
-        self._copy.version = self._parcel.version
 
 
 class _Opened:

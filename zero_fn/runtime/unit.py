@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +34,14 @@ from zero_fn.home import ReshardAfter
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.changes import Changes
-from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.everywhere import Told, tell
-from zero_fn.runtime.gathered import Gathered, Group
+from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.graph_operations import key_of
-from zero_fn.runtime.hosts import Hosts
 from zero_fn.runtime.names import Names
-from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.record import Form
 from zero_fn.runtime.replaced import on_other_memory, resting_successor
+from zero_fn.runtime.rest import Rest, forms_away
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
@@ -73,6 +71,7 @@ class Unit:
         name: Name of the anchor module in the transformed module; "" is the root.
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
+        rest: Where they rest.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
@@ -81,8 +80,6 @@ class Unit:
         last_entry: The entry at which its last forward with gradients began, weakly.
         is_evicted: Whether its parameters are in another tier, and cannot be used.
         swapped: Tensors that stand in for parameters in the running forward, by slot: `torch.func.functional_call`.
-        records: What of its parameters rests in other tiers, one for each. [Note: away]
-        gradient_records: The same of its gradients.
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
@@ -92,7 +89,6 @@ class Unit:
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
         in_graph: What a graph that is traced reads of it.
-        is_transient: Whether any gathered parameter is freed between uses.
         reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
@@ -114,14 +110,10 @@ class Unit:
         self.leaves: list[nn.Parameter] | None = None
         self.swapped: dict[int, Tensor] = {}
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.is_transient = False
         self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
-        self.groups: list[Group] = []
-        self.records: list[Record] = []
-        self.gradient_records: list[Record] = []
+        self.rest = Rest()
         self._failure: StorageError | None = None
         self._told: Told | None = None
-        self._hosts = Hosts()
         self.gradients, self._names = Gradients(slots), Names(slots)
         self.changes = Changes()
         self.gathered: Gathered | None = None
@@ -147,7 +139,7 @@ class Unit:
             owned: For each slot, what this rank holds of it from now on.
         """
         self.allocate([source.device for source in sources], [source.requires_grad for source in sources])
-        with self.in_memory():
+        with self.rest.in_memory():
             for slot, values in zip(self.slots, owned, strict=True):
                 if values.device.type != "meta":
                     slot.local_view(slot.flat).copy_(values)
@@ -163,24 +155,7 @@ class Unit:
 
     def forms_away(self) -> dict[Shelved, list[Form]]:
         """What it puts into other tiers: elements and dtypes, by kind and tier."""
-        found: dict[Shelved, list[Form]] = {}
-        for slot in self.slots:
-            for what in slot.shelved():
-                found.setdefault(what, []).append(Form(slot.local_numel, slot.dtype))
-        for kind, tier in list(found):
-            members = [slot for slot in self.slots if (kind, tier) in slot.shelved()]
-            copies = _copies_of(members) if kind == "parameters" else []
-            if copies:
-                found["compute copies", tier] = copies
-        return found
-
-    @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
-        with ExitStack() as stack:
-            for record in self.records:
-                stack.enter_context(record.held())
-            yield
+        return forms_away(self.slots)
 
     @property
     def is_gone(self) -> bool:
@@ -225,8 +200,8 @@ class Unit:
         self.is_evicted = True
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
             return  # it is in another tier already
-        self.groups, self.is_transient, self._spare = [], False, None
-        self._hosts = Hosts()
+        self.rest.vacate()
+        self._spare = None
         for slot in self.slots:
             if isinstance(slot.flat, TierTensor):
                 continue
@@ -246,7 +221,7 @@ class Unit:
             slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
         self._lay_out([local.device for local in locals_])
-        with self.in_memory():
+        with self.rest.in_memory():
             for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
                 if not same_place(local, slot.flat):
                     view = slot.resting_local()
@@ -268,13 +243,12 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
-        twin.inner, twin.has_model_axes, twin.is_transient = [], self.has_model_axes, False
+        twin.inner, twin.has_model_axes, twin.rest = [], self.has_model_axes, Rest()
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
-        twin.groups, twin.gathered, twin._spare, twin._pending, twin._backward_tensors = [], None, None, None, []
-        twin._hosts = Hosts()
-        twin.records, twin.gradient_records, twin._failure, twin._told = [], [], None, None
+        twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
+        twin._failure, twin._told = None, None
         twin.demanded_in, twin.is_left = -1, False
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
@@ -287,66 +261,8 @@ class Unit:
         return twin
 
     def _lay_out(self, devices: list[torch.device]) -> None:
-        """Chooses the gather groups and points each slot's `flat` at fresh memory."""
         self._memory = self._spare = None
-        members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
-        own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-        away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
-        for slot, device in zip(self.slots, devices, strict=True):
-            slot.group = None
-            is_cast = slot.compute_dtype != slot.dtype
-            if slot.layout is not None or is_cast or slot.is_away:
-                members.setdefault((slot.is_kept, slot.compute_dtype, device), []).append(slot)
-            for what in slot.shelved() if device.type != "meta" else ():
-                away.setdefault((what, device), []).append(slot)
-            if slot.is_away and device.type != "meta":
-                continue
-            if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
-                own.setdefault((slot.dtype, device), []).append(slot)
-        self.groups = []
-        for (is_kept, dtype, device), slots in members.items():
-            group = Group(slots, dtype, device, is_kept=is_kept)
-            for slot in slots:
-                slot.group = len(self.groups)
-                if group.kept is not None and slot.compute_dtype == slot.dtype:
-                    slot.flat = group.own_range(group.kept, slot)
-            self.groups.append(group)
-        self.is_transient = any(group.kept is None for group in self.groups)
-        self._hosts = Hosts(self.slots, devices)
-        self._lay_out_records(away)
-        for (dtype, device), slots in own.items():
-            starts, numel = dense_offsets(slots, [slot.local_numel for slot in slots], dtype.itemsize)
-            buffer = torch.empty(numel, dtype=dtype, device=device)
-            for slot in slots:
-                slot.flat = buffer.narrow(0, starts[slot], slot.local_numel)
-
-    def _lay_out_records(self, away: dict[tuple[Shelved, torch.device], list[Slot]]) -> None:
-        """Room in other tiers; that of before, where nothing has changed. [Note: away]"""
-        before = {"parameters": self.records, "gradients": self.gradient_records}
-        self.records, self.gradient_records = [], []
-        for (what, device), slots in away.items():
-            kind, tier = what
-            forms = [Form(slot.local_numel, slot.dtype) for slot in slots]
-            record = self._record_for(what, forms, device, before[kind])
-            copies = _copies_of(slots) if kind == "parameters" else []
-            if copies:
-                known = [record.copies] if record.copies is not None else []
-                record.copies = self._record_for(("compute copies", tier), copies, device, known)
-            else:
-                record.copies = None
-            (self.records if kind == "parameters" else self.gradient_records).append(record)
-            for number, slot in enumerate(slots):
-                if kind == "parameters":
-                    slot.flat = record.tensor(number)
-                else:
-                    slot.gradient_away = record.tensor(number)
-
-    def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, known: Sequence[Record]) -> Record:
-        record = next((each for each in known if each.is_for(what[1], forms, device)), None)
-        if record is None:
-            record = Record(self.step.away.shelf(what), forms, device, self.step.away.place_for(what, forms))
-            record.owner = weakref.ref(self)
-        return record
+        self.rest.lay_out(self, devices)
 
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
@@ -359,13 +275,14 @@ class Unit:
         """Issues the all-gather; `await_gathered` makes its result readable."""
         if self.phase is not Phase.AT_REST or self.is_replaced or (self.pinned is not None and not even_pinned):
             return
-        if self.records:
-            self._load()
-        if self._hosts.slots and not self._hosts.are_current:
-            self._hosts.gather(self.transport, str(self))
+        if self.is_away:
+            self._failure = self.rest.arrive()
+        hosts = self.rest.hosts
+        if hosts.slots and not hosts.are_current:
+            hosts.gather(self.transport, str(self))
         gathered, self._spare = self._spare, None
         if gathered is None:
-            gathered = Gathered(self, self.slots, self.groups, self.transport)
+            gathered = Gathered(self, self.slots, self.rest.groups, self.transport)
         else:
             gathered.renew()
         self.gathered = gathered
@@ -374,48 +291,29 @@ class Unit:
             gathered.wait_for_own()
         self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
-        if self.records:
-            self._let_go()
+        if self.is_away:
+            self.rest.let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
 
     @property
     def is_away(self) -> bool:
         """Whether any resting parameter is in another tier."""
-        return bool(self.records)
+        return bool(self.rest.records)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether any gathered parameter is freed between uses."""
+        return self.rest.is_transient
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
         if self.phase is Phase.AT_REST and self.pinned is None and self.leaves is None and not self.is_replaced:
-            for record in self.records:
-                record.source.fetch()
-
-    def _load(self, *, exact: bool = False) -> None:
-        """Waits for resting parameters that are in another tier. A failure is kept until all ranks know.
-
-        Args:
-            exact: As they rest, and not as they are computed with.
-        """
-        self._failure = None
-        for record in self.records:
-            try:
-                if exact:
-                    record.arrive()
-                else:
-                    record.arrive_for_gather()
-            except StorageError as error:
-                self._failure = self._failure or error
-
-    def _let_go(self) -> None:
-        """Drops what was fetched."""
-        for record in self.records:
-            record.drop()
-            if record.copies is not None:
-                record.copies.drop()
+            self.rest.fetch()
 
     def expire(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
         self.reshard()
-        self._hosts.are_current = False
+        self.rest.hosts.are_current = False
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -448,8 +346,8 @@ class Unit:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.backward_entry is not None:
             self.leave_backward()
-        if self.records:
-            self._let_go()
+        if self.is_away:
+            self.rest.let_go()
         if self.phase is Phase.AT_REST:
             return
         if self.phase is Phase.GATHERING:
@@ -484,14 +382,13 @@ class Unit:
 
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
-        kept = [group.kept for group in self.groups if group.kept is not None]
         gathered = self.gathered.buffers if self.gathered is not None else ()
-        return [*kept, *self._hosts.buffers, *gathered, *(self.pinned or ())]
+        return [*self.rest.kept(), *gathered, *(self.pinned or ())]
 
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of its gathered parameters that are freed between uses."""
-        return sum(group.numel * group.dtype.itemsize for group in self.groups if group.kept is None)
+        return self.rest.gathered_nbytes
 
     @property
     def local_gradient_nbytes(self) -> int:
@@ -500,12 +397,8 @@ class Unit:
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
-        kept = [group.kept for group in self.groups if group.kept is not None]
-        own = (slot.flat for slot in self.slots if not isinstance(slot.flat, TierTensor))
-        memory = (tensor.untyped_storage() for tensor in (*own, *kept, *self._hosts.buffers))
-        resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
-        needed = sum(slot.resting_nbytes for slot in self.slots)
-        return resting - needed, self.gradient_memory().padding_nbytes if not self.gradient_records else 0
+        gradients = self.gradient_memory().padding_nbytes if not self.rest.gradient_records else 0
+        return self.rest.padding_nbytes(self.slots), gradients
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -583,10 +476,10 @@ class Unit:
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
         """
-        self._load(exact=True)
-        if self.records:
-            told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
-            failure = told.failure(self._failure)
+        if self.is_away:
+            failure = self.rest.arrive(exact=True)
+            told = tell(self.transport, self.step.assignment.axes, failure, f"Fetching {self}")
+            failure = told.failure(failure)
             if failure is not None:
                 raise failure
         wholes, segments = [], []
@@ -601,12 +494,12 @@ class Unit:
             flat.narrow(0, slot.start, slot.local_numel).copy_(own)
             segments.append(slot.segment(flat))
             wholes.append(slot.whole_view(flat))
-        self._let_go()
+        self.rest.let_go()
         return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
     def scatter_whole(self, wholes: Mapping[Slot, Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
-        with self.in_memory():
+        with self.rest.in_memory():
             for slot, whole in wholes.items():
                 slot.local.copy_(slot.owned(local_of(whole)))
 
@@ -659,12 +552,6 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
-
-
-def _copies_of(slots: Sequence[Slot]) -> list[Form]:
-    """The forms of compute copies; none if they were not smaller."""
-    saved = sum(slot.local_numel * (slot.dtype.itemsize - slot.compute_dtype.itemsize) for slot in slots)
-    return [Form(slot.local_numel, slot.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
 
 
 def _no_entry() -> None:

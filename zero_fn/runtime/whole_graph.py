@@ -195,7 +195,7 @@ def _plan(unit: Unit) -> Plan:
                 attribute=place.aliases[0][0],
                 fix="torch.compile(model) without fullgraph=True",
             )
-    if unit.records or unit.gradient_records:
+    if unit.rest.records or unit.rest.gradient_records:
         raise StateError(
             "Parameters and gradients in another tier cannot be a part of one graph.",
             unit=unit.name or "root",

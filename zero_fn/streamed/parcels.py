@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.resting import local_of
+from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Parcel, Record, parcels_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -67,7 +68,7 @@ def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     slot = slot_of(parameter)
     unit = slot.unit() if slot is not None and slot.unit is not None else None
-    if unit is not None and (unit.is_away or unit.gradient_records):
+    if unit is not None and (unit.is_away or unit.rest.gradient_records):
         unit.readopt()
 
 
@@ -156,9 +157,10 @@ class Values(_Parcels):
             self._copied += 1
         return _Both(transfer, record.write_copy(chunk.parcel, memory, room))
 
-    def _record(self, chunk: Chunk) -> Record | None:
+    def _record(self, chunk: Chunk) -> ParameterRecord | None:
         local = local_of(self._known[chunk.cuts[0].piece.parameter])
-        return local.record if isinstance(local, TierTensor) else None
+        record = local.record if isinstance(local, TierTensor) else None
+        return record if isinstance(record, ParameterRecord) else None
 
 
 class Gradients(_Parcels):

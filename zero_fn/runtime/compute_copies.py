@@ -1,0 +1,112 @@
+"""Parameters in another tier, and copies of them in the dtype they are computed with.
+
+[Note: compute copies] Of parameters that are computed with in a smaller dtype than they rest in (bfloat16 of float32), a
+second record holds copies in that dtype: a gather reads those, half the bytes in each forward and backward. Its parcels hold
+the same pieces as those of the first, and each knows which version of its original it is a copy of. A streamed step writes
+both. Whatever else writes an original leaves its copy behind, and the next gather, which then reads the originals, renews it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from zero_fn.runtime.record import Form, Parcel, Record
+from zero_fn.runtime.slot import Slot
+from zero_fn.storage import Transfer, wait_all
+
+__all__ = ["Copying", "ParameterRecord", "forms_of_copies"]
+
+_NO_VERSION = -1
+
+
+class ParameterRecord(Record):
+    """The parameters of a unit in a tier.
+
+    Attributes:
+        copies: The same tensors in the dtypes that they are computed with, or None. [Note: compute copies]
+    """
+
+    copies: Record | None = None
+    _reads_copies = False  # as of the last gather
+
+    @property
+    def source(self) -> Record:
+        """What a gather would read: the copies, if there are any and they hold what the originals hold."""
+        copies = self.copies
+        if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
+            return self
+        return copies
+
+    @property
+    def read(self) -> Record:
+        """What the last gather has read."""
+        return self.copies if self._reads_copies and self.copies is not None else self
+
+    def arrive_for_gather(self) -> None:
+        """Waits until what a gather reads is in memory, and renews copies that are behind.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        source = self.source
+        source.arrive()
+        self._reads_copies = source is not self
+        if not self._reads_copies and self.copies is not None:
+            self._renew(self.copies)
+
+    def let_go(self) -> None:
+        """Drops what was fetched, of originals and copies."""
+        self.drop()
+        if self.copies is not None:
+            self.copies.drop()
+
+    def _renew(self, copies: Record) -> None:
+        is_written = False
+        try:
+            copies.begin_writing({number: self.values(number) for number in range(self.count)})
+            copies.finish_writing()
+            is_written = True
+        finally:
+            for copy, parcel in zip(copies.parcels, self.parcels, strict=True):
+                copy.version = parcel.version if is_written else _NO_VERSION
+
+    def write_copy(self, index: int, memory: Tensor, room: Tensor) -> Copying:
+        """Begins to write the copy of a parcel. It counts as one once it has been waited for.
+
+        Args:
+            index: Which.
+            memory: The parcel.
+            room: Memory for its copy, whole pages.
+        """
+        parcel, copies = self.parcels[index], self.copies
+        assert copies is not None
+        copy = copies.parcels[index]
+        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
+            dtype, wanted = self.dtype(piece.parameter), copies.dtype(piece.parameter)
+            values = memory[begin : begin + piece.numel * dtype.itemsize].view(dtype)
+            room[end : end + piece.numel * wanted.itemsize].view(wanted).copy_(values)
+        copies.drop()
+        copy.version = _NO_VERSION
+        return Copying(copies.put_parcel(copy, room), parcel, copy)
+
+
+def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
+    """The tensors of compute copies of these parameters; none if they were not smaller."""
+    saved = sum(slot.local_numel * (slot.dtype.itemsize - slot.compute_dtype.itemsize) for slot in slots)
+    return [Form(slot.local_numel, slot.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
+
+
+class Copying:
+    """The copy of a parcel on its way."""
+
+    __slots__ = ("_copy", "_parcel", "_transfer")
+
+    def __init__(self, transfer: Transfer | None, parcel: Parcel, copy: Parcel) -> None:
+        self._transfer, self._parcel, self._copy = transfer, parcel, copy
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        wait_all([self._transfer])
+        self._copy.version = self._parcel.version
