@@ -13,7 +13,7 @@ from torch import Tensor
 
 import zero_fn as zf
 from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
-from zero_fn.storage import shelf_of
+from zero_fn.storage import Slab, shelf_of, wait_all
 
 Forms = list[Form]
 
@@ -67,6 +67,28 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
         assert all(torch.equal(record.tensor(n).clone(), value) for n, value in enumerate(expected))
     assert len(shelf._free) == (1 if record.nbytes else 0)
     assert all(memory.numel() == record.nbytes for memory in shelf._free)
+
+
+def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path) -> None:
+    record, shelf = recorded(tmp_path, [Form(1024, torch.float32)])
+    write: Any = shelf.write
+
+    class Late:
+        """A transfer that has not begun when it is waited for."""
+
+        def __init__(self, *what: Any) -> None:
+            self.what = what
+
+        def wait(self) -> None:
+            write(*self.what).wait()
+
+    record.begin_writing({0: torch.zeros(1024)})
+    record.finish_writing()
+    shelf.write = Late  # type: ignore[method-assign]
+    record.begin_writing({0: torch.ones(1024)})
+    memory = Slab(record.parcels[0].nbytes, zf.cpu(), "a test").memory
+    wait_all([record.read_parcel(record.parcels[0], memory)])
+    assert memory.view(torch.float32).eq(1).all()
 
 
 def test_a_large_tensor_lies_in_parcels_of_its_own(tmp_path: Path) -> None:

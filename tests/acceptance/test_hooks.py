@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
+from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -167,6 +169,58 @@ def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(rank
         assert sorted(name for name, _ in seen) == sorted(name for name in names if not name.endswith("after"))
 
     ranks(3).run(case)
+
+
+def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], Optimizer]) -> None:
+    """Every few layers have an optimizer that steps, and drops their gradients, once the last of these has come."""
+
+    def attach(*modules: nn.Module) -> None:
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        optimizer, missing = optimizer_of(parameters), set(parameters)
+
+        def step(parameter: Tensor) -> None:
+            missing.remove(parameter)  # type: ignore[arg-type]
+            if not missing:
+                optimizer.step()
+                optimizer.zero_grad()
+                missing.update(parameters)
+
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(step)
+
+    attach(model.enter, model.layers[0])
+    attach(model.layers[1], model.layers[2])
+    attach(model.leave)
+    for number in range(3):
+        loss_of(model, number + axis().get_local_rank()).backward()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_optimizers_may_step_in_hooks_while_backward_runs(
+    ranks: Ranks, tmp_path: Path, stage: str, where: str
+) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        expected: Any = STAGES[stage](Stack(), axis())
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        stock = AdamW(expected.parameters(), lr=0.01)
+        for number in range(3):
+            loss_of(expected, number + axis().get_local_rank()).backward()
+            stock.step()
+            stock.zero_grad()
+        tier = zf.nvme(tmp_path)
+        if where == "disk":
+            model = zf.offload(model, params=tier, grads=tier)
+            _train_from_hooks(model, lambda parameters: zf.streamed(AdamW(parameters, lr=0.01), tier))
+        else:
+            _train_from_hooks(model, lambda parameters: AdamW(parameters, lr=0.01))
+        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(full(one), full(other))
+
+    ranks(2).run(case)
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -351,11 +351,13 @@ class Record:
     # -- one parcel -----------------------------------------------------------------------------------------------
 
     def read_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
-        """Begins to fill memory, whole pages, with a parcel."""
-        if not parcel.is_stored:
-            memory.zero_()
-            return None
-        return self.shelf.read(self._place + parcel.start, memory)
+        """Begins to fill memory, whole pages, with a parcel.
+
+        Raises:
+            StorageError: What was written before failed.
+        """
+        self.finish_writing()
+        return self._read(parcel, memory)
 
     def write_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
         """Begins to write a parcel."""
@@ -382,10 +384,16 @@ class Record:
         parcel.version += 1
         return self.put_parcel(parcel, memory)
 
+    def _read(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
+        if not parcel.is_stored:
+            memory.zero_()
+            return None
+        return self.shelf.read(self._place + parcel.start, memory)
+
     def _reads(self, parcels: Sequence[Parcel], memory: Tensor, start: int) -> Iterator[Transfer]:
         for parcel in parcels:
             begin = parcel.start - start
-            transfer = self.read_parcel(parcel, memory[begin : begin + parcel.nbytes])
+            transfer = self._read(parcel, memory[begin : begin + parcel.nbytes])
             if transfer is not None:
                 yield transfer
 
