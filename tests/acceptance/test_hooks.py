@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge, register_multi_grad_hook
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 from torch.optim import AdamW, Optimizer
@@ -129,10 +131,16 @@ def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(rank
         def watch(name: str, parameter: nn.Parameter) -> None:
             parameter.register_hook(lambda grad: seen.append((name, grad)))
             parameter.register_post_accumulate_grad_hook(lambda p: seen.append((f"{name} after", p.grad)))
+            node = get_gradient_edge(parameter).node
+            node.register_hook(lambda _, grads: seen.append((f"{name} after, node", grads[0])))
+            nodes.append(node)
 
+        nodes: list[Node] = []
         for name, parameter in model.named_parameters():
             watch(name, parameter)
-        names = sorted(name for key, _ in model.named_parameters() for name in (key, f"{key} after"))
+        names = sorted(
+            name for key, _ in model.named_parameters() for name in (key, f"{key} after", f"{key} after, node")
+        )
 
         def fired(run: Callable[[], object]) -> dict[str, Tensor]:
             seen.clear()
@@ -147,6 +155,7 @@ def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(rank
             assert isinstance(grad, DTensor) and isinstance(parameter, DTensor)
             assert grad.placements == parameter.placements
             assert gradients[f"{name} after"] is parameter.grad
+            assert torch.equal(full(gradients[f"{name} after, node"]), full(grad))
             local = reference.get_parameter(name).grad
             assert local is not None
             assert torch.equal(full(grad), mean_of_ranks(local))
@@ -166,9 +175,39 @@ def test_g23_a_hook_of_a_parameter_is_called_once_with_the_resting_gradient(rank
         model.zero_grad()
         seen.clear()
         torch.autograd.grad(loss_of(model, 5), list(model.parameters()))
-        assert sorted(name for name, _ in seen) == sorted(name for name in names if not name.endswith("after"))
+        assert sorted(name for name, _ in seen) == sorted(name for name in names if "after" not in name)
 
     ranks(3).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g23_hooks_of_several_parameters_and_of_nodes_come_and_go(ranks: Ranks, stage: str) -> None:
+    def case() -> None:
+        model: Any = STAGES[stage](Stack(), axis())
+        some = [model.enter.weight, model.layers[1].first.bias, model.leave.bias]
+        seen: list[object] = []
+
+        def fired() -> list[object]:
+            seen.clear()
+            loss_of(model, 1).backward()
+            return sorted(map(str, seen))
+
+        for parameter in some:
+            parameter.requires_grad_(False)
+        fired()
+        for parameter in some:
+            parameter.requires_grad_(True)
+        register_multi_grad_hook(some, lambda grads: seen.append(sum(grad is not None for grad in grads)))
+        register_multi_grad_hook(some, lambda grad: seen.append("any"), mode="any")
+        node = some[1].expand_as(some[1]).grad_fn.next_functions[0][0]
+        handles = [node.register_hook(lambda _, grads: seen.append(type(grads[0]).__name__)) for _ in range(2)]
+        assert fired() == ["3", "DTensor", "DTensor", "any"]
+        handles[0].remove()
+        assert fired() == ["3", "DTensor", "any"]
+        handles[1].remove()
+        assert fired() == ["3", "any"]
+
+    ranks(2).run(case)
 
 
 def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], Optimizer]) -> None:
@@ -196,7 +235,7 @@ def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], O
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
+@pytest.mark.parametrize("where", ["memory", "disk", "of torch"])
 @pytest.mark.parametrize("stage", STAGES)
 def test_g23_optimizers_may_step_in_hooks_while_backward_runs(
     ranks: Ranks, tmp_path: Path, stage: str, where: str
@@ -215,8 +254,12 @@ def test_g23_optimizers_may_step_in_hooks_while_backward_runs(
         if where == "disk":
             model = zf.offload(model, params=tier, grads=tier)
             _train_from_hooks(model, lambda parameters: zf.streamed(AdamW(parameters, lr=0.01), tier))
-        else:
+        elif where == "memory":
             _train_from_hooks(model, lambda parameters: AdamW(parameters, lr=0.01))
+        else:
+            _apply_optimizer_in_backward(AdamW, model.parameters(), {"lr": 0.01})
+            for number in range(3):
+                loss_of(model, number + axis().get_local_rank()).backward()
         for one, other in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(full(one), full(other))
 

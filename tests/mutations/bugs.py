@@ -1341,6 +1341,22 @@ BUGS: tuple[Bug, ...] = (
         _OFFLOAD,
     ),
     Bug(
+        "read-while-it-is-written",
+        "runtime/record.py",
+        "waiting for what is written before the same is read",
+        "        self.finish_writing()\n        return self._read(parcel, memory)",
+        "        return self._read(parcel, memory)",
+        _RECORD,
+    ),
+    Bug(
+        "hooks-on-nodes-come-early",
+        "runtime/gather.py",
+        "hooks on the node that accumulates a gradient see the reduced one",
+        "        watch_nodes(unit, node)",
+        "        pass",
+        "tests/acceptance/test_hooks.py",
+    ),
+    Bug(
         "gradient-beside-is-lost",
         "runtime/record.py",
         "tensors of a parcel that are not written with the others",

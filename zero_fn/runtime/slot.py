@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -159,6 +160,7 @@ class Slot:
         is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         unit: Its unit, weakly.
+        node, node_hooks: What accumulates gradients of the resting parameter, and hooks on it. [Note: hooks on the node]
         group, offset: Its gather group in the unit (None: not gathered) and its first element there.
     """
 
@@ -231,6 +233,8 @@ class Slot:
         self.initial: int | None = None
         self.is_recast = False
         self.unit: Callable[[], Unit | None] | None = None
+        self.node: Node | None = None
+        self.node_hooks: dict[int, Any] | None = None
         self.group: int | None = None
         self.offset = 0
         self.parameter: nn.Parameter
@@ -322,6 +326,7 @@ class Slot:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
+        self.node, self.node_hooks = None, None
         # Held, so that no other storage comes to have its address.
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         note_slot(parameter, self)
@@ -451,7 +456,7 @@ class Slot:
         """The same slot in deep-copied modules; it adopts its parameter later."""
         twin = copy.copy(self)
         twin.places = [place.twin(memo) for place in self.places]
-        twin.parameter = _NO_PARAMETER
+        twin.parameter, twin.node, twin.node_hooks = _NO_PARAMETER, None, None
         return twin
 
     def __repr__(self) -> str:

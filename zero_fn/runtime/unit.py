@@ -72,6 +72,7 @@ class Unit:
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
         rest: Where they rest.
+        watched: Which parameters were trained when hooks on their nodes were looked for.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
@@ -105,6 +106,7 @@ class Unit:
         self.key = key_of(self)
         self.in_graph: Plan | None = None
         self.deferred_in: int | None = None
+        self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
         self.leaves: list[nn.Parameter] | None = None
@@ -246,7 +248,7 @@ class Unit:
         twin.inner, twin.has_model_axes, twin.rest = [], self.has_model_axes, Rest()
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
-        twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
+        twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
         twin._failure, twin._told = None, None
         twin.demanded_in, twin.is_left = -1, False
@@ -262,6 +264,7 @@ class Unit:
 
     def _lay_out(self, devices: list[torch.device]) -> None:
         self._memory = self._spare = None
+        self.watched = []
         self.rest.lay_out(self, devices)
 
     # -- gathered parameters ----------------------------------------------------------------------------------------
