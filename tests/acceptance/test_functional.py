@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.functional import jacobian
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call, grad, grad_and_value, stack_module_state, vmap
 
@@ -270,6 +271,29 @@ def test_g21_torch_func_refuses_resting_parameters(ranks: Ranks) -> None:
         with pytest.raises(zf.PlacementError, match="tied"):
             functional_call(tied, whole, (noise(3, 6, seed=1),), tie_weights=False)
         model(noise(3, 6, seed=1)).sum().backward()
+
+    ranks(2).run(case)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_g21_vectorized_gradients_of_parameters_are_refused_and_those_of_inputs_are_exact(
+    ranks: Ranks, stage: str
+) -> None:
+    def case() -> None:
+        torch.manual_seed(0)
+        reference = Stack()
+        torch.manual_seed(0)
+        model: Any = STAGES[stage](Stack(), axis())
+        x = noise(3, 6, seed=1)
+        parameters = list(model.parameters())
+        with pytest.raises(zf.StateError, match="at once"):
+            torch.autograd.grad(model(x)[0, :2], parameters, torch.eye(2), is_grads_batched=True)
+        (first, *_) = torch.autograd.grad(model(x).square().mean(), parameters, create_graph=True)
+        with pytest.raises(zf.StateError, match="at once"):
+            torch.autograd.grad(first.sum().reshape(1), parameters, torch.ones(2, 1), is_grads_batched=True)
+        found, expected = (jacobian(lambda x, m=m: m(x)[0, :2], x, vectorize=True) for m in (model, reference))
+        assert torch.equal(found, expected)
+        model(x).sum().backward()
 
     ranks(2).run(case)
 

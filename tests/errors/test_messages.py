@@ -630,6 +630,13 @@ def step_between_forward_and_backward() -> object:
         return second.backward()
 
 
+def gradients_are_vectorized() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        outputs = model(batch()).flatten()[:2]
+        return torch.autograd.grad(outputs, list(model.parameters()), torch.eye(2), is_grads_batched=True)
+
+
 def meta_without_reset_parameters() -> object:
     with pretended(2) as mesh, torch.device("meta"):
         model = nn.Module()
@@ -1261,7 +1268,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
-        forward_is_traced,
+        forward_is_traced, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,

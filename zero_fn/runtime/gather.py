@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["UnitUse", "gather", "gather_again", "returns_gradients", "will_execute"]
 
 will_execute = torch._C._will_engine_execute_node
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # A leaf that every node depends on and no user asks for: autograd visits it in a plain backward only.
 _token = torch.zeros((), requires_grad=True)
@@ -209,8 +210,20 @@ class _Gather(torch.autograd.Function):
             defer_hooks(unit)
             unit.step.arrive(use, grads)
             return nothing + (None,) * len(grads)
+        _require_single(unit, grads)
         unit.step.arrive(use, None)
         return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
+
+
+def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:
+    """Refuses several gradients at once, before anything is sent: under vmap there are no collectives."""
+    if any(grad is not None and _is_batched(grad) for grad in grads):
+        raise StateError(
+            "Several gradients of a transformed module were asked for at once.",
+            unit=unit.name or "root",
+            why="is_grads_batched=True, or vectorize=True of torch.autograd.functional, vectorizes what ranks exchange",
+            fix="ask for one after the other, or for those of whole values: torch.func.functional_call(model, values, x)",
+        )
 
 
 def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -249,6 +262,7 @@ class _Reduce(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         unit: Unit = ctx.unit
+        _require_single(unit, grads)
         segments: list[Segment] = []
         wholes: list[Tensor | None] = []
         for slot, grad in zip(unit.slots, grads, strict=True):
