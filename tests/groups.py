@@ -13,12 +13,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zero_fn.local.gloo import give_groups_one_thread
+
 __all__ = ["alone", "pretended", "pretended_grid"]
 
 
 @contextmanager
 def alone() -> Iterator[DeviceMesh]:
     """The axis "dp" over one gloo rank."""
+    give_groups_one_thread()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))

@@ -7,6 +7,7 @@ every rank.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import einops
 import pytest
@@ -128,6 +129,40 @@ def test_native_all_gather_gives_the_same(ranks: Ranks, n: int) -> None:
         ranks(n).run(gathered, cases, SMALL, "native"), ranks(n).run(gathered, cases, SMALL, "shared"), strict=True
     ):
         assert all(is_same(one, other) for one, other in zip(native, ours, strict=True))
+
+
+@pytest.mark.parametrize("backend", ["gloo", "other"])
+def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) -> None:
+    calls: list[tuple[str, int]] = []
+
+    class Group:
+        """What a group of ranks is to `Native`."""
+
+        def _get_backend(self, device: torch.device) -> Group:
+            return self
+
+        def name(self) -> str:
+            return backend
+
+        def all_gather_single(self, whole: Tensor, piece: Tensor) -> dist.Work:
+            calls.append(("one", whole.numel() // piece.numel()))
+            return cast(dist.Work, Done())
+
+        def all_gather_single_coalesced(self, wholes: list[Tensor], pieces: list[Tensor]) -> dist.Work:
+            calls.append(("together", len(pieces)))
+            return cast(dist.Work, Done())
+
+        def reduce_scatter_single_coalesced(self) -> None:
+            raise AssertionError("nothing is reduced here")
+
+    class Done:
+        def wait(self, _limit: object) -> None:
+            calls.append(("waited", 0))
+
+    segments = [Segment(torch.zeros(numel), numel, numel // 2) for numel in (40_000, 60_000)]
+    Native(cast(dist.ProcessGroup, Group()), 0, 2).all_gather(segments).wait()
+    begun = {"gloo": [("one", 2), ("one", 2)], "other": [("together", 2)]}[backend]
+    assert calls == [*begun, *len(begun) * [("waited", 0)]]
 
 
 def test_all_gather_of_real_sizes_packs_what_is_small(ranks: Ranks) -> None:

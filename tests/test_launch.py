@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from zero_fn.errors import LayoutError, StateError
 from zero_fn.launch import launch
@@ -51,6 +53,27 @@ def test_a_rank_knows_its_place_and_its_environment(monkeypatch: pytest.MonkeyPa
     first, second = launch(environment, 2, backend="gloo", threads=2, env={"ADDED": "there"})
     assert first == (["0", "0", "2", "2", "here", "there"], 2, os.getcwd(), "gloo")
     assert second[0][:2] == ["1", "1"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are counted in /proc")
+@pytest.mark.parametrize("interfaces", ["", "lo"])
+def test_a_group_of_gloo_has_one_thread_for_its_collectives(monkeypatch: pytest.MonkeyPatch, interfaces: str) -> None:
+    """torch gives it two, which may free the same memory. [Note: two threads and one name]"""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+
+    def run() -> tuple[int, timedelta]:
+        mine = dist.new_group([0, 1], timeout=timedelta(seconds=7))
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        groups = [dist.group.WORLD, mine, mesh["dp"].get_group()]
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)  # its thread is there, and has its name
+        return _gloo_threads(), mine._get_backend(torch.device("cpu")).options._timeout
+
+    assert launch(run, 2) == 2 * [(3, timedelta(seconds=7))]
+
+
+def _gloo_threads() -> int:
+    return [file.read_text() for file in Path("/proc/self/task").glob("*/comm")].count("pt_gloo_runloop\n")
 
 
 def test_what_rank_0_prints_appears_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, trained
 from zero_fn.collectives import Native, transport
+from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.mesh import mesh_axis
 from zero_fn.tiers import Tier
 
@@ -58,6 +59,7 @@ def result(case: str, mesh: DeviceMesh, tier: Tier | None) -> list[Any]:
 def main(library: Path, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
     device.load(library)
+    give_groups_one_thread()
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     device.join(dist.group.WORLD)
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))

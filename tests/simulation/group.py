@@ -82,6 +82,12 @@ class SimulatedGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self._place
 
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
+
+    def name(self) -> str:
+        return self.getBackendName()
+
     def getBackendName(self) -> str:
         return "simulated"
 

@@ -2,6 +2,9 @@
 
 Large pieces travel in one group, from where they rest to where they are used; small even ones packed into one message.
 [Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
+
+[Note: gloo gathers one by one] A group of all-gathers is, on gloo, made for the memory of the host alone. And two of them at
+once may free memory twice, in torch itself: see `zero_fn.local.gloo`.
 """
 
 from __future__ import annotations
@@ -28,9 +31,11 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
+        self._is_gloo: bool | None = None  # not known before the first tensor shows the device
         # The group's own methods: dist.all_gather_into_tensor for each tensor costs the host ten times as much. torch 2.13
         # renamed them.
-        self._gather = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        self._gather_group = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+        self._gather_one = _method(group, "all_gather_single", "_allgather_base")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
 
     def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
@@ -58,9 +63,7 @@ class Native:
                 pack.finish()
 
         count("all-gather", plan.nbytes * (self._size - 1))
-        return Pending(
-            [_work(self._gather(wholes, pieces), pieces[0])], unpack if plan.packs else None, (pieces, wholes)
-        )
+        return Pending(self._gather(wholes, pieces), unpack if plan.packs else None, (pieces, wholes))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         plan = self._reducing(contributions)
@@ -108,6 +111,14 @@ class Native:
         count("reduce-scatter", sum([total.nbytes for total in sums]) * (self._size - 1))
         return Pending(works, divide if sums else None, (inputs, contributions))
 
+    def _gather(self, wholes: list[Tensor], pieces: list[Tensor]) -> list[tuple[Any, int | None]]:
+        """Begins all-gathers. [Note: gloo gathers one by one]"""
+        if self._is_gloo is None:
+            self._is_gloo = self._group._get_backend(pieces[0].device).name() == "gloo"
+        if not self._is_gloo:
+            return [_work(self._gather_group(wholes, pieces), pieces[0])]
+        return [_work(self._gather_one(whole, piece), piece) for whole, piece in zip(wholes, pieces, strict=True)]
+
     def _reducing(self, contributions: Sequence[Contribution]) -> Reducing:
         """How they travel; found out once where there will be more of them."""
         if not isinstance(contributions, Contributions):
@@ -134,7 +145,7 @@ class Native:
 
     def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         rows = message.new_empty((self._size, message.numel()))
-        Pending([_work(self._gather([rows.view(-1)], [message]), message)]).wait()
+        Pending(self._gather([rows.view(-1)], [message])).wait()
         count("control", message.numel() * (self._size - 1))
         return rows
 

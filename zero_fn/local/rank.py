@@ -25,6 +25,7 @@ from typing import TextIO
 import torch
 import torch.distributed as dist
 
+from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.local.sending import SendError, brief, dumps, dumps_exception, loads
 
 __all__ = ["Outcome", "Seat", "rank_main", "seat"]
@@ -142,6 +143,7 @@ def _join_process_group(seat: Seat) -> None:
     if "nccl" in seat.backend:
         torch.cuda.set_device(seat.rank)
     dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+    give_groups_one_thread()
     timeout = None if seat.collective_timeout_s is None else timedelta(seconds=seat.collective_timeout_s)
     # A file, not a port: nothing to race for.
     store = dist.FileStore(str(Path(seat.directory) / "store"), seat.n)  # type: ignore[attr-defined]

@@ -1,0 +1,50 @@
+"""Process groups of gloo with one thread each.
+
+[Note: two threads and one name] torch gives each group two threads for its collectives. Both write the name of what they
+have completed last into one string of the group, without a lock (`pgStatus_->lastCompletedWorkName`, ProcessGroupGloo.cpp of
+torch 2.11 to 2.13). The name of DTensor's all-gathers, ALLGATHER_COALESCED, is too long to lie in the string itself: when
+both threads write at once, its memory is freed twice. One in some 300,000 ended the process, in a thread of gloo and a few
+collectives later; what else that memory was given to meanwhile, nobody knows. One thread writes alone. Collectives of a
+group then run one after the other, as they do on NCCL; those of other groups, and messages from rank to rank, do not wait.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from functools import wraps
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["give_groups_one_thread"]
+
+
+def give_groups_one_thread() -> None:
+    """From now on every group of gloo that this process makes has one thread. [Note: two threads and one name]"""
+    gloo: Any = getattr(dist, "ProcessGroupGloo", None)  # None in a torch without gloo
+    if gloo is not None and not hasattr(gloo.__init__, "__wrapped__"):
+        gloo.__init__ = _with_one_thread(gloo, gloo.__init__)
+
+
+def _with_one_thread(gloo: Any, make: Callable[..., None]) -> Callable[..., None]:
+    @wraps(make)
+    def made(self: object, store: object, rank: int, size: int, *options: object, **named: Any) -> None:
+        timeout = named.get("timeout")
+        if options or not isinstance(timeout, timedelta):
+            make(self, store, rank, size, *options, **named)
+            return
+        chosen = gloo._Options()
+        chosen._timeout, chosen._threads, chosen._devices = timeout, 1, _devices(gloo)
+        make(self, store, rank, size, chosen)
+
+    return made
+
+
+def _devices(gloo: Any) -> list[object]:
+    """The network interfaces that torch chooses."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:
+        return [gloo.create_device(interface=interface) for interface in interfaces.split(",")]
+    return [gloo.create_default_device()]
