@@ -4,7 +4,7 @@ which are what the parameters are, whatever wrote them last."""
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import zero_fn as zf
 from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, failing
+from zero_fn.kernels import library
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
 from zero_fn.storage import Slab, shelf_of, wait_all
@@ -66,8 +67,9 @@ class Pair:
                 if piece.parameter == number:
                     own = memory[offset : offset + 4 * piece.numel].view(torch.float32)
                     own.copy_(value[piece.start : piece.stop])
+            self.record.fill_copy(index, memory, self.record.begin_copy(index, room))
             wait_all([self.record.write_parcel(parcel, memory)])
-            wait_all([self.record.write_copy(index, memory, room)])
+            wait_all([self.record.write_copy(index, room)])
 
     def gathered(self) -> list[Tensor]:
         self.record.source.fetch()
@@ -131,6 +133,30 @@ def test_training_and_edits_between_steps_change_no_bit(tmp_path: Path, compute:
 
     for one, other in zip(trained(True), trained(False), strict=True):
         assert all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(("compute", "fused"), [(torch.bfloat16, True), (torch.bfloat16, False), (torch.float16, True)])
+def test_the_kernel_writes_bfloat16_copies_of_what_it_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compute: torch.dtype, fused: bool
+) -> None:
+    """Others are cast after the step: those without a gradient, all of an optimizer that torch steps, other dtypes."""
+    tier = zf.nvme(tmp_path)
+    model: Any = zf.offload(zf.precision(net(), compute=compute), params=tier, optim=tier)
+    optimizer = zf.streamed(AdamW(model.parameters(), lr=0.01, fused=fused))
+    model[2].bias.requires_grad_(False)
+    model(inputs(0)).float().square().mean().backward()
+    cast = 0
+    fill = ParameterRecord.fill_copy
+
+    def counted(record: ParameterRecord, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
+        nonlocal cast
+        cast += sum(room.numel() for room in rooms.values())
+        fill(record, index, memory, rooms)
+
+    monkeypatch.setattr(ParameterRecord, "fill_copy", counted)
+    optimizer.step()
+    is_sent = fused and compute == torch.bfloat16 and library().functions is not None
+    assert cast == (model[2].bias.numel() if is_sent else sum(p.numel() for p in model.parameters()))
 
 
 def _nothing(_model: Any) -> None:

@@ -1051,8 +1051,16 @@ BUGS: tuple[Bug, ...] = (
         "copy-not-stepped",
         "streamed/parcels.py",
         "a step writes the copies of parameters in the compute dtype",
-        "return _Both(transfer, record.write_copy(chunk.parcel, memory, room))",
-        "return transfer",
+        "return stepped[0].write_copy(stepped[1], memory) if",
+        "return None if",
+        "tests/test_compute_copies.py",
+    ),
+    Bug(
+        "copy-not-sent",
+        "streamed/one_pass.py",
+        "the kernel writes copies of what it steps",
+        "sent = map(sends.get, parameters)",
+        "sent = map({}.get, parameters)",
         "tests/test_compute_copies.py",
     ),
     Bug(

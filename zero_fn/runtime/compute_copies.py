@@ -3,12 +3,13 @@
 [Note: compute copies] Of parameters that are computed with in a smaller dtype than they rest in (bfloat16 of float32), a
 second record holds copies in that dtype: a gather reads those, half the bytes in each forward and backward. Its parcels hold
 the same pieces as those of the first, and each knows which version of its original it is a copy of. A streamed step writes
-both. Whatever else writes an original leaves its copy behind, and the next gather, which then reads the originals, renews it.
+both, where the kernel of Adam does in one pass. Whatever else writes an original leaves its copy behind, and the next gather,
+which then reads the originals, renews it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -72,23 +73,46 @@ class ParameterRecord(Record):
             for copy, parcel in zip(copies.parcels, self.parcels, strict=True):
                 copy.version = parcel.version if is_written else _NO_VERSION
 
-    def write_copy(self, index: int, memory: Tensor, room: Tensor) -> Copying:
-        """Begins to write the copy of a parcel. It counts as one once it has been waited for.
+    def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
+        """Begins to make the copy of a parcel anew. Until it was written there is none.
 
         Args:
             index: Which.
-            memory: The parcel.
-            room: Memory for its copy, whole pages.
+            room: Memory for the copy, whole pages; may be that of the copy itself.
+
+        Returns:
+            The room of each piece, flat, in the dtype of the copy, by the first byte of the piece in the parcel.
         """
         parcel, copies = self.parcels[index], self.copies
         assert copies is not None
         copy = copies.parcels[index]
-        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
-            dtype, wanted = self.dtype(piece.parameter), copies.dtype(piece.parameter)
-            values = memory[begin : begin + piece.numel * dtype.itemsize].view(dtype)
-            room[end : end + piece.numel * wanted.itemsize].view(wanted).copy_(values)
-        copies.drop()
         copy.version = _NO_VERSION
+        rooms = {}
+        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
+            dtype = copies.dtype(piece.parameter)
+            rooms[begin] = room[end : end + piece.numel * dtype.itemsize].view(dtype)
+        return rooms
+
+    def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
+        """Casts pieces of a parcel.
+
+        Args:
+            index: Which.
+            memory: The parcel.
+            rooms: Of the pieces to cast, as `begin_copy` has returned them.
+        """
+        parcel = self.parcels[index]
+        for piece, begin in zip(parcel.pieces, parcel.offsets, strict=True):
+            if begin in rooms:
+                dtype = self.dtype(piece.parameter)
+                rooms[begin].copy_(memory[begin : begin + piece.numel * dtype.itemsize].view(dtype))
+
+    def write_copy(self, index: int, room: Tensor) -> Copying:
+        """Begins to write the copy of a parcel. It counts as one once it has been waited for."""
+        parcel, copies = self.parcels[index], self.copies
+        assert copies is not None
+        copies.drop()
+        copy = copies.parcels[index]
         return Copying(copies.put_parcel(copy, room), parcel, copy)
 
 

@@ -78,14 +78,16 @@ class Cut:
     def of_parcel(self, memory: Tensor, dtype: torch.dtype) -> Tensor:
         """The elements of the piece in the bytes of its parcel."""
         assert self.in_parcel is not None
-        field = memory[self.in_parcel : self.in_parcel + self.piece.numel * dtype.itemsize].view(dtype)
-        return field.as_strided(self.shape, self.stride, field.storage_offset())
+        return self.laid(memory[self.in_parcel : self.in_parcel + self.piece.numel * dtype.itemsize].view(dtype))
 
     def view(self, buffer: Tensor, name: str) -> Tensor:
         """The room of a state in the bytes of the chunk."""
         dtype, offset = self.fields[name]
-        field = buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype)
-        return field.as_strided(self.shape, self.stride, field.storage_offset())
+        return self.laid(buffer[offset : offset + self.piece.numel * dtype.itemsize].view(dtype))
+
+    def laid(self, flat: Tensor) -> Tensor:
+        """As many elements, in order of memory, as the optimizer sees them."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def states(self, buffer: Tensor) -> dict[str, Any]:
         """The states as the optimizer expects them."""

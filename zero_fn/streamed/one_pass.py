@@ -33,11 +33,15 @@ def arithmetic_of(optimizer: Optimizer) -> str:
     return f"{library()} in one pass" if all(hows) else "torch (the kernel does not round as this build of torch does)"
 
 
-def steps_in_one_pass(optimizer: Optimizer) -> bool:
+def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:
     """Steps the groups and states that the optimizer has now, if its step is one that the kernel does. Else does nothing.
 
+    Args:
+        optimizer: Whose step it is.
+        sends: By parameter, bfloat16 tensors that lie alike and receive what it is after the step.
+
     Returns:
-        Whether it was done.
+        Whether it was done, and what is sent was written.
     """
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False
@@ -51,7 +55,7 @@ def steps_in_one_pass(optimizer: Optimizer) -> bool:
     if not is_mixed and not all(hows):
         return False  # torch's own step does it, without cutting it up
     for group, each, how in zip(groups, rates, hows, strict=True):
-        pieces = _pieces(optimizer, group)
+        pieces = _pieces(optimizer, group, sends)
         if how is not None:
             in_c(pieces, each, how)
         else:
@@ -100,7 +104,7 @@ def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> Rates:
     )
 
 
-def _pieces(optimizer: Any, group: dict[str, Any]) -> list[Piece]:
+def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor]) -> list[Piece]:
     """The parameters of a group that have gradients, their states made where they have none, their steps counted."""
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
@@ -112,5 +116,6 @@ def _pieces(optimizer: Any, group: dict[str, Any]) -> list[Piece]:
     if counts:
         torch._foreach_add_(counts, 1)
     maxima: Sequence[Tensor | None] = largest or [None] * len(counts)
-    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), strict=True)
+    sent = map(sends.get, parameters)
+    rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), sent, strict=True)
     return [Piece(*row) for row in rows]

@@ -33,7 +33,7 @@ from zero_fn.streamed.host_load import load_on_host
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
-from zero_fn.streamed.parcels import KINDS, Gradients, Values, follow, place_of, rings_for
+from zero_fn.streamed.parcels import KINDS, Copies, Gradients, Values, follow, place_of, rings_for
 from zero_fn.streamed.pipeline import StoreLane, each_chunk
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
 from zero_fn.streamed.stepped import Stepped
@@ -249,14 +249,19 @@ class Streamed(Optimizer):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def _step_chunks(self) -> None:
-        stepped = Stepped(self.inner, self._known)
+        own, of_copies, of_gradients = self._rings
+        values, copies = Values(own, self._known), Copies(of_copies, self._known)
+        gradients = Gradients(of_gradients, self._known)
+        stepped = Stepped(self.inner, self._known, copies)
         chunks = [
             chunk for chunk in self._chunks if any(self._known[c.piece.parameter].grad is not None for c in chunk.cuts)
         ]
         for chunk in chunks:
             self._require_as_planned(chunk)
         try:
-            each_chunk([StoreLane(chunks), *self._parcels()], chunks, stepped.step, backwards=self._is_backwards)
+            each_chunk(
+                [StoreLane(chunks), values, copies, gradients], chunks, stepped.step, backwards=self._is_backwards
+            )
             self._is_backwards = not self._is_backwards
         except BaseException:
             if stepped.count:
@@ -318,10 +323,6 @@ class Streamed(Optimizer):
                 why="some parameters are one step ahead of the others",
                 fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
             )
-
-    def _parcels(self) -> tuple[Values, Gradients]:
-        values, copies, gradients = self._rings
-        return Values(values, copies, self._known), Gradients(gradients, self._known)
 
     # -- where everything is --------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,12 +13,12 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Parcel, Record, parcels_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Transfer, Waited, wait_all
+from zero_fn.storage import Transfer, Waited
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
 from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["KINDS", "Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
+__all__ = ["KINDS", "Copies", "Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
 
 KINDS = ("parameters", "compute copies", "gradients")
 """What of a unit may rest in another tier, beside the states of optimizers."""
@@ -103,14 +103,6 @@ def _ring(records: Iterable[tuple[Tier, Sequence[Parcel]]], what: str) -> Ring:
     return Ring(len(sizes), max(sizes, default=0), what)
 
 
-class _Both:
-    def __init__(self, *transfers: Waited | None) -> None:
-        self._transfers = transfers
-
-    def wait(self) -> None:
-        wait_all(self._transfers)
-
-
 class _Parcels:
     """A lane of parcels. Chunks that have none come with nothing."""
 
@@ -122,45 +114,63 @@ class _Parcels:
         parcel = record.parcels[index]
         if record.is_addressable:
             return record.memory_of(parcel), None
-        memory = self._ring.buffer(self._turn, parcel.nbytes)
-        self._turn += 1
+        memory = self._buffer(parcel)
         return memory, record.read_parcel(parcel, memory)
+
+    def _buffer(self, parcel: Parcel) -> Tensor:
+        self._turn += 1
+        return self._ring.buffer(self._turn, parcel.nbytes)
+
+    def _stepped(self, chunk: Chunk) -> tuple[ParameterRecord, int] | None:
+        """The record of the parameters of a chunk, if they rest in another tier, and the number of their parcel in it."""
+        local = local_of(self._known[chunk.cuts[0].piece.parameter])
+        record = local.record if isinstance(local, TierTensor) else None
+        return (record, chunk.parcel) if isinstance(record, ParameterRecord) and chunk.parcel is not None else None
 
     def forget(self) -> None:
         """Nothing to do: parcels are read anew in every pass."""
 
 
 class Values(_Parcels):
-    """The lane of parameters that rest in another tier, and of their compute copies, which it writes too."""
-
-    def __init__(self, ring: Ring, ring_of_copies: Ring, known: Sequence[Tensor]) -> None:
-        super().__init__(ring, known)
-        self._ring_of_copies, self._copied = ring_of_copies, 0
+    """The lane of parameters that rest in another tier."""
 
     def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
-        record = self._record(chunk)
-        return (_NOTHING, None) if record is None or chunk.parcel is None else self._fetched(record, chunk.parcel)
+        stepped = self._stepped(chunk)
+        return self._fetched(*stepped) if stepped is not None else (_NOTHING, None)
 
     def keep(self, chunk: Chunk, memory: Tensor) -> Waited | None:
-        record = self._record(chunk)
-        if record is None or chunk.parcel is None:
+        stepped = self._stepped(chunk)
+        if stepped is None:
             return None
-        transfer = record.write_parcel(record.parcels[chunk.parcel], memory)
-        copies = record.copies
-        if copies is None:
-            return transfer
-        copy = copies.parcels[chunk.parcel]
-        if copies.is_addressable:
-            room = copies.memory_of(copy)
-        else:
-            room = self._ring_of_copies.buffer(self._copied, copy.nbytes)
-            self._copied += 1
-        return _Both(transfer, record.write_copy(chunk.parcel, memory, room))
+        record, index = stepped
+        return record.write_parcel(record.parcels[index], memory)
 
-    def _record(self, chunk: Chunk) -> ParameterRecord | None:
-        local = local_of(self._known[chunk.cuts[0].piece.parameter])
-        record = local.record if isinstance(local, TierTensor) else None
-        return record if isinstance(record, ParameterRecord) else None
+
+class Copies(_Parcels):
+    """The lane of compute copies of these parameters, which a step makes anew."""
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
+        stepped = self._stepped(chunk)
+        copies = stepped[0].copies if stepped is not None else None
+        if stepped is None or copies is None:
+            return _NOTHING, None
+        copy = copies.parcels[stepped[1]]
+        return (copies.memory_of(copy) if copies.is_addressable else self._buffer(copy)), None
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Waited | None:
+        stepped = self._stepped(chunk)
+        return stepped[0].write_copy(stepped[1], memory) if stepped is not None and memory.numel() else None
+
+    def begin(self, chunk: Chunk, memory: Tensor) -> dict[int, Tensor]:
+        """The room of each piece, flat, by the first byte of the piece in its parcel; none if there are no copies."""
+        stepped = self._stepped(chunk)
+        return stepped[0].begin_copy(stepped[1], memory) if stepped is not None and memory.numel() else {}
+
+    def fill(self, chunk: Chunk, parcel: Tensor, rooms: Mapping[int, Tensor]) -> None:
+        """Casts pieces of the parcel into their rooms."""
+        stepped = self._stepped(chunk)
+        if stepped is not None and rooms:
+            stepped[0].fill_copy(stepped[1], parcel, rooms)
 
 
 class Gradients(_Parcels):

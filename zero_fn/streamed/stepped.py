@@ -8,18 +8,19 @@ parameters that rest on the device come, too, and go back; what rests in a tier 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.chunk import Chunk, Cut
 from zero_fn.streamed.one_pass import steps_in_one_pass
+from zero_fn.streamed.parcels import Copies
 from zero_fn.streamed.scratch import Scratch, begun, taken_over
 from zero_fn.streamed.trial import raw_step, replaced
 
@@ -33,27 +34,30 @@ class Stepped:
         count: Chunks whose parameters were, at least in part, updated.
     """
 
-    def __init__(self, inner: Optimizer, known: Sequence[Tensor]) -> None:
+    def __init__(self, inner: Optimizer, known: Sequence[Tensor], copies: Copies) -> None:
         """Begins a step.
 
         Args:
             inner: The optimizer whose arithmetic it is.
             known: Its parameters, by number.
+            copies: The lane of compute copies.
         """
         self.count = 0
+        self._copies = copies
         self._inner, self._known = inner, known
         self._groups: list[dict[str, Any]] = inner.param_groups  # every chunk begins with what is there now
         self._scratch = Scratch(inner)
         self._after: dict[int, dict[str, Any]] = {}
         self._grads: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, states: Tensor, parcel: Tensor, gradients: Tensor) -> None:
+    def step(self, chunk: Chunk, states: Tensor, parcel: Tensor, copy: Tensor, gradients: Tensor) -> None:
         """Steps the parameters of one chunk.
 
         Args:
             chunk: Which.
             states: Their states, where they are stepped.
             parcel: Themselves, if they rest in another tier.
+            copy: Room for compute copies of these, if there are any.
             gradients: Their gradients, if these do.
         """
         self.count += 1
@@ -61,8 +65,9 @@ class Stepped:
         values, grads = parcel.to(device), gradients.to(device)
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
-        pairs = []
+        pairs: list[tuple[Cut, nn.Parameter]] = []
         moved: list[tuple[Tensor, Tensor]] = []
+        rooms = self._copies.begin(chunk, copy)
         for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
             stand_ins = []
             for cut in cuts:
@@ -83,9 +88,11 @@ class Stepped:
             if stand_ins:
                 groups.append({**self._groups[number], **begun(self._groups[number]), "params": stand_ins})
                 self._after[number] = groups[-1]
+        sends = _sends(pairs, rooms) if values is parcel else {}
         self._scratch.begin()
         with replaced(self._inner, groups, state):
-            if not steps_in_one_pass(self._inner):
+            if not steps_in_one_pass(self._inner, sends):
+                sends = {}
                 raw_step(self._inner)
         for cut, stand_in in pairs:
             cut.keep(states, state.get(stand_in, {}))
@@ -93,6 +100,8 @@ class Stepped:
             resting.copy_(stepped)
         if values is not parcel:
             parcel.copy_(values)
+        sent = {cut.in_parcel for cut, stand_in in pairs if stand_in in sends}
+        self._copies.fill(chunk, parcel, {begin: room for begin, room in rooms.items() if begin not in sent})
 
     def finish(self) -> None:
         """Takes over what the optimizer wrote into its groups and attributes."""
@@ -110,3 +119,13 @@ class Stepped:
             laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
             self._grads = {number: laid.copy_(grad)}
         return self._grads[number]
+
+
+def _sends(pairs: Sequence[tuple[Cut, nn.Parameter]], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+    """What the kernel can write beside the parameters that it steps: their copies in bfloat16."""
+    found: dict[Tensor, Tensor] = {}
+    for cut, stand_in in pairs:
+        room = rooms.get(cut.in_parcel) if cut.in_parcel is not None else None
+        if room is not None and room.dtype == torch.bfloat16:
+            found[stand_in] = cut.laid(room)
+    return found
