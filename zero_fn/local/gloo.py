@@ -30,14 +30,23 @@ def give_groups_one_thread() -> None:
 
 def _with_one_thread(gloo: Any, make: Callable[..., None]) -> Callable[..., None]:
     @wraps(make)
-    def made(self: object, store: object, rank: int, size: int, *options: object, **named: Any) -> None:
-        timeout = named.get("timeout")
-        if options or not isinstance(timeout, timedelta):
-            make(self, store, rank, size, *options, **named)
+    def made(
+        self: object,
+        store: object,
+        rank: int,
+        size: int,
+        *chosen: object,
+        timeout: timedelta | None = None,
+        **named: Any,
+    ) -> None:
+        if chosen or timeout is None:  # not as torch makes groups
+            make(self, store, rank, size, *chosen, **({} if timeout is None else {"timeout": timeout}), **named)
             return
-        chosen = gloo._Options()
-        chosen._timeout, chosen._threads, chosen._devices = timeout, 1, _devices(gloo)
-        make(self, store, rank, size, chosen)
+        options = gloo._Options()
+        options._timeout, options._threads, options._devices = timeout, 1, _devices(gloo)
+        for name, value in named.items():  # enable_reconfigure, since torch 2.15
+            setattr(options, name, value)
+        make(self, store, rank, size, options)
 
     return made
 
