@@ -2,7 +2,7 @@
 
 [Note: two threads and one name] torch gives each group two threads for its collectives. Both write the name of what they
 have completed last into one string of the group, without a lock (`pgStatus_->lastCompletedWorkName`, ProcessGroupGloo.cpp of
-torch 2.11 to 2.13). The name of DTensor's all-gathers, ALLGATHER_COALESCED, is too long to lie in the string itself: when
+torch 2.11 to 2.15). The name of DTensor's all-gathers, ALLGATHER_COALESCED, is too long to lie in the string itself: when
 both threads write at once, its memory is freed twice. One in some 300,000 ended the process, in a thread of gloo and a few
 collectives later; what else that memory was given to meanwhile, nobody knows. One thread writes alone. Collectives of a
 group then run one after the other, as they do on NCCL; those of other groups, and messages from rank to rank, do not wait.
