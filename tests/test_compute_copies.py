@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
@@ -85,6 +85,7 @@ def pages(nbytes: int) -> Tensor:
 
 
 @examples(dev=60, ci=1000, deep=20_000)
+@example(numels=[0, 7], program=[("parcel", 1, 0)])  # a tensor without elements took the room of the next one
 @given(
     numels=st.lists(st.sampled_from([0, 1, 7, 1025, PARCEL_NBYTES // 4 + 5]), min_size=1, max_size=4),
     program=st.lists(
@@ -166,10 +167,12 @@ def _nothing(_model: Any) -> None:
 def _freezes(model: Any) -> None:
     model[0].weight.requires_grad_(False)
     model[2].bias.grad = None
+    model[4].scale.requires_grad_(False)  # what has no elements is stepped, and what begins at the same byte is not
 
 
 def _thaws_and_edits(model: Any) -> None:
     model[0].weight.requires_grad_(True)
+    model[4].scale.requires_grad_(True)
     with torch.no_grad():
         model[0].weight.mul_(0.5)
         model[2].weight[1].zero_()
@@ -195,9 +198,21 @@ _EDITS: tuple[Callable[[Any], None], ...] = (
 )
 
 
+class Scaled(nn.Module):
+    """A parameter without elements before another, as shards of ranks often are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.scale = nn.Parameter(torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.empty.sum()
+
+
 def net() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24), nn.LayerNorm(24))
+    return nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24), nn.LayerNorm(24), Scaled())
 
 
 def inputs(seed: int) -> Tensor:

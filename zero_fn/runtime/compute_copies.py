@@ -81,7 +81,8 @@ class ParameterRecord(Record):
             room: Memory for the copy, whole pages; may be that of the copy itself.
 
         Returns:
-            The room of each piece, flat, in the dtype of the copy, by the first byte of the piece in the parcel.
+            The room of each piece, flat, in the dtype of the copy, by the first byte of the piece in the parcel. Pieces
+            without elements have none: they begin where others do.
         """
         parcel, copies = self.parcels[index], self.copies
         assert copies is not None
@@ -89,8 +90,9 @@ class ParameterRecord(Record):
         copy.version = _NO_VERSION
         rooms = {}
         for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
-            dtype = copies.dtype(piece.parameter)
-            rooms[begin] = room[end : end + piece.numel * dtype.itemsize].view(dtype)
+            if piece.numel:
+                dtype = copies.dtype(piece.parameter)
+                rooms[begin] = room[end : end + piece.numel * dtype.itemsize].view(dtype)
         return rooms
 
     def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
@@ -103,7 +105,7 @@ class ParameterRecord(Record):
         """
         parcel = self.parcels[index]
         for piece, begin in zip(parcel.pieces, parcel.offsets, strict=True):
-            if begin in rooms:
+            if piece.numel and begin in rooms:
                 dtype = self.dtype(piece.parameter)
                 rooms[begin].copy_(memory[begin : begin + piece.numel * dtype.itemsize].view(dtype))
 

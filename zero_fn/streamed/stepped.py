@@ -125,7 +125,7 @@ def _sends(pairs: Sequence[tuple[Cut, nn.Parameter]], rooms: Mapping[int, Tensor
     """What the kernel can write beside the parameters that it steps: their copies in bfloat16."""
     found: dict[Tensor, Tensor] = {}
     for cut, stand_in in pairs:
-        room = rooms.get(cut.in_parcel) if cut.in_parcel is not None else None
+        room = rooms.get(cut.in_parcel) if cut.in_parcel is not None and cut.piece.numel else None
         if room is not None and room.dtype == torch.bfloat16:
             found[stand_in] = cut.laid(room)
     return found
