@@ -84,8 +84,8 @@ def unchecked(path: str, size: int) -> Way:
         for offset in range(0, size, BLOCK_NBYTES):
             if len(under_way) == room // BLOCK_NBYTES:
                 carrier.wait([under_way.pop(0)])
-            address = slab.address + offset % room
-            under_way.append(Request(spill.file.files[0], offset, address, BLOCK_NBYTES, is_write=is_write))
+            block = slab.memory[offset % room : offset % room + BLOCK_NBYTES]
+            under_way.append(Request(spill.file.files[0], offset, block, is_write=is_write))
             carrier.submit(under_way[-1:])
         carrier.wait(under_way)
         assert all(request.failure is None for request in under_way)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,8 @@ from hypothesis import strategies as st
 from tests.storage.disks import answers, small_disk
 from zero_fn.errors import StorageError, TierError
 from zero_fn.storage.carrier import Carrier, _chosen, chosen_carrier
+from zero_fn.storage.recycled import Recycled
+from zero_fn.storage.request import Request
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
 from zero_fn.storage.spill import BLOCK_NBYTES, Spill
 from zero_fn.storage.threads import Threads
@@ -73,6 +75,33 @@ def test_blocks_come_back_to_the_bit(spill: Spill, carrier: Carrier) -> None:
     slab.memory.zero_()
     spill.read(first, slab.memory).wait()
     assert torch.equal(slab.memory, expected)
+
+
+class Slow(Threads):
+    """A carrier that has not begun yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[Request] = []
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.waiting.extend(requests)
+
+
+def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_path: Path) -> None:
+    """An interrupt drops them; the memory was that of the next tensor then, and the disk wrote into it."""
+    carrier, buffers = Slow(), Recycled(2 * BLOCK_NBYTES)
+    spill = Spill(nvme(tmp_path), "states", carrier)
+    offset = spill.reserve(2 * BLOCK_NBYTES)
+    memory = buffers.take()
+    taken = memory.data_ptr()
+    spill.write(offset, memory)
+    del memory
+    other = buffers.take()
+    assert other.data_ptr() != taken
+    carrier.waiting.clear()
+    assert buffers.take().data_ptr() == taken
+    carrier.close()
 
 
 @given(

@@ -10,6 +10,8 @@ import errno
 import os
 from typing import Protocol
 
+from torch import Tensor
+
 from zero_fn.errors import StorageError
 from zero_fn.tiers import bytes_text
 
@@ -30,21 +32,26 @@ class Readable(Protocol):
 class Request:
     """A transfer between a range of memory and a range of a file.
 
+    It holds the memory, as its carrier holds it until it is done: an exception that drops what would have waited for it
+    (an interrupt, say) must not give the memory to somebody else, who would find a block of a file in it.
+
     Attributes:
         file: The file.
         begin: The offset at which it began.
+        memory: All of the memory, bytes.
         offset, address, nbytes: What is left to do: where in the file, where in memory, how much.
         is_write: The direction.
         is_done: Whether nothing is left, or it failed.
         failure: What went wrong, if anything did.
     """
 
-    __slots__ = ("_nbytes", "address", "begin", "failure", "file", "is_done", "is_write", "nbytes", "offset", "ticket")
+    __slots__ = ("address", "begin", "failure", "file", "is_done", "is_write", "memory", "nbytes", "offset", "ticket")
 
-    def __init__(self, file: Readable, offset: int, address: int, nbytes: int, *, is_write: bool) -> None:
-        self.file, self.offset, self.address, self.nbytes, self.is_write = file, offset, address, nbytes, is_write
-        self.begin, self._nbytes = offset, nbytes
-        self.is_done = nbytes == 0
+    def __init__(self, file: Readable, offset: int, memory: Tensor, *, is_write: bool) -> None:
+        self.file, self.memory, self.is_write = file, memory, is_write
+        self.begin = self.offset = offset
+        self.address, self.nbytes = memory.data_ptr(), memory.numel()
+        self.is_done = self.nbytes == 0
         self.failure: StorageError | None = None
         self.ticket: object = None  # of the carrier that carries it
 
@@ -77,7 +84,7 @@ class Request:
     def _ended(self, done: int) -> StorageError:
         return self._error(
             f"{self._verb} {self.file.name} stopped short.",
-            f"after {self._nbytes - self.nbytes + done} B the kernel does no more; the file has "
+            f"after {self.memory.numel() - self.nbytes + done} B the kernel does no more; the file has "
             f"{os.fstat(self.file.fd).st_size} B",
             "something cut the file, or the disk is failing: start again from the last checkpoint",
         )
@@ -86,7 +93,7 @@ class Request:
         return StorageError(
             summary,
             file=self.file.name,
-            range=f"{bytes_text(self._nbytes)} at offset {self.begin}, stopped at {self.offset}",
+            range=f"{bytes_text(self.memory.numel())} at offset {self.begin}, stopped at {self.offset}",
             why=why,
             fix=fix,
         )

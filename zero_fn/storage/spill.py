@@ -159,8 +159,7 @@ class Spill(Owned):
 
 
 def _requests(extents: Sequence[Extent], view: Tensor, *, is_write: bool) -> list[Request]:
-    address = view.data_ptr()
-    return [Request(file, at, address + start, nbytes, is_write=is_write) for start, nbytes, file, at in extents]
+    return [Request(file, at, view[start : start + nbytes], is_write=is_write) for start, nbytes, file, at in extents]
 
 
 def _digests(extents: Sequence[Extent], view: Tensor) -> list[int]:
