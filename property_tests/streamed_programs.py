@@ -47,10 +47,12 @@ class Placed:
     Attributes:
         stage: Over "dp"; "plain" is no transform.
         outer: The stage over a second axis, "outer"; None: there is none.
+        compute: The dtype that it is computed in; None is that of the parameters.
     """
 
     stage: str
     outer: str | None
+    compute: torch.dtype | None
     optimizer: str
     groups: str
     states: frozenset[str]
@@ -89,6 +91,7 @@ class Training:
             lambda m: m if placed.stage == "plain" else STAGES[placed.stage](m, axis()),
             lambda m: m if outer is None else STAGES[outer](m, root_of(axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
+            lambda m: m if placed.compute is None else zf.precision(m, compute=placed.compute),
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
             model = transform(model)
@@ -122,7 +125,7 @@ class Training:
 
     def loss(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-        loss: Tensor = self.model(torch.randint(37, (2, 5), generator=generator)).logsumexp(-1).mean()
+        loss: Tensor = self.model(torch.randint(37, (2, 5), generator=generator)).float().logsumexp(-1).mean()
         return loss
 
     def holds(self) -> Iterator[Tensor]:
@@ -399,6 +402,7 @@ places = st.builds(
     Placed,
     stage=st.sampled_from(["plain", "replicate", "zero1", "zero2", "zero3"]),
     outer=st.sampled_from([None, None, None, "replicate", "zero1", "zero2", "zero3"]),
+    compute=st.sampled_from([None, None, torch.bfloat16]),
     optimizer=st.sampled_from(sorted(OPTIMIZERS)),
     groups=st.sampled_from(["one", "vectors apart", "late", "mixed"]),
     states=st.frozensets(st.sampled_from(["params", "grads", "optim"])),
