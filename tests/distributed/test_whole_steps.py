@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of, parameters
@@ -81,6 +82,71 @@ def test_gathering_once_gives_the_gradients_of_gathering_each_time(
     ranks: Ranks, stage: str, compute: torch.dtype | None
 ) -> None:
     assert ranks(2).run(_alike, stage, compute) == [[]] * 2
+
+
+class Gated(nn.Module):
+    """A block that owns a parameter and recomputes itself, or lies in a checkpoint."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.up, self.gate = way, nn.Linear(5, 5), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way in ("reentrant", "other"):
+            y: Tensor = checkpoint(self._inner, x, use_reentrant=self.way == "reentrant")
+            return y
+        return self._inner(x)
+
+    def _inner(self, x: Tensor) -> Tensor:
+        return x + self.gate * torch.tanh(nn.functional.linear(x, self.up.weight, self.up.bias))
+
+
+def _recomputed(stage: str, way: str) -> bool:
+    given = []
+    for unshard in (False, True):
+        torch.manual_seed(0)
+        model: Any = zf.precision(STAGES[stage](nn.Sequential(*[Gated(way) for _ in range(3)]), axis()))
+        if way == "ours":
+            model = zf.checkpoint_activations(model, units=Gated)
+        with zf.accumulate(model, unshard=unshard):
+            for microbatch in range(3):
+                model(_noise(microbatch).requires_grad_()).float().square().mean().backward()
+                assert not unshard or (isinstance(model[0].gate, nn.Parameter) and model[0].gate.grad is not None)
+        given.append(wholes([held(p.grad) for p in model.parameters()]))
+    return all(
+        one is not None and other is not None and torch.equal(one, other) for one, other in zip(*given, strict=True)
+    )
+
+
+@pytest.mark.parametrize("way", ["ours", "other", "reentrant"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_is_computed_again_sees_what_the_forward_saw(ranks: Ranks, stage: str, way: str) -> None:
+    assert ranks(2).run(_recomputed, stage, way) == [True] * 2
+
+
+def _raising() -> None:
+    raise RuntimeError("deliberate")
+
+
+def _backward_that_raises() -> bool:
+    """Its engine forgets what was to be done at the end."""
+    model: Any = zf.precision(zf.zero3(nn.Sequential(Gated("other"), Gated("other")), axis()))
+    with zf.accumulate(model, unshard=True):
+        output = model(_noise(0).requires_grad_())
+        model(_noise(1))
+        bad = output.float().square().mean()
+        handle = model[0].up.weight.register_hook(lambda _grad: _raising())
+        with pytest.raises(RuntimeError, match="deliberate"):
+            bad.backward()
+        handle.remove()
+        model.zero_grad()
+        model(_noise(1)).float().mean().backward()
+        inside = isinstance(model[0].gate, nn.Parameter)
+    return inside and isinstance(model[0].gate, nn.Parameter) and model[0].gate.grad is not None
+
+
+def test_casts_are_hidden_again_after_a_backward_that_raised(ranks: Ranks) -> None:
+    assert ranks(2).run(_backward_that_raises) == [True] * 2
 
 
 def _weight_gradients(stage: str) -> bool:

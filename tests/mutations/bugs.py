@@ -1457,9 +1457,17 @@ BUGS: tuple[Bug, ...] = (
         "changes-lost-in-backward",
         "runtime/unit.py",
         "what a recomputation changes in gathered parameters",
-        "            if self.phase is Phase.GATHERED:\n                self.changes.keep(self, tensors)\n",
+        "            if self.phase is Phase.GATHERED and self.leaves is None:\n                self.changes.keep(self, tensors)\n",
         "",
         _CHANGES,
+    ),
+    Bug(
+        "casts-stay-after-a-backward-that-raised",
+        "runtime/whole_step.py",
+        "that plain leaves are what modules show between backwards",
+        "weakref.finalize(end, _hide, unit)",
+        "lambda: _hide(unit)",
+        "tests/distributed/test_whole_steps.py",
     ),
     Bug(
         "changes-lost-in-hosts",

@@ -43,7 +43,7 @@ from zero_fn.runtime.whole_graph import (
     show_whole,
     with_own_code,
 )
-from zero_fn.runtime.whole_step import cast_leaves
+from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
 __all__ = ["Entry", "NoCodeError", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
 
@@ -267,7 +267,10 @@ class Entry:
                 args, kwargs = _cast((args, kwargs), self.input_dtype)
             output = self.__wrapped__(*args, **kwargs)
             require_untouched_casts(unit, tensors)
-            return output if self.output_dtype is None else _cast(output, self.output_dtype)
+            if self.output_dtype is not None:
+                output = _cast(output, self.output_dtype)
+            show_in_backward(unit, tensors, _tensors_in(output))
+            return output
         finally:
             unit.open -= 1
             unit.unshadow()

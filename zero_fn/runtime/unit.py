@@ -524,7 +524,7 @@ class Unit:
             tensors, self._backward_tensors = self._backward_tensors, []
             self.backward_entry, self.is_left = None, False
             self.unshadow()
-            if self.phase is Phase.GATHERED:
+            if self.phase is Phase.GATHERED and self.leaves is None:
                 self.changes.keep(self, tensors)
 
     @uncompiled

@@ -5,22 +5,30 @@ pipeline, the weight gradients that zero-bubble schedules take with `torch.autog
 The price is that of data parallelism without ZeRO for as long as the block lasts: whole parameters and whole gradients.
 
 A parameter that computes in another dtype stays a leaf in the dtype at rest and is cast in each forward, so that
-gradients are summed in the dtype at rest, whoever sums them.
+gradients are summed in the dtype at rest, whoever sums them. Once backward has reached the outputs of a forward, modules see
+the casts of that forward until it ends: a checkpoint inside the unit computes with them again.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from operator import is_
+
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from zero_fn.runtime.changes import keep_whole
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.wholes import register_resting, register_wholes
 
-__all__ = ["begin_whole_step", "cast_leaves", "end_whole_step"]
+__all__ = ["begin_whole_step", "cast_leaves", "end_whole_step", "show_in_backward"]
 
 
 def begin_whole_step(units: list[Unit]) -> None:
@@ -37,6 +45,7 @@ def begin_whole_step(units: list[Unit]) -> None:
 
 def end_whole_step(unit: Unit) -> list[Tensor | None]:
     """Registers the resting parameters again, as changed in the leaves. Returns the gradients of this rank, whole."""
+    _hide(unit)
     leaves, unit.leaves = unit.leaves or [], None
     register_resting(unit)
     keep_whole(unit, leaves)
@@ -53,6 +62,34 @@ def cast_leaves(unit: Unit) -> list[Tensor]:
         leaf if leaf.dtype == slot.compute_dtype else leaf.to(slot.compute_dtype)
         for slot, leaf in zip(unit.slots, unit.leaves, strict=True)
     ]
+
+
+def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
+    """Lets modules see what a forward of the unit saw, once backward has reached one of its outputs."""
+    assert unit.leaves is not None
+    if all(map(is_, tensors, unit.leaves)):
+        return
+    hook = partial(_show_until_the_end, unit, tensors)
+    for output in outputs:
+        if output.requires_grad:
+            output.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+@uncompiled
+def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> None:
+    if unit.leaves is not None and unit.backward_entry is None:
+        unit.shadow_for_backward(tensors, unit)
+
+        def end() -> None:
+            leave()
+
+        leave = weakref.finalize(end, _hide, unit)  # a backward that raises drops what it was to call
+        Variable._execution_engine.queue_callback(end)
+
+
+def _hide(unit: Unit) -> None:
+    if unit.backward_entry is unit:
+        unit.leave_backward()
 
 
 def _local_gradient(slot: Slot, grad: Tensor | None) -> Tensor | None:
