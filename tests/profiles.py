@@ -3,6 +3,7 @@
 dev     few examples, the same in every run (the default)
 ci      more, still the same in every run
 deep    many, random, with the database of failures
+deep/50 a fiftieth of it, of its own: days of it may be had in hours, each with another --hypothesis-seed
 
 @examples(dev=400, ci=4_000, deep=200_000)
 @given(...)
@@ -21,7 +22,8 @@ __all__ = ["PROFILE", "examples", "load_profile", "machine_settings"]
 
 F = TypeVar("F", bound=Callable[..., object])
 
-PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "dev")
+PROFILE, _, _parts = os.environ.get("HYPOTHESIS_PROFILE", "dev").partition("/")
+_PARTS = int(_parts or 1)
 
 SIZES = (2,) if PROFILE == "dev" else (2, 3)
 """Numbers of gloo ranks of a test that asks for several: what is right on 3 is seldom wrong on 2, where less can go wrong."""
@@ -31,7 +33,7 @@ def load_profile() -> None:
     """Makes PROFILE the profile of tests that ask for no number of examples."""
     settings.register_profile("dev", max_examples=25, derandomize=True, deadline=None)
     settings.register_profile("ci", max_examples=100, derandomize=True, deadline=None, print_blob=True)
-    settings.register_profile("deep", max_examples=2000, deadline=None, print_blob=True)
+    settings.register_profile("deep", max_examples=_part(2000), deadline=None, print_blob=True)
     settings.load_profile(PROFILE)
 
 
@@ -42,12 +44,15 @@ _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.l
 
 def examples(*, dev: int, ci: int, deep: int) -> Callable[[F], F]:
     """How many examples a test has in each profile. Programs are slow to draw and large: that is known."""
-    return settings(
-        max_examples={"dev": dev, "ci": ci, "deep": deep}[PROFILE], suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES
-    )
+    number = {"dev": dev, "ci": ci, "deep": _part(deep)}[PROFILE]
+    return settings(max_examples=number, suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES)
 
 
 def machine_settings(*, dev: int, ci: int, deep: int, rules: int = 15) -> settings:
     """The same for a state machine of at most `rules` rules."""
-    number = {"dev": dev, "ci": ci, "deep": deep}[PROFILE]
+    number = {"dev": dev, "ci": ci, "deep": _part(deep)}[PROFILE]
     return settings(max_examples=number, stateful_step_count=rules, suppress_health_check=_SLOW_TO_DRAW, phases=_PHASES)
+
+
+def _part(deep: int) -> int:
+    return max(1, deep // _PARTS)

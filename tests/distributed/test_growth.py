@@ -20,6 +20,7 @@ from torch import nn
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of
 from tests.models import Language, Odd
+from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from zero_fn.collectives import transport
 from zero_fn.guarded import REMEMBERED_EVENTS, Guarded
@@ -30,7 +31,7 @@ pytestmark = [
     pytest.mark.timeout(1100),
 ]
 
-IS_SHORT = os.environ.get("HYPOTHESIS_PROFILE", "dev") == "dev"
+IS_SHORT = PROFILE == "dev"
 STEPS = 75 if IS_SHORT else 2000
 CYCLES = 15 if IS_SHORT else 500
 WARM_UP_STEPS, WARM_UP_CYCLES = (25, 6) if IS_SHORT else (100, 250)
