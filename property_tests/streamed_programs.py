@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim import Optimizer
@@ -48,6 +49,8 @@ class Placed:
         stage: Over "dp"; "plain" is no transform.
         outer: The stage over a second axis, "outer"; None: there is none.
         compute: The dtype that it is computed in; None is that of the parameters.
+        recomputes: Whether activations of blocks are kept, computed again, or wait in a tier, too.
+        options: Of the stages.
     """
 
     stage: str
@@ -60,9 +63,10 @@ class Placed:
     where: str | None
     is_offloaded_first: bool
     is_tiled: bool
-    recomputes: bool
+    recomputes: str
     tier: str
     buffer: str
+    options: dict[str, Any]
 
 
 class Training:
@@ -87,15 +91,23 @@ class Training:
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
         outer = placed.outer
+
+        def staged(module: nn.Module, stage: str, mesh: DeviceMesh) -> nn.Module:
+            options = {key: value for key, value in placed.options.items() if key == "units" or stage != "replicate"}
+            return STAGES[stage](module, mesh, **options)
+
         transforms: list[Callable[[nn.Module], nn.Module]] = [
-            lambda m: m if placed.stage == "plain" else STAGES[placed.stage](m, axis()),
-            lambda m: m if outer is None else STAGES[outer](m, root_of(axis())["outer"]),
+            lambda m: m if placed.stage == "plain" else staged(m, placed.stage, axis()),
+            lambda m: m if outer is None else staged(m, outer, root_of(axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
             lambda m: m if placed.compute is None else zf.precision(m, compute=placed.compute),
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
             model = transform(model)
-        return zf.checkpoint_activations(model, units="blocks.?") if placed.recomputes else model
+        if placed.recomputes == "no":
+            return model
+        parked = zf.nvme(self.path) if self.path and placed.recomputes == "parked" else None
+        return zf.checkpoint_activations(model, units="blocks.?", offload=parked)
 
     def made_optimizer(self) -> Any:
         optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
@@ -410,9 +422,16 @@ places = st.builds(
     where=st.sampled_from([None, "blocks.*", "*weight", "blocks.1.*"]),
     is_offloaded_first=st.booleans(),
     is_tiled=st.sampled_from([False, False, True]),
-    recomputes=st.booleans(),
+    recomputes=st.sampled_from(["no", "no", "yes", "parked"]),
     tier=st.sampled_from(["nvme", "cpu"]),
     buffer=st.sampled_from(["64KiB", "1MiB"]),
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "units": st.sampled_from(["blocks.*", "blocks.1", zf.by_size(nbytes=3000)]),
+            "persist_below": st.sampled_from([50, 1000]),
+        },
+    ),
 )
 _BACKWARDS = ["backward"] * 3 + [name for name in ACTIONS if name.startswith("backward_")] + ["assign_gradients"]
 _OF_GRADIENTS = ["drop_gradients"] * 4 + ["scale_gradients", "clip", "clip_values", "read_gradients", "evict", "edit"]

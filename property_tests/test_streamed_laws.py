@@ -17,7 +17,20 @@ from tests.simulation import Simulated
 # The count that NAdam keeps beside each parameter was taken for a state of a scalar one.
 @example(
     Placed(
-        "zero1", None, None, "nadam", "one", frozenset(["optim"]), 1.0, "blocks.*", False, False, False, "nvme", "1MiB"
+        "zero1",
+        None,
+        None,
+        "nadam",
+        "one",
+        frozenset(["optim"]),
+        1.0,
+        "blocks.*",
+        False,
+        False,
+        "no",
+        "nvme",
+        "1MiB",
+        {},
     ),
     [("backward", 0), ("step", 0), ("stream_what_has_stepped", 0), ("backward", 1), ("step", 0)],
     1,
