@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
+from torch.jit import ScriptModule
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
@@ -182,8 +183,9 @@ def _substitute(
             Entry(modules[name], units[innermost_common(units, [name])], attribute=attribute)
     note_members(modules)
     for child in twin.modules():
-        check_and_shard_entries(child)
-        check_entries_saved(child)
+        if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
+            check_and_shard_entries(child)
+            check_entries_saved(child)
     refuse_ddp(twin)
     if donate:
         module.__dict__["forward"] = Donated(site)

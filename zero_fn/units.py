@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from zero_fn.errors import LayoutError, PlacementError, UnitError
@@ -65,13 +66,14 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
     """The distinct parameters of a module in registration order, with all their places.
 
     Raises:
-        LayoutError: A parameter has no shape yet.
+        LayoutError: A parameter has no shape yet, or belongs to a scripted module.
         PlacementError: The gradient of a parameter would be sparse.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for module_name, child in module.named_modules():
         _refuse_sparse(module_name, child)
+        _refuse_scripted(module_name, child)
         for attribute, parameter in child._parameters.items():
             if parameter is None:
                 continue
@@ -92,6 +94,15 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
             "Sparse gradients cannot be reduced over an axis.",
             module=f"{name}: {module}",
             fix="build the embedding with sparse=False",
+        )
+
+
+def _refuse_scripted(name: str, module: nn.Module) -> None:
+    if isinstance(module, ScriptModule) and len(module._parameters):
+        raise LayoutError(
+            "A scripted module keeps its parameters where no other tensor can take their place.",
+            module=f"{name}: {module.original_name}",
+            fix="leave it as it was before torch.jit.script or torch.jit.trace; torch.compile works before and after",
         )
 
 

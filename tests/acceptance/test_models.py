@@ -3,6 +3,7 @@ modules, G47 sparse gradients."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -352,6 +353,44 @@ def _awkward(world: World) -> None:
         world.step(model, optimizer, model(noise(2, 3, WIDTH, seed=step)).square().mean())
         for name, buffer in model.named_buffers():
             world.note(name, buffer)
+
+
+class Scripted(nn.Module):
+    """Functions that TorchScript holds, with a buffer, beside a module whose parameters it does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.doubled: nn.Module = torch.jit.script(Doubled())
+        self.traced: nn.Module = torch.jit.trace(nn.ReLU(), torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.leave(self.traced(self.doubled(self.enter(x))))
+        return output
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("two", torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.two
+
+
+def _scripted(world: World) -> None:
+    model = world.build(Scripted, units=nn.Linear)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        world.step(model, optimizer, model(noise(2, WIDTH, seed=step)).square().mean())
+        model.load_state_dict(model.state_dict())
+    model = copy.deepcopy(model)
+    world.step(model, torch.optim.SGD(model.parameters(), lr=0.1), model(noise(2, WIDTH, seed=5)).square().mean())
+
+
+def test_scripted_functions_may_stand_between_layers(ranks: Ranks) -> None:
+    """They raised: hooks of state dicts cannot be registered with them."""
+    assert ranks(2).run(differences, _scripted) == [[]] * 2
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -277,6 +277,13 @@ def parameter_is_lazy() -> object:
         return zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), mesh)
 
 
+def module_is_scripted() -> object:
+    with pretended(2) as mesh:
+        return zf.shard_params(
+            nn.Sequential(nn.Linear(4, 4), torch.jit.trace(nn.Linear(4, 4), torch.zeros(1, 4))), mesh
+        )
+
+
 def embedding_is_sparse() -> object:
     with pretended(2) as mesh:
         return zf.shard_params(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh)
@@ -1220,7 +1227,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
-        parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, launch_no_rank,
+        parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, module_is_scripted,
+        launch_no_rank,
         launch_no_thread, launch_no_time, launch_says_which_rank_is_which, buffers_of_no_policy,
         buffers_twice_with_other_policies,
         tiled_in_too_many_parts, tiled_norm, tiled_parameter_has_hooks, tiled_state_dict_has_hooks,
