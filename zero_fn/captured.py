@@ -21,8 +21,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError
+from zero_fn.runtime.entry import Entry
 
-__all__ = ["Captured"]
+__all__ = ["Captured", "entries_in"]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
@@ -34,10 +35,13 @@ class Captured:
     Args:
         copies: The copy of each module, by the `id` of the original.
         parameters: Names of trained parameters, which the originals and the copies share still, by `id`.
+        memo: Of the deep copy.
     """
 
-    def __init__(self, copies: Mapping[int, nn.Module], parameters: Mapping[int, str]) -> None:
-        self._copies, self._parameters = copies, parameters
+    def __init__(
+        self, copies: Mapping[int, nn.Module], parameters: Mapping[int, str], memo: dict[int, Any] | None = None
+    ) -> None:
+        self._copies, self._parameters, self._memo = copies, parameters, memo
         self._made: dict[int, Any] = {}
 
     def rebind(self, twin: nn.Module) -> None:
@@ -66,6 +70,8 @@ class Captured:
             return self._function(value)
         if isinstance(value, MethodType):
             return MethodType(self.rebound(value.__func__), self.rebound(value.__self__))
+        if isinstance(value, Entry):
+            return self._plain(value)
         if isinstance(value, functools.partial):
             arguments = (self.rebound(argument) for argument in value.args)
             named = {key: self.rebound(argument) for key, argument in value.keywords.items()}
@@ -89,6 +95,13 @@ class Captured:
         for attribute in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(twin, attribute, getattr(function, attribute))
         return twin
+
+    def _plain(self, entry: Entry) -> Any:
+        """The method that an entry stands for: the copy of its module gets an entry of its own."""
+        own = entry.innermost
+        if own is not None:
+            return self.rebound(copy.deepcopy(own, self._memo))
+        return getattr(type(entry.module), entry.attribute).__get__(self._copies[id(entry.module)])
 
     def _is_stale(self, cell: CellType) -> bool:
         return any(id(found) in self._copies for content in _content(cell) for found in _reached(content))
@@ -120,6 +133,16 @@ class Captured:
                 )
 
 
+def entries_in(module: nn.Module) -> list[Entry]:
+    """The entries that functions in the attributes of a module and below it refer to."""
+    found: list[Entry] = []
+    for child in module.modules():
+        for attribute, value in child.__dict__.items():
+            if type(value) not in _ATOMS and attribute not in _REGISTERED and not _is_empty(value):
+                found.extend(part for part in _held(value) if isinstance(part, Entry))
+    return found
+
+
 def _is_empty(value: object) -> bool:
     """Most attributes of modules are empty dicts of hooks."""
     return isinstance(value, dict | list | tuple) and not value
@@ -132,17 +155,19 @@ def _content(cell: CellType) -> list[object]:
         return []
 
 
-def _reached(value: object, seen: set[int] | None = None) -> Iterator[object]:
+def _reached(value: object) -> Iterator[object]:
     """Modules and parameters that a value holds: in closures, partial functions and containers, but not inside objects."""
+    return (found for found in _held(value) if isinstance(found, nn.Module | Tensor))
+
+
+def _held(value: object, seen: set[int] | None = None) -> Iterator[object]:
     seen = set() if seen is None else seen
     if id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, nn.Module | Tensor):
-        yield value
-        return
+    yield value
     for part in _parts(value):
-        yield from _reached(part, seen)
+        yield from _held(part, seen)
 
 
 def _parts(value: object) -> list[Any]:
@@ -159,4 +184,6 @@ def _parts(value: object) -> list[Any]:
         return list(value)
     if isinstance(value, SimpleNamespace):
         return list(vars(value).values())
+    if isinstance(value, Entry):
+        return [value.own if value.own is not None else value.module]
     return []

@@ -8,6 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from torch.jit import ScriptModule
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
-from zero_fn.captured import Captured
+from zero_fn.captured import Captured, entries_in
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
@@ -33,7 +34,7 @@ from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
 from zero_fn.runtime.empty_dims import reduce_all_dims
 from zero_fn.runtime.empty_shards import pass_over_empty_shards
-from zero_fn.runtime.entry import Entry, entries, methods_of, units_of
+from zero_fn.runtime.entry import Entry, entries, forget_entries, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.mean_losses import take_means_over_wholes
@@ -180,7 +181,7 @@ def _substitute(
     for method in assignment.methods:
         name, _, attribute = method.rpartition(".")
         if name in modules:
-            Entry(modules[name], units[innermost_common(units, [name])], attribute=attribute)
+            _enter(modules[name], units[innermost_common(units, [name])], attribute=attribute)
     note_members(modules)
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
@@ -188,6 +189,7 @@ def _substitute(
             check_entries_saved(child)
     refuse_ddp(twin)
     if donate:
+        forget_entries(module)
         module.__dict__["forward"] = Donated(site)
     return twin
 
@@ -295,7 +297,7 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     computes = {
         slot.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
     }
-    Entry(
+    _enter(
         anchor,
         unit,
         input_dtype=computes.pop() if len(computes) == 1 else None,
@@ -303,7 +305,14 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     )
     for module in unit.modules():
         if module is not anchor:
-            Entry(module, unit, is_inner=True)
+            _enter(module, unit, is_inner=True)
+
+
+def _enter(module: nn.Module, unit: Unit, **options: Any) -> None:
+    entry = Entry(module, unit, **options)
+    if entry.is_hidden:
+        unit.inner.append(weakref.ref(module))
+    unit.step.buffers.watch(module)
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:
@@ -399,6 +408,7 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(entry), entry) for _, entry in entries(module))
     memo.update((id(entry), entry) for entry in methods_of(module))
+    memo.update((id(entry), entry) for entry in entries_in(module))
     memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`
     for child in module.modules():
         for value in vars(child).values():
@@ -416,11 +426,10 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
             fix=f"remove or replace {path}, or give its class a __deepcopy__ that returns self to share it",
         ) from error
     for child in twin.modules():
+        forget_entries(child)
         for attribute, value in list(child.__dict__.items()):
-            if isinstance(value, Entry):
-                own: object = value
-                while isinstance(own, Entry):
-                    own = own.own
+            if isinstance(value, Entry) and value.attribute == attribute and memo.get(id(value.module)) is child:
+                own = value.innermost
                 if own is None:
                     del child.__dict__[attribute]
                 else:
@@ -428,6 +437,7 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
     captured = Captured(
         {id(child): memo[id(child)] for child in module.modules() if id(child) in memo},
         {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad},
+        memo,
     )
     captured.rebind(twin)
     return twin, captured

@@ -10,6 +10,10 @@ unit, and the entry goes on from there. One that is called even if another hook 
 
 [Note: hidden entries] While a unit runs, entries below its anchor are taken out of their modules: they would do nothing,
 and `torch.compile` would see another one in every block and compile each block anew.
+
+[Note: replaced forwards] Users and profilers put a forward of their own in the place of an entry, around it or not. A module
+remembers its entry under another name, too; before a forward of the whole, and in every verb, an entry is put around what
+was found in its place. One that is called below it steps aside.
 """
 
 from __future__ import annotations
@@ -45,8 +49,10 @@ from zero_fn.runtime.whole_graph import (
 )
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
-__all__ = ["Entry", "NoCodeError", "entries", "entry_of", "methods_of", "steps_of", "units_of"]
+__all__ = ["Entry", "NoCodeError", "entries", "entry_of", "forget_entries", "methods_of", "steps_of", "units_of"]
 
+
+_ENTRY = "_zero_fn_entry"  # in the `__dict__` of a module: its entry, whatever stands at `forward`
 
 _EXPORT = (
     "export the plain module with the whole values: plain.load_state_dict(get_model_state_dict(model, options="
@@ -86,7 +92,24 @@ class Entry:
         attribute: The name of the method.
         own: A method that the instance had before (set by a library that wraps modules), else None.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
+        is_hidden: Whether it is taken out while the unit runs. [Note: hidden entries]
     """
+
+    # No `__dict__`: `functools.wraps` would copy what it holds into functions around the entry, which would keep the unit.
+    __slots__ = (
+        "__weakref__",
+        "_begun",
+        "_graph",
+        "_is_inner",
+        "_module",
+        "_shown",
+        "attribute",
+        "input_dtype",
+        "is_hidden",
+        "output_dtype",
+        "own",
+        "unit",
+    )
 
     def __init__(
         self,
@@ -107,12 +130,13 @@ class Entry:
         self._begun: _Begun | None = None  # by a hook, and not yet taken over
         self._shown: Shown | None = None  # the same in one graph
         module.__dict__[attribute] = self
-        if attribute == "forward" and module._forward_pre_hooks:
-            _enter_before_hooks(module)
-        self._is_hidden = is_inner and self.own is None
-        if self._is_hidden:
-            unit.inner.append(weakref.ref(module))
-        unit.step.buffers.watch(module)
+        if attribute == "forward":
+            module.__dict__[_ENTRY] = self
+            if module._forward_pre_hooks:
+                _enter_before_hooks(module)
+            if not is_inner:
+                unit.anchor = weakref.ref(module)
+        self._is_inner, self.is_hidden = is_inner, is_inner and self.own is None
 
     @property
     def module(self) -> nn.Module:
@@ -128,6 +152,14 @@ class Entry:
             return self.own
         method: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
         return method
+
+    @property
+    def innermost(self) -> Callable[..., Any] | None:
+        """What the instance had before all entries, else None."""
+        own: Callable[..., Any] | None = self
+        while isinstance(own, Entry):
+            own = own.own
+        return own
 
     @property
     def __name__(self) -> str:
@@ -207,6 +239,8 @@ class Entry:
     def _begin(self) -> _Begun:
         """Enters the unit: its whole parameters stand under their names until `_end`."""
         unit = self.unit
+        if unit.step.begins_forward:
+            _follow_anchors(unit.step)
         with outside_selection():
             begun = _Begun(called_outside(unit.step.enter, unit, self), _hide(unit))
             try:
@@ -310,8 +344,10 @@ class Entry:
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
         twin._graph, twin._begun, twin._shown = None, None, None
         twin.unit = copy.deepcopy(self.unit, memo)
-        twin._is_hidden = self._is_hidden
-        if twin._is_hidden:
+        twin._is_inner, twin.is_hidden = self._is_inner, self.is_hidden
+        if self.attribute == "forward" and not self._is_inner:
+            twin.unit.anchor = weakref.ref(module)
+        if twin.is_hidden:
             twin.unit.inner.append(weakref.ref(module))
         copy.deepcopy(self.unit.step, memo).buffers.watch(module)
         return twin
@@ -371,19 +407,57 @@ def _hide(unit: Unit) -> list[tuple[dict[str, Any], Entry]]:
     hidden = []
     for reference in unit.inner:
         module = reference()
-        if module is not None:
-            names = module.__dict__
-            entry = names.get("forward")
-            if type(entry) is Entry and entry.unit is unit:
+        names = module.__dict__ if module is not None else {}
+        if module is not None and _ENTRY in names:
+            entry: Entry = names[_ENTRY]
+            if names.get("forward") is not entry:
+                entry = _follow(module, entry)
+            if entry.unit is unit and entry.is_hidden:
                 del names["forward"]
                 hidden.append((names, entry))
     return hidden
 
 
 def entry_of(module: nn.Module) -> Entry | None:
-    """The entry that stands in this module, if any."""
+    """The entry of this module, if any, where it belongs. [Note: replaced forwards]"""
+    names = module.__dict__
+    entry: Entry | None = names.get(_ENTRY)
+    if entry is None or names.get("forward") is entry or (entry.is_hidden and entry.unit.open):
+        return entry
+    return _follow(module, entry)
+
+
+def forget_entries(module: nn.Module) -> None:
+    """Lets a module have no entry any more."""
+    module.__dict__.pop(_ENTRY, None)
+
+
+@uncompiled
+def _follow_anchors(step: Step) -> None:
+    for unit in step.live_units():
+        anchor = unit.anchor()
+        if anchor is not None:
+            entry_of(anchor)
+
+
+def _follow(module: nn.Module, entry: Entry) -> Entry:
+    """Puts entries like those of a module around its new forward. [Note: replaced forwards]"""
     forward = module.__dict__.get("forward")
-    return forward if isinstance(forward, Entry) else None
+    if isinstance(forward, Entry) and forward._module() is module:  # one of before was put back
+        module.__dict__[_ENTRY] = forward
+        return forward
+    chain = [entry]
+    while isinstance(own := chain[-1].own, Entry):
+        chain.append(own)
+    for earlier in reversed(chain):
+        entry = Entry(
+            module,
+            earlier.unit,
+            is_inner=earlier._is_inner,
+            input_dtype=earlier.input_dtype,
+            output_dtype=earlier.output_dtype,
+        )
+    return entry
 
 
 def entries(module: nn.Module) -> list[tuple[str, Entry]]:

@@ -127,6 +127,11 @@ class Step:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
+    @property
+    def begins_forward(self) -> bool:
+        """Whether a unit that is entered now begins a forward of the whole, rather than being a part of one."""
+        return self._forward is None and current_graph_task() == -1
+
     @uncompiled
     def enter(self, unit: Unit, entry: object) -> UnitUse:
         """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""

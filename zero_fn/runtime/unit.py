@@ -87,6 +87,7 @@ class Unit:
         gathered: The memory of the gathered parameters, from the gather until they are freed.
         changes: What forwards have changed in gathered parameters.
         open: Forwards of the unit that are running (more than one when a module calls itself).
+        anchor: The anchor module, weakly.
         inner: Modules below the anchor whose entries are taken out while the unit runs.
         key: Its name among all units of the process, by which a compiled graph finds it.
         in_graph: What a graph that is traced reads of it.
@@ -101,6 +102,7 @@ class Unit:
         self.phase = Phase.AT_REST
         self.generation = 0
         self.open = 0
+        self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
         self.lenders: tuple[int, ...] = ()
         self.key = key_of(self)
@@ -245,6 +247,7 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
+        twin.anchor = _no_anchor
         twin.inner, twin.has_model_axes, twin.rest = [], self.has_model_axes, Rest()
         twin.reshards_after_backward = self.reshards_after_backward
         twin.key, twin.in_graph = key_of(twin), None
@@ -555,6 +558,11 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def _no_anchor() -> nn.Module | None:
+    """Of a unit whose anchor was not copied with it."""
+    return None
 
 
 def _no_entry() -> None:

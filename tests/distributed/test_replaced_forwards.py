@@ -1,0 +1,255 @@
+"""Forwards that users and profilers replace after a transform, around what stood there or in its place.
+
+They had no entry any more: verbs found no transformed module, and another transform gave one that ran the old one.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial, update_wrapper, wraps
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks, axis
+from tests.worlds import WIDTH, World, differences, noise
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.gate = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return x + self.gate * y
+
+
+class Model(nn.Module):
+    """Blocks that are units, a weight that is tied across them, and a head that computes its weight in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[2].up.weight = self.blocks[0].up.weight  # the unit of the root holds it: two entries in one module
+        self.leave = nn.utils.spectral_norm(nn.Linear(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.leave(x)
+        return output
+
+
+calls: list[str] = []
+
+
+def time(model: nn.Module) -> None:
+    """As profilers do: every forward is called by a function around it."""
+    for name, module in model.named_modules():
+        old = module.forward
+
+        @wraps(old)
+        def timed(*args: Any, _old: Callable[..., Any] = old, _name: str = name, **kwargs: Any) -> Any:
+            calls.append(_name)
+            return _old(*args, **kwargs)
+
+        module.forward = timed  # type: ignore[method-assign]
+
+
+def double(model: nn.Module) -> None:
+    """As accelerate and `MethodType` patches do: other code for some modules, which does not call the old one."""
+
+    def doubled(self: nn.Linear, x: Tensor) -> Tensor:
+        return F.linear(x, 2 * self.weight, self.bias)
+
+    def negated(self: Block, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return x - self.gate * y
+
+    model.enter.forward = MethodType(doubled, model.enter)
+    model.blocks[0].up.forward = partial(doubled, model.blocks[0].up)
+    model.blocks[1].forward = MethodType(negated, model.blocks[1])
+    model.blocks[2].forward = update_wrapper(partial(negated, model.blocks[2]), model.blocks[2].forward)
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {"timed": time, "doubled": double}
+
+
+def _train(world: World, model: nn.Module, *, steps: int = 2, seed: int = 0) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        calls.clear()
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=seed + step)).square().mean())
+        world.note("calls", torch.tensor(float(len(calls))))
+
+
+def _trained(world: World, way: str) -> None:
+    model = world.build(Model)
+    _train(world, model)
+    WAYS[way](model)
+    _train(world, model, seed=10)
+    model.blocks[0](noise(4, WIDTH, seed=20)).sum().backward()  # called alone
+    world.reduce(model)
+    world.note_model(model)
+
+
+def _accumulated(world: World, way: str, *, unshard: bool = False) -> None:
+    model = world.build(Model)
+    WAYS[way](model)
+    for step in range(2):
+        with zf.accumulate(model, unshard=unshard) if not world.is_replica else world.accumulate():
+            for microbatch in range(2):
+                model(noise(4, WIDTH, seed=10 * step + microbatch)).square().mean().backward()
+        world.reduce(model)
+        world.note_model(model)
+        model.zero_grad()
+
+
+def _edited(world: World, way: str) -> None:
+    model = world.build(Model)
+    WAYS[way](model)
+    with torch.no_grad():
+        if world.is_replica:
+            model.blocks[1].up.weight.mul_(torch.arange(7.0)[:, None])
+        else:
+            with zf.unsharded(model.blocks[1], writeback=True):
+                model.blocks[1].up.weight.mul_(torch.arange(7.0)[:, None])
+    _train(world, model)
+
+
+def _transformed_again(world: World, way: str) -> None:
+    model = world.build(Model)
+    WAYS[way](model)
+    if not world.is_replica:
+        before = model
+        model = zf.shard_params(zf.shard_grads(model, axis()), axis())
+        before(noise(4, WIDTH, seed=30)).sum().backward()  # another model
+    _train(world, model)
+
+
+def _copied(world: World) -> None:
+    model = world.build(Model)
+    double(model)
+    for partially in (model.blocks[0].up, model.blocks[2]):
+        del partially.forward  # a partial function holds the original
+    twin = copy.deepcopy(model)
+    _train(world, twin)
+    _train(world, model)
+
+
+def _taken_back(world: World, way: str) -> None:
+    """In each step there is another one; in the end what stood there is put back, or nothing is."""
+    model = world.build(Model)
+    before = {name: module.forward for name, module in model.named_modules()}
+    for step in range(3):
+        WAYS[way](model)
+        _train(world, model, steps=1, seed=step)
+        for name, module in model.named_modules():
+            if step == 1 and name:
+                vars(module).pop("forward", None)
+            else:
+                module.forward = before[name]  # type: ignore[method-assign]
+        _train(world, model, steps=1, seed=step + 10)
+
+
+def _recomputed(world: World, way: str, *, use_reentrant: bool) -> None:
+    model = world.build(Model)
+    WAYS[way](model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(noise(4, WIDTH, seed=9))  # modules that are a part of a unit are known to be replaced from then on
+    for step in range(2):
+        x = model.enter(noise(4, WIDTH, seed=step))
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=use_reentrant)
+        world.step(model, optimizer, x.square().mean() + model.leave(x).mean())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "trial",
+    [
+        _trained,
+        _accumulated,
+        partial(_accumulated, unshard=True),
+        _edited,
+        _transformed_again,
+        _taken_back,
+        partial(_recomputed, use_reentrant=False),
+        partial(_recomputed, use_reentrant=True),
+    ],
+)
+def test_a_forward_replaced_after_the_transform_gathers(ranks: Ranks, trial: Any, way: str) -> None:
+    assert ranks(2).run(differences, partial(trial, way=way)) == [[]] * 2
+
+
+def test_bound_methods_in_place_of_forwards_are_copied(ranks: Ranks) -> None:
+    assert ranks(2).run(differences, _copied) == [[]] * 2
+
+
+def _of_the_root(world: World, *, refreshed: bool) -> None:
+    """Its entry does not run before somebody has seen that it was replaced."""
+
+    def other(self: nn.Module, x: Tensor) -> Tensor:
+        return 3 * self.leave(self.enter(x)) + self.enter.weight.sum()
+
+    model = world.build(Model, units=Block)
+    model.forward = MethodType(other, model)
+    if refreshed and not world.is_replica:
+        zf.refresh(model)
+    _train(world, model)
+
+
+def test_another_forward_of_the_root_gathers_after_refresh(ranks: Ranks) -> None:
+    assert ranks(2).run(differences, partial(_of_the_root, refreshed=True)) == [[]] * 2
+
+
+def _described(stage: str, way: str) -> bool:
+    torch.manual_seed(0)
+    model = STAGES[stage](Model(), axis())
+    before = [str(zf.plan(model)), str(zf.describe(model))]
+    WAYS[way](model)
+    return [str(zf.plan(model)), str(zf.describe(model))] == before
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_reports_know_modules_whose_forward_was_replaced(ranks: Ranks, way: str) -> None:
+    for stage in STAGES:
+        assert ranks(2).run(_described, stage, way) == [True] * 2
+
+
+def _in_another_dtype(way: str, *, replaced_first: bool, unshard: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model: Any = Model()
+    model.leave = nn.Linear(WIDTH, 2)  # the buffers of a norm would keep their dtype
+    if replaced_first:
+        WAYS[way](model)
+    model = zf.precision(zf.zero3(model, axis()))
+    if not replaced_first:
+        WAYS[way](model)
+    with zf.accumulate(model, unshard=unshard):
+        output = model(noise(4, WIDTH, seed=0))
+        output.square().mean().backward()
+    return [output.detach(), *(p.grad.full_tensor() for p in model.parameters())]
+
+
+def _is_the_same(way: str, unshard: bool) -> bool:
+    one, other = (_in_another_dtype(way, replaced_first=first, unshard=unshard) for first in (False, True))
+    return all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("unshard", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replaced_forward_computes_in_the_same_dtype(ranks: Ranks, way: str, unshard: bool) -> None:
+    assert ranks(2).run(_is_the_same, way, unshard) == [True] * 2
