@@ -84,7 +84,20 @@ def double(model: nn.Module) -> None:
     model.blocks[2].forward = update_wrapper(partial(negated, model.blocks[2]), model.blocks[2].forward)
 
 
-WAYS: dict[str, Callable[[nn.Module], None]] = {"timed": time, "doubled": double}
+def hook(model: nn.Module) -> None:
+    """As accelerate does: the old one is an attribute, and a partial function that holds the module is in its place."""
+
+    def hooked(module: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(type(module).__name__)
+        return module._old_forward(*args, **kwargs)
+
+    for module in model.modules():
+        old = module.forward
+        module._old_forward = old  # type: ignore[assignment]
+        module.forward = update_wrapper(partial(hooked, module), old)  # type: ignore[method-assign]
+
+
+WAYS: dict[str, Callable[[nn.Module], None]] = {"timed": time, "doubled": double, "hooked": hook}
 
 
 def _train(world: World, model: nn.Module, *, steps: int = 2, seed: int = 0) -> None:
@@ -196,6 +209,30 @@ def test_a_forward_replaced_after_the_transform_gathers(ranks: Ranks, trial: Any
 
 def test_bound_methods_in_place_of_forwards_are_copied(ranks: Ranks) -> None:
     assert ranks(2).run(differences, _copied) == [[]] * 2
+
+
+class Switching(nn.Linear):
+    """Takes another forward when it is first called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forward = self._again  # type: ignore[method-assign]
+        return super().forward(x)
+
+    def _again(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+def _switched(world: World, *, units: Any) -> None:
+    model = world.build(lambda: nn.Sequential(Switching(WIDTH, 7), nn.Tanh(), Switching(7, 2)), units=units)
+    _train(world, model, steps=4)
+    model = copy.deepcopy(model)
+    _train(world, model)
+
+
+@pytest.mark.parametrize("units", [Switching, nn.Sequential])
+def test_a_forward_may_put_another_one_in_its_place(ranks: Ranks, units: Any) -> None:
+    """The one that was put there inside a unit was overwritten when the unit ended."""
+    assert ranks(2).run(differences, partial(_switched, units=units)) == [[]] * 2
 
 
 def _of_the_root(world: World, *, refreshed: bool) -> None:

@@ -257,7 +257,7 @@ class Entry:
     def _end(self, begun: _Begun, *, failed: bool) -> None:
         self.unit.unshadow()
         for names, entry in begun.hidden:
-            names["forward"] = entry
+            names.setdefault("forward", entry)  # unless the forward put another one there
         with outside_selection():
             _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
 
