@@ -183,6 +183,18 @@ def test_a_function_of_a_script_may_use_operations_by_name() -> None:
     assert loads(dumps(script["ones"]))() == 2
 
 
+def test_functions_that_are_sent_know_their_file() -> None:
+    """cloudpickle 3.1.3 sends code as `<dynamic-code>`: tracebacks of ranks would show no lines, and stacks no files."""
+
+    def outer() -> Any:
+        return lambda: None
+
+    sent = loads(dumps(outer))
+    for code in (sent.__code__, sent().__code__):
+        assert code.co_filename == __file__
+    assert sent.__code__.co_firstlineno == outer.__code__.co_firstlineno
+
+
 def test_bad_arguments_are_refused_before_anything_starts() -> None:
     def train(lr: float) -> None: ...
 

@@ -9,7 +9,7 @@ import pickle
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -66,7 +66,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             raise pickle.PicklingError(f"a {type(value).__name__}, alone or in a DTensor, belongs to its ranks")
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
             return importlib.import_module, (value.__name__,)  # `torch.ops`, which cloudpickle takes for an object
+        if isinstance(value, CodeType):
+            return _code_of, (value.co_filename, *self.dispatch_table[CodeType](value))
         return super().reducer_override(value)
+
+
+def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[object, ...]) -> CodeType:
+    """Code that says which file it is from, so that tracebacks of ranks show lines: cloudpickle forgets it since 3.1.3."""
+    return make(*args).replace(co_filename=filename)
 
 
 def dumps(value: object) -> bytes:
