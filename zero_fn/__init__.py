@@ -5,9 +5,11 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its state
 """
 
 from zero_fn.check import check
+from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.describe import Description, describe
 from zero_fn.errors import (
     CheckpointError,
+    ConfigError,
     DisagreementError,
     LayoutError,
     LostRankError,
@@ -43,6 +45,8 @@ from zero_fn.units import by_size
 
 __all__ = [
     "CheckpointError",
+    "ConfigError",
+    "DeepSpeedSetup",
     "Description",
     "DisagreementError",
     "Evicted",
@@ -72,6 +76,7 @@ __all__ = [
     "cpu",
     "describe",
     "evict",
+    "from_deepspeed",
     "gather_in",
     "guard",
     "held",

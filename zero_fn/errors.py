@@ -12,7 +12,8 @@
     |-- DisagreementError  (RuntimeError)  ranks do not hold the same program
     |-- LostRankError      (RuntimeError)  a rank ended, or does not answer
     |-- StorageError       (RuntimeError)  a disk did not take or give back what it was asked to
-    `-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
+    |-- CheckpointError    (ValueError)    the bytes on disk do not fit the layout in memory
+    `-- ConfigError        (ValueError)    a DeepSpeed config that cannot be followed
 
 A message is a summary sentence, then aligned `name : value` lines, the last of which is always `fix`.
 """
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "ConfigError",
     "DisagreementError",
     "LayoutError",
     "LostRankError",
@@ -103,6 +105,10 @@ class StorageError(ZeroError, RuntimeError):
 
 class CheckpointError(ZeroError, ValueError):
     """The bytes on disk do not fit the layout in memory."""
+
+
+class ConfigError(ZeroError, ValueError):
+    """A DeepSpeed config that cannot be followed."""
 
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:

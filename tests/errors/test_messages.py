@@ -8,6 +8,7 @@ A case is a function that makes one mistake. Line numbers and addresses are repl
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import ctypes
 import dataclasses
@@ -39,8 +40,14 @@ from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
 from tests.versions import not_in_2_11
+from zero_fn.deepspeed.entries import Entries
+from zero_fn.deepspeed.file import config_of
+from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.setup import _sharded
+from zero_fn.deepspeed.sharding import sharding_of
 from zero_fn.errors import (
     CheckpointError,
+    ConfigError,
     DisagreementError,
     LayoutError,
     MeshError,
@@ -1208,10 +1215,118 @@ def untiled_of_some_parts() -> object:
     return zf.untiled(model, {"head.tiles.1.weight": torch.zeros(1, 4)})
 
 
+# -- configs of DeepSpeed ----------------------------------------------------------------------------------------------
+
+
+def from_config(**entries: object) -> None:
+    with alone() as mesh:
+        zf.from_deepspeed(nn.Linear(2, 2), {"train_batch_size": 2, **entries}, mesh["dp"])
+
+
+def from_file(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("ds_config.json").write_text(text)
+        config_of("ds_config.json")
+
+
+def config_of_no_kind() -> None:
+    config_of(7)  # type: ignore[arg-type]
+
+
+def config_is_nowhere() -> None:
+    config_of("nowhere/ds_config.json")
+
+
+def config_has_a_comment() -> None:
+    from_file('{"bf16": {"enabled": true}} // on')
+
+
+def config_is_a_list() -> None:
+    from_file("[1, 2]")
+
+
+def config_says_something_twice() -> None:
+    from_file('{"bf16": {"enabled": true, "enabled": false}}')
+
+
+def config_has_no_number() -> None:
+    from_file('{"gradient_clipping": NaN}')
+
+
+def config_is_misspelt() -> None:
+    from_config(gradient_cliping=1.0)
+
+
+def config_has_text_for_a_number() -> None:
+    from_config(gradient_clipping="1.0")
+
+
+def config_waits_for_the_trainer() -> None:
+    from_config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
+
+
+def config_wants_quantized_messages() -> None:
+    from_config(zero_optimization={"stage": 3, "zero_quantized_weights": True})
+
+
+def config_wants_a_log() -> None:
+    from_config(tensorboard={"enabled": True})
+
+
+def config_of_contradicting_batches() -> None:
+    from_config(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2)
+
+
+def config_of_two_dtypes() -> None:
+    from_config(bf16={"enabled": True}, fp16={"enabled": True})
+
+
+def config_offloads_replicas() -> None:
+    from_config(zero_optimization={"stage": 0, "offload_optimizer": {"device": "cpu"}})
+
+
+def config_offloads_parameters_at_stage_2() -> None:
+    from_config(zero_optimization={"stage": 2, "offload_param": {"device": "cpu"}})
+
+
+def config_of_a_negative_rate() -> None:
+    from_config(optimizer={"type": "AdamW", "params": {"lr": -0.1}})
+
+
+def config_without_an_optimizer() -> None:
+    from_config()
+
+
+def config_beside_an_optimizer_of_before() -> None:
+    with alone() as mesh:
+        model = nn.Linear(2, 2)
+        made: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        zf.from_deepspeed(model, {"train_batch_size": 2}, mesh["dp"], optimizer=made)
+
+
+def config_sends_what_is_not_computed() -> None:
+    from_config(communication_data_type="bf16", optimizer={"type": "AdamW"})
+
+
+def config_of_second_shards_on_one_axis() -> None:
+    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    with pretended(4) as mesh:
+        _sharded(nn.Linear(2, 2), sharding_of(Entries(zero)), mesh, None, donate=False)
+
+
+def scale_of_the_loss_is_at_its_least() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = Scaler("cpu", LossScale(1.0, False, 1000, 1, False, 1.0))
+    (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     NoCodeError: (forward_is_exported,),
     MissingStateError: (streamed_state_is_in_its_tier,),
     MeshError: (
+        config_of_second_shards_on_one_axis,
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
         axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
         hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
@@ -1255,7 +1370,15 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_rank,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
     ),
+    ConfigError: (
+        config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
+        config_has_no_number, config_is_misspelt, config_has_text_for_a_number, config_waits_for_the_trainer,
+        config_wants_quantized_messages, config_wants_a_log, config_of_contradicting_batches, config_of_two_dtypes,
+        config_offloads_replicas, config_offloads_parameters_at_stage_2, config_of_a_negative_rate,
+        config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,
+    ),
     StateError: (
+        scale_of_the_loss_is_at_its_least,
         module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,

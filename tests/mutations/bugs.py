@@ -50,6 +50,9 @@ _COMPOSITION = "tests/composition"
 _OFFLOAD = "tests/test_offload.py"
 _RECORD = "tests/test_record.py"
 _NONTEMPORAL = "tests/kernels/test_nontemporal.py"
+_SETTINGS = "tests/deepspeed/test_settings.py"
+_SETUP = "tests/deepspeed/test_setup.py"
+_GOLDEN = "tests/deepspeed/test_golden.py"
 
 BUGS: tuple[Bug, ...] = (
     # -- bytes ------------------------------------------------------------------------------------------------------
@@ -1700,5 +1703,70 @@ BUGS: tuple[Bug, ...] = (
         "(self._script.enters[use] if self.failed else at)",
         "at",
         "property_tests/test_simulated_training.py",
+    ),
+    # -- configs of DeepSpeed ---------------------------------------------------------------------------------------
+    Bug(
+        "unread-entries-taken",
+        "deepspeed/entries.py",
+        "what nobody reads is refused",
+        "if name not in self._known:",
+        "if False:",
+        _SETTINGS,
+    ),
+    Bug(
+        "entry-without-outcome",
+        "deepspeed/entries.py",
+        "every entry has an outcome",
+        "self.outcomes.append(Outcome(self.path_of(name), shown(self._values[name]), words))",
+        "len(words)",
+        _SETTINGS,
+    ),
+    Bug(
+        "loss-of-microbatches-not-divided",
+        "deepspeed/setup.py",
+        "the loss of a step is a mean over its microbatches",
+        "part = loss / self.accumulation_steps",
+        "part = loss / 1",
+        _SETUP,
+    ),
+    Bug(
+        "skipped-step-moves-the-rate",
+        "deepspeed/setup.py",
+        "a skipped step leaves learning rates alone",
+        "if is_taken and self.scheduler is not None:",
+        "if self.scheduler is not None:",
+        _SETUP,
+    ),
+    Bug(
+        "overflow-in-bfloat16-stepped",
+        "deepspeed/setup.py",
+        "steps that are not finite are skipped",
+        "is_taken = not self.skips_overflow or (norm is not None and isfinite(norm))",
+        "is_taken = True",
+        _SETUP,
+    ),
+    Bug(
+        "config-not-compared",
+        "deepspeed/setup.py",
+        "ranks with other configs are told",
+        'same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")',
+        "len(rows)",
+        _SETUP,
+    ),
+    Bug(
+        "scale-doubles-a-step-early",
+        "deepspeed/loss_scale.py",
+        "the scale of the loss moves when DeepSpeed's does",
+        "since = self._steps - self._skipped_at - 1",
+        "since = self._steps - self._skipped_at",
+        _GOLDEN,
+    ),
+    Bug(
+        "decay-of-torch-in-adam",
+        "deepspeed/optimizers.py",
+        "DeepSpeed's Adam has no weight decay unless it is given",
+        "decay = 0.01 if is_torchs and is_decoupled else 0.0",
+        "decay = 0.01",
+        _SETTINGS,
     ),
 )

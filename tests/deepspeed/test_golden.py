@@ -1,0 +1,100 @@
+"""Learning rates and scales of losses are those of DeepSpeed 0.19.8, which `golden.json` holds.
+
+They were written down by its own classes, with a base rate of 0.005 and random overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from zero_fn.deepspeed.entries import Entries
+from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.rates import Rates, warmup_of
+from zero_fn.errors import StateError
+
+GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
+
+
+def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Rates]:
+    warmup = warmup_of(Entries({"type": case["type"], "params": case["params"]}))
+    assert warmup is not None
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=case["own"])
+    return optimizer, Rates(optimizer, warmup)
+
+
+def stepped(optimizer: torch.optim.Optimizer, rates: Rates, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        rates.step()
+    return found
+
+
+@pytest.mark.parametrize("case", GOLDEN["rates"], ids=lambda case: f"{case['type']} {case['params']}")
+def test_rates_are_those_of_deepspeed(case: dict[str, Any]) -> None:
+    optimizer, rates = scheduled(case)
+    for found, golden in zip(stepped(optimizer, rates, len(case["rates"])), case["rates"], strict=True):
+        assert math.isclose(found, golden, rel_tol=1e-15, abs_tol=0)
+
+
+@pytest.mark.parametrize("case", GOLDEN["rates"][::4], ids=lambda case: case["type"])
+def test_rates_go_on_where_they_were_saved(case: dict[str, Any], tmp_path: Path) -> None:
+    optimizer, rates = scheduled(case)
+    stepped(optimizer, rates, 7)
+    torch.save((optimizer.state_dict(), rates.state_dict()), tmp_path / "state.pt")
+    other, resumed = scheduled(case)
+    states, saved = torch.load(tmp_path / "state.pt")
+    other.load_state_dict(states)
+    resumed.load_state_dict(saved)
+    assert stepped(other, resumed, 10) == stepped(optimizer, rates, 10)
+
+
+def scaler_of(case: dict[str, Any]) -> Scaler:
+    rule = LossScale(case["first"], False, case["window"], case["hysteresis"], case["consecutive"], case["least"])
+    return Scaler("cpu", rule)
+
+
+def scaled_step(scaler: Scaler, optimizer: torch.optim.Optimizer, *, overflows: bool) -> float:
+    (parameter,) = optimizer.param_groups[0]["params"]
+    (scaler.scale(parameter.sum()) * (math.inf if overflows else 1)).backward()
+    scaler.unscale_(optimizer)
+    before = parameter.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    assert scaler.has_skipped == overflows == torch.equal(parameter, before)
+    return scaler.get_scale()
+
+
+@pytest.mark.parametrize("case", GOLDEN["scales"], ids=lambda case: f"hysteresis {case['hysteresis']}")
+def test_the_scale_of_the_loss_moves_as_that_of_deepspeed(case: dict[str, Any]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = scaler_of(case)
+    for number, (overflows, scale) in enumerate(zip(case["overflows"], case["scales"], strict=True)):
+        if number == 20:  # goes on where it was saved
+            scaler, saved = scaler_of(case), scaler.state_dict()
+            scaler.load_state_dict(saved)
+        assert scaled_step(scaler, optimizer, overflows=overflows) == scale
+
+
+def test_a_fixed_scale_stays() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = Scaler("cpu", LossScale(128.0, True, 1, 1, False, 1.0))
+    assert [scaled_step(scaler, optimizer, overflows=n == 1) for n in range(4)] == [128.0] * 4
+
+
+def test_overflows_at_the_least_scale_raise() -> None:
+    """As in DeepSpeed: no step would ever be taken again."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    scaler = Scaler("cpu", LossScale(2.0, False, 1000, 1, False, 1.0))
+    assert scaled_step(scaler, optimizer, overflows=True) == 1.0
+    with pytest.raises(StateError, match="overflow at the least scale"):
+        scaled_step(scaler, optimizer, overflows=True)

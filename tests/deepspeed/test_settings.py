@@ -1,0 +1,310 @@
+"""A DeepSpeed config as a value: what it becomes, and the error for every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
+from zero_fn.deepspeed.file import config_of
+from zero_fn.deepspeed.loss_scale import LossScale
+from zero_fn.deepspeed.settings import settings_of
+from zero_fn.deepspeed.sharding import Sharding
+from zero_fn.errors import ConfigError
+from zero_fn.tiers import cpu, nvme
+
+SMALL: Json = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
+
+
+def test_stage_3_with_offload_is_read_as_it_says() -> None:
+    settings = settings_of(STAGE_3, 2)
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (4, 4)
+    assert (settings.compute, settings.reduce) == (torch.bfloat16, torch.float32)
+    assert settings.skips_overflow
+    assert settings.loss_scale is None
+    assert settings.max_norm == 1.0
+    assert settings.sharding == Sharding(stage=3, params=cpu(), states=cpu())
+    assert settings.stock is not None
+    assert settings.stock.kind is torch.optim.AdamW
+    assert settings.stock.options == {
+        "lr": 3e-4,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "fused": True,
+    }
+    assert settings.warmup is not None
+    assert (settings.warmup.then, settings.warmup.steps, settings.warmup.total) == ("decay", 100, 1000)
+
+
+def test_stage_2_in_float16_is_read_as_it_says() -> None:
+    settings = settings_of(STAGE_2, 2)
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
+    assert settings.compute is torch.float16
+    assert settings.loss_scale == LossScale(128.0, True, 1000, 2, False, 1.0)
+    assert settings.sharding == Sharding(stage=2)
+    assert settings.stock is not None
+    assert (settings.stock.kind, settings.stock.options["weight_decay"]) == (torch.optim.Adam, 0.0)
+
+
+def test_infinity_is_read_as_it_says() -> None:
+    settings = settings_of(INFINITY, 2)
+    disk = nvme("/local_nvme")
+    assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
+    assert settings.sharding == Sharding(3, 1, 10_000, disk, disk, 0.5)
+    assert settings.stock is not None
+    assert settings.stock.kind is torch.optim.SGD
+    assert not settings.skips_overflow
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_entry_has_an_outcome(name: str) -> None:
+    """Nothing is accepted and forgotten."""
+    outcomes = [outcome.entry for outcome in settings_of(CONFIGS[name], 2).outcomes]
+    assert len(outcomes) == len(set(outcomes))
+    for path, _ in leaves(CONFIGS[name]):
+        assert any(".".join(path[: n + 1]) in outcomes for n in range(len(path))), path
+
+
+def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed() -> None:
+    def stock(kind: str, **params: Any) -> tuple[type, Any]:
+        found = settings_of({**SMALL, "optimizer": {"type": kind, "params": params}}, 1).stock
+        assert found is not None
+        return found.kind, found.options.get("weight_decay")
+
+    assert stock("Adam") == stock("adam") == stock("AdamW") == stock("ADAMW") == (torch.optim.AdamW, 0.0)
+    assert stock("Adam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
+    assert stock("AdamW", adam_w_mode=False) == (torch.optim.AdamW, 0.0)
+    assert stock("AdamW", torch_adam=True) == (torch.optim.AdamW, 0.01)
+    assert stock("Adagrad", weight_decay=0.5) == stock("adagrad", weight_decay=0.5) == (torch.optim.Adagrad, 0.5)
+    assert stock("RMSprop") == (torch.optim.RMSprop, None)
+
+
+def test_of_three_batch_sizes_two_give_the_third() -> None:
+    def sizes(ranks: int, **given: int) -> tuple[int, int]:
+        names = {
+            "whole": "train_batch_size",
+            "micro": "train_micro_batch_size_per_gpu",
+            "steps": "gradient_accumulation_steps",
+        }
+        settings = settings_of({"optimizer": ADAM, **{names[name]: value for name, value in given.items()}}, ranks)
+        return settings.micro_batch_size, settings.accumulation_steps
+
+    assert sizes(4, whole=32) == (8, 1)
+    assert sizes(4, micro=8) == (8, 1)
+    assert sizes(4, micro=8, steps=3) == (8, 3)
+    assert sizes(4, whole=32, micro=2) == (2, 4)
+    assert sizes(4, whole=32, steps=2) == (4, 2)
+    assert sizes(4, whole=32, steps=4, micro=2) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"train_batch_size": 30},
+        {"train_batch_size": 2},
+        {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 3},
+        {"train_batch_size": 32, "gradient_accumulation_steps": 3},
+        {"train_batch_size": 32, "gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 4},
+        {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 8},
+        {"gradient_accumulation_steps": 4},
+        {},
+    ],
+)
+def test_batch_sizes_that_contradict_one_another_are_refused(given: Json) -> None:
+    with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu"):
+        settings_of({"optimizer": ADAM, **given}, 4)
+
+
+def test_clipping_is_deepspeeds_where_nothing_is_said() -> None:
+    settings = settings_of(SMALL, 1)
+    assert settings.max_norm == 1.0
+    assert any(outcome.entry == "gradient_clipping" and "default" in outcome.became for outcome in settings.outcomes)
+    assert settings_of({**SMALL, "gradient_clipping": 0}, 1).max_norm == 0.0
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+_WRONG: dict[type, tuple[Any, ...]] = {
+    bool: ("true", 1, 0.0, [], {"a": 1}),
+    int: ("8", True, [8], {"a": 1}, math.nan, math.inf, -3),
+    float: ("0.1", True, [0.1, 0.2, 0.3], {"a": 1}, math.nan, math.inf),
+    str: (7, True, [], "", "other"),
+    list: ("0.9", [0.9, "0.95"], {"a": 1}, [math.nan, 0.9]),
+}
+_ANY_TEXT = {"tag_validation", "nvme_path"}
+
+
+def _spoilt() -> list[tuple[str, Json, str]]:
+    """Each entry of each config with values of other kinds."""
+    found = []
+    for name, config in CONFIGS.items():
+        became = {outcome.entry: outcome.became for outcome in settings_of(config, 2).outcomes}
+        for path, value in leaves(config):
+            if path[0] == "tensorboard":
+                continue  # one entry, the section
+            wrong = _WRONG[type(value)] if value != "auto" else ("other", True, -1, math.nan)
+            if became[".".join(path)].startswith(("no", "always")):
+                wrong = tuple(bad for bad in wrong if bad != math.inf)  # no limit, which is no less than any
+            if path[-1] in _ANY_TEXT:
+                wrong = (7, True)
+            for bad in wrong:
+                found.append((f"{name}: {'.'.join(path)}={bad!r}", changed(config, path, bad), path[-1]))
+    return found
+
+
+SPOILT = _spoilt()
+
+
+def test_there_are_hundreds_of_bad_configs() -> None:
+    assert len(SPOILT) >= 300
+
+
+@pytest.mark.parametrize(("config", "entry"), [spoilt[1:] for spoilt in SPOILT], ids=[spoilt[0] for spoilt in SPOILT])
+def test_an_entry_of_another_kind_is_named(config: Json, entry: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(config, 2)
+    assert entry in str(caught.value)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("zero_optimization", "stage"), 4),
+        (("zero_optimization", "stage"), 2.5),
+        (("zero_optimization", "stage"), "auto"),
+        (("zero_optimization",), True),
+        (("zero_optimization",), []),
+        (("zero_optimization", "ignore_unused_parameters"), False),
+        (("zero_optimization", "zero_quantized_weights"), True),
+        (("zero_optimization", "zero_quantized_gradients"), True),
+        (("zero_optimization", "zero_quantized_nontrainable_weights"), True),
+        (("zero_optimization", "mics_shard_size"), 8),
+        (("zero_optimization", "cpu_offload"), True),
+        (("zero_optimization", "zenflow"), {"topk_ratio": 0.1}),
+        (("zero_optimization", "leaf_module"), {"names": ["experts"]}),
+        (("zero_optimization", "stage3_model_persistence_threshold"), 1e6),
+        (("zero_optimization", "zero_hpz_partition_size"), 0),
+        (("zero_optimization", "offload_optimizer", "device"), "gpu"),
+        (("zero_optimization", "offload_optimizer", "ratio"), 1.5),
+        (("zero_optimization", "offload_optimizer", "super_offload"), True),
+        (("zero_optimization", "offload_param"), "cpu"),
+        (("optimizer",), {"params": {"lr": 0.1}}),
+        (("scheduler",), {"params": {"warmup_num_steps": 10}}),
+        (("optimizer", "type"), "Adma"),
+        (("optimizer", "type"), "Lamb"),
+        (("optimizer", "type"), "Lion"),
+        (("optimizer", "type"), "Muon"),
+        (("optimizer", "type"), "Optimizer"),
+        (("optimizer", "type"), "lr_scheduler"),
+        (("optimizer", "params", "lr"), "auto"),
+        (("optimizer", "params", "lr"), -1),
+        (("optimizer", "params", "betas"), [0.9, 1.5]),
+        (("optimizer", "params", "betas"), [0.9]),
+        (("optimizer", "params", "max_grad_norm"), 1.0),
+        (("optimizer", "params", "bias_correction"), False),
+        (("optimizer", "params", "learning_rate"), 1e-3),
+        (("scheduler", "type"), "OneCycle"),
+        (("scheduler", "type"), "LRRangeTest"),
+        (("scheduler", "type"), "Cosine"),
+        (("scheduler", "params", "warmup_type"), "square"),
+        (("scheduler", "params", "warmup_num_steps"), 0),
+        (("scheduler", "params", "warmup_min_lr"), [0.0, 0.1]),
+        (("bf16",), True),
+        (("fp16", "enabled"), True),
+        (("fp16", "loss_scale_window"), 0),
+        (("fp16", "auto_cast"), True),
+        (("bf16", "bf16_optimizer_states"), True),
+        (("communication_data_type",), "fp8"),
+        (("data_types",), {"grad_accum_dtype": "bf16"}),
+        (("data_types",), {"param_dtype": "bf16"}),
+        (("gradient_allreduce_op",), "sum"),
+        (("sparse_gradients",), True),
+        (("activation_checkpointing",), {"partition_activations": True}),
+        (("activation_checkpointing",), {"cpu_checkpointing": True}),
+        (("aio",), {"use_gds": True}),
+        (("checkpoint",), {"load_universal": True}),
+        (("tensorboard",), {"enabled": True}),
+        (("wandb",), {"project": "x"}),
+        (("curriculum_learning",), {"enabled": True}),
+        (("compression_training",), {"weight_quantization": {}}),
+        (("torch_autocast",), {"enabled": True}),
+        (("tensor_parallel",), {"autotp_size": 4}),
+        (("pipeline",), {"stages": 2}),
+        (("flops_profiler",), {"enabled": True}),
+    ],
+)
+def test_what_is_not_done_here_is_refused(path: tuple[str, ...], value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of(changed(STAGE_3, path, value), 2)
+    assert path[-1] in str(caught.value) or path[0] in str(caught.value)
+    assert caught.value.fix
+
+
+def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
+    """DeepSpeed takes such a config, and clips at its default."""
+    with pytest.raises(ConfigError, match=r"gradient_cliping(.|\n)*fix +: gradient_clipping, or remove it"):
+        settings_of({**SMALL, "gradient_cliping": 0.5}, 1)
+    with pytest.raises(ConfigError, match=r"zero_optimization.overlap_com\b(.|\n)*overlap_comm, or remove"):
+        settings_of({**SMALL, "zero_optimization": {"stage": 1, "overlap_com": True}}, 1)
+
+
+def test_offload_without_a_place_is_refused() -> None:
+    for section in ("offload_optimizer", "offload_param"):
+        for path in ({}, {"nvme_path": "auto"}, {"nvme_path": None}):
+            zero = {"stage": 3, section: {"device": "nvme", **path}}
+            with pytest.raises(ConfigError, match=rf"zero_optimization\.{section}\.nvme_path"):
+                settings_of({**SMALL, "zero_optimization": zero}, 1)
+    with pytest.raises(ConfigError, match="below stage 3"):
+        settings_of({**SMALL, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, 1)
+    with pytest.raises(ConfigError, match="states of replicas"):
+        settings_of({**SMALL, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, 1)
+
+
+def test_nothing_of_the_states_offloaded_is_no_offload() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding == Sharding(stage=3)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_as_the_dict_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(json.dumps(STAGE_3))
+    assert config_of(file) == config_of(str(file)) == STAGE_3
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"bf16": {"enabled": true},}', "is not JSON"),
+        ('{"a": 1} // off', "is not JSON"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[1]", "is not an object"),
+        ('{"gradient_clipping": NaN}', "not finite"),
+        ('{"gradient_clipping": -Infinity}', "not finite"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "twice"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "ds_config.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=complaint):
+        config_of(file)
+
+
+def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
+    for path in (tmp_path / "nowhere.json", tmp_path, tmp_path / "latin.json", "\0", '{"a": 1}'):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            config_of(path)
+    with pytest.raises(ConfigError, match="a path or a dict, not list"):
+        config_of([])  # type: ignore[arg-type]

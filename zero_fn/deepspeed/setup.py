@@ -1,0 +1,269 @@
+"""`from_deepspeed`: what a DeepSpeed config makes of a model, as transforms and stock objects of torch, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import isfinite
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from zero_fn.deepspeed.entries import Outcome
+from zero_fn.deepspeed.file import Config, config_of, rows_of
+from zero_fn.deepspeed.loss_scale import Scaler
+from zero_fn.deepspeed.rates import Rates
+from zero_fn.deepspeed.settings import Settings, settings_of
+from zero_fn.deepspeed.sharding import Sharding
+from zero_fn.errors import ConfigError, MeshError
+from zero_fn.mesh import axes_text, mesh_axis
+from zero_fn.runtime.everywhere import same_along
+from zero_fn.streamed import streamed
+from zero_fn.table import table
+from zero_fn.transforms.offload import offload
+from zero_fn.transforms.precision import precision
+from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.units import Units
+
+__all__ = ["DeepSpeedSetup", "from_deepspeed"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True, slots=True)
+class DeepSpeedSetup(Generic[M]):
+    """What `from_deepspeed` made. Printed, it says what became of each entry of the config.
+
+    Attributes:
+        model: The transformed model.
+        optimizer: Over its parameters; streamed, if states, gradients or parameters rest in another tier.
+        scheduler: Of learning rates; None if the config has none.
+        scaler: Of losses, for float16; else None.
+        micro_batch_size: Samples of a microbatch, on each rank.
+        accumulation_steps: Microbatches of a step.
+        max_norm: The norm to which gradients are clipped; 0 for any.
+        skips_overflow: Whether a step whose gradients are not finite is skipped.
+        outcomes: What became of each entry of the config.
+    """
+
+    model: M
+    optimizer: Optimizer
+    scheduler: LRScheduler | None
+    scaler: Scaler | None
+    micro_batch_size: int
+    accumulation_steps: int
+    max_norm: float
+    skips_overflow: bool
+    outcomes: tuple[Outcome, ...]
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss of a microbatch for its backward: divided by the microbatches of a step, and scaled for float16."""
+        part = loss / self.accumulation_steps
+        return part if self.scaler is None else self.scaler.scale(part)
+
+    def step(self) -> float | None:
+        """What DeepSpeed's engine does after the last microbatch: clips, steps, moves the scale and the learning rates, and
+        sets gradients to None. Where gradients are not finite (float16, and bf16 unless `check_grad_overflow` is false) the
+        parameters, the states and the rates stay as they are, on every rank.
+
+        Communicates: what `clip_grad_norm_` does, over sharded gradients.
+
+        Returns:
+            The norm of all gradients before clipping; None where nothing is clipped or skipped by it.
+
+        Raises:
+            StateError: float16 gradients overflow at the least scale there may be.
+        """
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = self._norm()
+        is_taken = not self.skips_overflow or (norm is not None and isfinite(norm))
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            is_taken = not self.scaler.has_skipped
+        elif is_taken:
+            self.optimizer.step()
+        if is_taken and self.scheduler is not None:
+            self.scheduler.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _norm(self) -> float | None:
+        """Clips, if there is a norm to clip to, and measures."""
+        if self.max_norm:
+            return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
+        if not self.skips_overflow:
+            return None
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def __str__(self) -> str:
+        rows = [(outcome.entry, outcome.value, outcome.became) for outcome in self.outcomes]
+        return "\n".join(table([("entry", "value", "here"), *rows], right=()))
+
+
+def from_deepspeed(
+    model: M,
+    config: Config,
+    mesh: DeviceMesh,
+    *,
+    optimizer: Callable[[M], Optimizer] | None = None,
+    units: Units = None,
+    donate: bool = False,
+) -> DeepSpeedSetup[M]:
+    """Does to a model what a DeepSpeed config says, with transforms and stock objects of torch.
+
+        setup = zf.from_deepspeed(model, "ds_config.json", mesh["dp"])
+        print(setup)  # what became of each entry
+        for batch in batches:
+            with zf.accumulate(setup.model):
+                for x, y in microbatches(batch):
+                    setup.scaled(loss(setup.model(x), y)).backward()
+            setup.step()
+
+    The stage, offload, `bf16` and `fp16` become transforms, `optimizer` one of torch.optim; clipping and the skipping of
+    overflows are in `setup.step()`. Defaults are DeepSpeed's (0.19): clipping at 1.0, an `Adam` that decays as AdamW, and no
+    weight decay; but gradients are summed in float32 unless `communication_data_type` says otherwise. What says how and not
+    what (sizes of buckets, overlap, buffers) has nothing to set here. What asks for something that is not done here is
+    refused, and so is an entry that nobody reads.
+
+    Communicates 16 bytes per rank, by which ranks learn that all have the same config; and what the transforms do.
+
+    Args:
+        model: Any module, not transformed yet.
+        config: A path of a JSON file, or the object itself. `"auto"`, which the Trainer of transformers fills in, will do
+            where nothing is to be set.
+        mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
+        optimizer: Makes an optimizer over the parameters of the transformed model, in place of the config's.
+        units: What is gathered together.
+        donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
+
+    Returns:
+        The transformed model and what trains it. `model` is unchanged and still runs (unless donated).
+
+    Raises:
+        ConfigError: An entry is unknown, cannot be taken, contradicts another, or asks for what is not done here. Names it by
+            its path, before anything is done.
+        DisagreementError: Ranks have different configs.
+        MeshError: `mesh` has not the axes that the config needs.
+        TierError, StorageError: As `offload` and `streamed` raise them.
+
+    Source:
+        The configuration of DeepSpeed 0.19.8, https://www.deepspeed.ai/docs/config-json/.
+    """
+    if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
+        _one_axis(mesh)
+    settings = _agreed(config, mesh)
+    _require_optimizer(settings, optimizer)
+    placed = _placed(model, settings, mesh, units, donate=donate)
+    stepped = optimizer(placed) if optimizer is not None else _stock(placed, settings)
+    if settings.sharding.states is not None or settings.sharding.params is not None:
+        stepped = streamed(stepped)
+    return DeepSpeedSetup(
+        model=placed,
+        optimizer=stepped,
+        scheduler=None if settings.warmup is None else Rates(stepped, settings.warmup),
+        scaler=None if settings.loss_scale is None else Scaler(mesh.device_type, settings.loss_scale),
+        micro_batch_size=settings.micro_batch_size,
+        accumulation_steps=settings.accumulation_steps,
+        max_norm=settings.max_norm,
+        skips_overflow=settings.skips_overflow,
+        outcomes=settings.outcomes,
+    )
+
+
+def _agreed(config: Config, mesh: DeviceMesh) -> Settings:
+    """The settings, which are those of every rank; or what is wrong with the config, on every rank."""
+    failure: ConfigError | None = None
+    try:
+        found = config_of(config)
+        settings, rows = settings_of(found, mesh.size()), rows_of(found)
+    except ConfigError as error:
+        failure, rows = error, str(error).splitlines()
+    same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")
+    if failure is not None:
+        raise failure
+    return settings
+
+
+def _require_optimizer(settings: Settings, optimizer: object) -> None:
+    if optimizer is None and settings.stock is None:
+        raise ConfigError(
+            "There is no optimizer, neither in the DeepSpeed config nor beside it.",
+            entry="optimizer",
+            got="nothing",
+            fix="zf.from_deepspeed(..., optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))",
+        )
+    if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+        raise ConfigError(
+            "optimizer= is a function of the transformed model.",
+            got=f"{type(optimizer).__name__}",
+            why="an optimizer that was built before holds the parameters of before",
+            fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
+        )
+
+
+def _placed(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
+    """The model with every state where the config says."""
+    sharding = settings.sharding
+    placed = _sharded(model, sharding, mesh, units, donate=donate)
+    if settings.compute is not None or settings.reduce != torch.float32:
+        placed = _computed(placed, settings)
+    if sharding.states is not None or sharding.params is not None:
+        placed = offload(
+            placed,
+            params=sharding.params,
+            grads=sharding.states,
+            optim=sharding.states,
+            fraction=sharding.fraction,
+            donate=True,
+        )
+    return placed
+
+
+def _computed(placed: M, settings: Settings) -> M:
+    if settings.compute is None:
+        raise ConfigError(
+            "A DeepSpeed config sends gradients in another dtype than it computes in.",
+            entry="communication_data_type",
+            got=str(settings.reduce),
+            fix='"bf16": {"enabled": true}; or remove it',
+        )
+    return precision(placed, compute=settings.compute, reduce=settings.reduce)
+
+
+def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
+    if sharding.stage < 3:
+        transform = (replicate, shard_optimizer, shard_grads)[sharding.stage]
+        return transform(model, _one_axis(mesh), units=units, donate=donate)
+
+    def is_large(name: str, parameter: Tensor) -> bool:
+        return parameter.numel() > sharding.persist_numel
+
+    if sharding.secondary in (1, mesh.size()):
+        return shard_params(model, _one_axis(mesh), units=units, where=is_large, donate=donate)
+    names = mesh.mesh_dim_names or ()
+    if len(names) != 2 or mesh.size(1) != sharding.secondary:
+        raise MeshError(
+            "Second shards lie on an axis of their own.",
+            mesh=axes_text(mesh),
+            zero_hpz_partition_size=sharding.secondary,
+            fix=f"init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
+            'mesh_dim_names=("outer", "inner")), and give it whole',
+        )
+    inner = shard_params(model, mesh[names[1]], units=units, where=is_large, donate=donate)
+    return shard_grads(inner, mesh[names[0]], where=is_large, donate=True)
+
+
+def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
+    return mesh_axis(mesh, verb="from_deepspeed").mesh
+
+
+def _stock(model: nn.Module, settings: Settings) -> Optimizer:
+    assert settings.stock is not None, "checked before anything was moved"
+    return settings.stock.over(model.parameters())
