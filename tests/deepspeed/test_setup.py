@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -223,6 +224,41 @@ def _unchecked() -> None:
 
 def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for(ranks: Ranks) -> None:
     ranks(2).run(_unchecked)
+
+
+def _resumed(config: Json) -> float:
+    def steps(setup: zf.DeepSpeedSetup[Any], first: int, last: int) -> None:
+        for step in range(first, last):
+            with zf.accumulate(setup.model):
+                for number in range(setup.accumulation_steps):
+                    factor = math.inf if step == 1 else 1.0  # so that the scale moves before it is saved
+                    (setup.scaled(loss_of(setup.model, step, number)) * factor).backward()
+            setup.step()
+
+    through = zf.from_deepspeed(built(), config, axis())
+    steps(through, 0, 3)
+    parts = (through.model, through.optimizer, through.scheduler, through.scaler)
+    saved = [copy.deepcopy(part.state_dict()) if part is not None else None for part in parts]
+    steps(through, 3, 6)
+    seed_generator(1)
+    resumed = zf.from_deepspeed(Tower(), config, axis())
+    others = (resumed.model, resumed.optimizer, resumed.scheduler, resumed.scaler)
+    for other, state in zip(others, saved, strict=True):
+        if other is not None and state is not None:
+            other.load_state_dict(state)
+    steps(resumed, 3, 6)
+    assert (resumed.scaler is None) or resumed.scaler.get_scale() == through.scaler.get_scale()  # type: ignore[union-attr]
+    return furthest(values(resumed.model), values(through.model))
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype: str, device: str) -> None:
+    section: Json = {"enabled": True}
+    if dtype == "fp16":
+        section |= {"initial_scale_power": 10, "loss_scale_window": 2}
+    config = {**zero(3, offload_optimizer={"device": device, "nvme_path": str(tmp_path)}), dtype: section}
+    assert ranks(2).run(_resumed, config) == [0.0, 0.0]
 
 
 def _on_two_axes() -> None:
