@@ -160,16 +160,22 @@ def test_every_rank_plans_its_own_part(ranks: Ranks, tmp_path: Path) -> None:
     assert all(ranks(2).run(program, str(tmp_path)))
 
 
-def test_a_model_on_meta_is_planned_as_it_will_be(tmp_path: Path) -> None:
-    tiers = {kind: zf.nvme(tmp_path) for kind in ("params", "grads", "optim")}
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("where", [None, "0.*"])
+@pytest.mark.parametrize("kinds", [("optim",), ("grads", "optim"), ("params", "grads", "optim")], ids="-".join)
+def test_a_model_on_meta_is_planned_as_it_will_be(
+    tmp_path: Path, kinds: tuple[str, ...], where: str | None, fused: bool
+) -> None:
+    """Peak and padding too: parameters that will be in a tier take no memory, nor do those that lie beside others."""
+    tiers = {kind: zf.nvme(tmp_path) for kind in kinds}
     with torch.device("meta"):
-        model: Any = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
-    model = zf.offload(model, **tiers)
-    planned = zf.plan(model, torch.optim.AdamW(model.parameters()))
-    model = zf.materialize(model, "cpu")
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()))
-    found = zf.plan(model, optimizer)
-    assert (found.held, found.moved) == (planned.held, planned.moved)
+        model: Any = nn.Sequential(*(nn.Sequential(nn.Linear(300, 301), nn.Linear(301, 300)) for _ in range(6)))
+    with alone() as mesh:
+        model = zf.offload(zf.shard_params(model, mesh, units="*"), **tiers, where=where)
+        planned = zf.plan(model, torch.optim.AdamW(model.parameters(), fused=fused))
+        model = zf.materialize(model, "cpu")
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), fused=fused))
+        assert zf.plan(model, optimizer) == planned
 
 
 def test_a_stock_optimizer_in_memory_is_planned_by_its_states() -> None:

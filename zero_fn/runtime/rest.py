@@ -17,7 +17,6 @@ from zero_fn.runtime.gathered import Group
 from zero_fn.runtime.hosts import Hosts
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor
 
 if TYPE_CHECKING:
     from zero_fn.runtime.away import Shelved
@@ -64,7 +63,7 @@ class Rest:
     def lay_out(self, unit: Unit, devices: Sequence[torch.device]) -> None:
         """Chooses the gather groups and points the `flat` of each slot of the unit at fresh memory on these devices."""
         members: dict[tuple[bool, torch.dtype, torch.device], list[Slot]] = {}
-        own: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
+        own: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = {}
         away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
         for slot, device in zip(unit.slots, devices, strict=True):
             slot.group = None
@@ -76,7 +75,7 @@ class Rest:
             if slot.is_away and device.type != "meta":
                 continue
             if slot.layout is None or is_cast or not (slot.is_kept or slot.is_hosted):
-                own.setdefault((slot.dtype, device), []).append(slot)
+                own.setdefault((slot.dtype, device, slot.is_away), []).append(slot)
         self.groups = []
         for (is_kept, dtype, device), slots in members.items():
             group = Group(slots, dtype, device, is_kept=is_kept)
@@ -88,7 +87,7 @@ class Rest:
         self.is_transient = any(group.kept is None for group in self.groups)
         self.hosts = Hosts(unit.slots, devices)
         self._lay_out_records(unit, away)
-        for (dtype, device), slots in own.items():
+        for (dtype, device, _), slots in own.items():
             starts, numel = dense_offsets(slots, [slot.local_numel for slot in slots], dtype.itemsize)
             buffer = torch.empty(numel, dtype=dtype, device=device)
             for slot in slots:
@@ -167,8 +166,8 @@ class Rest:
         return sum(group.numel * group.dtype.itemsize for group in self.groups if group.kept is None)
 
     def padding_nbytes(self, slots: Sequence[Slot]) -> int:
-        """Bytes of padding in the memory of these parameters."""
-        own = (slot.flat for slot in slots if not isinstance(slot.flat, TierTensor))
+        """Bytes of padding in the memory of these parameters. What will be away, on `meta` still, is not there."""
+        own = (slot.flat for slot in slots if not slot.is_away)
         memory = (tensor.untyped_storage() for tensor in (*own, *self.kept()))
         resting = sum({storage._cdata: storage.nbytes() for storage in memory}.values())
         return resting - sum(slot.resting_nbytes for slot in slots)

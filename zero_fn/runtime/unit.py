@@ -403,8 +403,8 @@ class Unit:
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
-        gradients = self.gradient_memory().padding_nbytes if not self.rest.gradient_records else 0
-        return self.rest.padding_nbytes(self.slots), gradients
+        is_away = any(slot.is_gradient_away for slot in self.slots)
+        return self.rest.padding_nbytes(self.slots), 0 if is_away else self.gradient_memory().padding_nbytes
 
     # -- gradients --------------------------------------------------------------------------------------------------
 

@@ -176,11 +176,12 @@ class Planner:
             )
 
     def _step_devices(self, parameters: Sequence[Tensor]) -> list[torch.device]:
-        """Where each is stepped, or most of it: on the host if its states rest in another tier than memory of its device."""
+        """Where each is stepped, or most of it: on the host if its states rest in another tier than memory of its device,
+        or if it has no device yet."""
         host = torch.device("cpu")
         locals_ = [local_of(parameter) for parameter in parameters]
         is_here = [
-            fraction == 0 or not is_away(tier, local.device.type)
+            not local.is_meta and (fraction == 0 or not is_away(tier, local.device.type))
             for (tier, fraction), local in zip(self._asked(parameters), locals_, strict=True)
         ]
         return [local.device if here else host for local, here in zip(locals_, is_here, strict=True)]
