@@ -105,6 +105,7 @@ def substitute(
     verb: str,
     donate: bool,
     prepare: Callable[[nn.Module], None] = lambda twin: None,
+    reserves: bool = True,
 ) -> M:
     """A copy of `module` whose parameters rest as `assignment` says. `module` is unchanged unless donated.
 
@@ -114,6 +115,7 @@ def substitute(
         verb: The transform, for messages.
         donate: Free each parameter of `module` once it is cut.
         prepare: What to do with the copy before its units are made: it has the forwards that the module's author gave it.
+        reserves: Make room in other tiers. Without it no path is looked at: for a module on `meta` that will only be planned.
 
     Raises:
         LayoutError: A part of the module cannot be copied.
@@ -127,11 +129,17 @@ def substitute(
     watch_registrations()
     draw_shards_from_wholes()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
-        return _substitute(module, assignment, call_site(verb), prepare, donate=donate)
+        return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
 
 
 def _substitute(
-    module: M, assignment: Assignment, site: str, prepare: Callable[[nn.Module], None], *, donate: bool
+    module: M,
+    assignment: Assignment,
+    site: str,
+    prepare: Callable[[nn.Module], None],
+    *,
+    donate: bool,
+    reserves: bool,
 ) -> M:
     shared = shared_parameters(module)
     _require_untouched_ties(shared)
@@ -167,7 +175,8 @@ def _substitute(
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid)
     if any(_is_uneven(slot) for unit in units.values() for slot in unit.slots):
         view_uneven_shards()
-    _reserve(step, site)
+    if reserves:
+        _reserve(step, site)
     for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)

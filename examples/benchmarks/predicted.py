@@ -1,4 +1,4 @@
-"""Predictions of `autoplan` against what happens: each stage, states in memory and on a disk, on local ranks.
+"""Predictions of `autoplan` against what happens: each stage, with nothing and more and more on a disk, on local ranks.
 
     python examples/benchmarks/predicted.py --path /local_nvme --ranks 2
 
@@ -49,13 +49,13 @@ def compare(path: str, width: int, layers: int, rounds: int) -> list[str]:
     found = zf.autoplan(stack(width, layers), axis, "1TiB", links=links, tier=zf.nvme(path), compute_s=compute_s)
     lines = [
         str(links),
-        f"{'transform':<16} {'states':<8} {'predicted ms':>13} {'measured ms':>12} {'ratio':>6}  bound by",
+        f"{'transform':<16} {'on the disk':<30} {'predicted ms':>13} {'measured ms':>12} {'ratio':>6}  bound by",
     ]
     for proposal in found.all:
-        model = getattr(zf, proposal.transform)(stack(width, layers), axis, donate=True)
+        model = proposal.place(stack(width, layers), axis, donate=True)
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if proposal.tier is not None:
-            optimizer = zf.streamed(optimizer, proposal.tier)
+            optimizer = zf.streamed(optimizer)
 
         def step(model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer) -> None:
             optimizer.zero_grad()
@@ -63,9 +63,8 @@ def compare(path: str, width: int, layers: int, rounds: int) -> list[str]:
             optimizer.step()
 
         took_s = median_s(step, rounds)
-        kind = "device" if proposal.tier is None else "disk"
         lines.append(
-            f"{proposal.transform:<16} {kind:<8} {proposal.step_s * 1e3:>13.0f} {took_s * 1e3:>12.0f} "
+            f"{proposal.transform:<16} {proposal.away:<30} {proposal.step_s * 1e3:>13.0f} {took_s * 1e3:>12.0f} "
             f"{took_s / proposal.step_s:>6.2f}  {proposal.bound}"
         )
         del model, optimizer, step

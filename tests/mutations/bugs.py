@@ -1769,4 +1769,20 @@ BUGS: tuple[Bug, ...] = (
         "decay = 0.01",
         _SETTINGS,
     ),
+    Bug(
+        "fetches-not-predicted",
+        "plan/autoplan.py",
+        "forward and backward of what is on a disk take the time of the disk",
+        "fetch_s=_disk_s(fetched, links),",
+        "fetch_s=0.0,",
+        "tests/test_autoplan.py",
+    ),
+    Bug(
+        "planned-parameters-still-in-memory",
+        "runtime/rest.py",
+        "parameters on `meta` that will be in a tier take no memory",
+        "own = (slot.flat for slot in slots if not slot.is_away)",
+        "own = (slot.flat for slot in slots)",
+        "tests/test_plan_tiers.py",
+    ),
 )

@@ -1,7 +1,8 @@
 """What a transformed module will hold and send, predicted from homes and schedules."""
 
-from zero_fn.plan.autoplan import Proposal, Proposals, autoplan
+from zero_fn.plan.autoplan import autoplan
 from zero_fn.plan.links import LinkSpeeds, measure_links
 from zero_fn.plan.predict import Plan, plan
+from zero_fn.plan.proposals import Proposal, Proposals
 
 __all__ = ["LinkSpeeds", "Plan", "Proposal", "Proposals", "autoplan", "measure_links", "plan"]

@@ -16,7 +16,7 @@ from zero_fn.tiers import Cpu, Nvme, Tier, Tiers
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.units import Units, anchors_of, shared_parameters
 
-__all__ = ["offload"]
+__all__ = ["offload", "offloaded"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -106,12 +106,26 @@ def offload(
             optim=optim,
             fix='zf.offload(model, optim=zf.nvme("/local_nvme"), fraction=0.5): half of them, in bytes',
         )
-    if grads is not None or params is not None:
-        agree_on_norms()
-        agree_on_redistribution()
     tiers = Tiers(params, grads, optim, fraction)
     home = Home(tiers=tiers, reshard_after=ReshardAfter.named(reshard_after))
+    return offloaded(module, home, units=units, where=where, donate=donate)
+
+
+def offloaded(
+    module: M, home: Home, *, units: Units = None, where: Where = None, donate: bool = False, reserves: bool = True
+) -> M:
+    """`offload`, by what it asks of a home.
+
+    Args:
+        module, units, where, donate: See `offload`.
+        home: Its tiers, and when parameters are freed.
+        reserves: Make room in the tiers. Without, for a module on `meta` that will only be planned, no path is looked at.
+    """
+    if home.tiers.grads is not None or home.tiers.params is not None:
+        agree_on_norms()
+        agree_on_redistribution()
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)
-    return substitute(module, assignment_of(module).join(request), verb="offload", donate=donate)
+    joined = assignment_of(module).join(request)
+    return substitute(module, joined, verb="offload", donate=donate, reserves=reserves)

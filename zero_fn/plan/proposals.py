@@ -1,0 +1,157 @@
+"""What `autoplan` proposes: placements and tiers as values, with what each is predicted to hold and take.
+
+    step = the larger of (compute + collectives) and fetches  +  the larger of optimizer and disk
+
+Collectives and computation are added: on a CPU both want the cores. The disk works beside either.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zero_fn.held import Held
+from zero_fn.table import table
+from zero_fn.tiers import Tier, Tiers, bytes_text
+from zero_fn.transforms.offload import offload
+from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+
+__all__ = ["STAGES", "Proposal", "Proposals", "staged"]
+
+M = TypeVar("M", bound=nn.Module)
+
+STAGES: dict[str, Callable[..., Any]] = {
+    "replicate": replicate,
+    "shard_optimizer": shard_optimizer,
+    "shard_grads": shard_grads,
+    "shard_params": shard_params,
+}
+
+
+def staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
+    """A module in one of the stages. An option that other stages alone have, `persist_below=` for replicas, does nothing."""
+    own, known = inspect.signature(STAGES[transform]).parameters, inspect.signature(shard_params).parameters
+    taken = {name: value for name, value in options.items() if name in own or name not in known}
+    placed: M = STAGES[transform](module, mesh, **taken)
+    return placed
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """One placement with its tiers, and what it is predicted to hold and take on this rank.
+
+    Attributes:
+        transform: Name of the sharding transform.
+        tiers: What rests elsewhere than in the memory of the device.
+        held: Bytes at rest in memory, with their padding and all buffers of tiers.
+        in_flight: Bytes that are whole for a while in a step: gathered units, gradients before they are reduced.
+        disk: Bytes in the tier.
+        fits: Whether memory, and the tier's limit, suffice.
+        compute_s, collectives_s, fetch_s: Seconds of a forward and backward: of computation, of collectives, and of the disk
+            for parameters and gradients.
+        optimizer_s, disk_s: Seconds of an optimizer's step: of memory, and of the disk.
+    """
+
+    transform: str
+    tiers: Tiers
+    held: Held
+    in_flight: int
+    disk: int
+    fits: bool
+    compute_s: float
+    collectives_s: float
+    fetch_s: float
+    optimizer_s: float
+    disk_s: float
+
+    @property
+    def nbytes(self) -> int:
+        """The most memory that it takes, without activations."""
+        return self.held.total + self.in_flight
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return max(self.compute_s + self.collectives_s, self.fetch_s) + max(self.optimizer_s, self.disk_s)
+
+    @property
+    def bound(self) -> str:
+        """What takes most of it."""
+        parts = {
+            "compute": self.compute_s,
+            "collectives": self.collectives_s,
+            "optimizer": self.optimizer_s,
+            "disk": max(self.fetch_s, self.disk_s),
+        }
+        return max(parts, key=lambda name: parts[name])
+
+    @property
+    def tier(self) -> Tier | None:
+        """Where what rests elsewhere rests; None if nothing does."""
+        return self.tiers.optim
+
+    @property
+    def away(self) -> str:
+        """What rests in the tier, in words."""
+        kinds = {"parameters": self.tiers.params, "gradients": self.tiers.grads, "states": self.tiers.optim}
+        return ", ".join(kind for kind, tier in kinds.items() if tier is not None) or "nothing"
+
+    def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
+        """Does to a module what is proposed: the sharding transform, and `offload` where something rests in a tier.
+
+        Args:
+            module: The one that was planned, or one like it.
+            mesh: The axis that it was planned for.
+            **options: Of the sharding transform: those that `autoplan` was given, and `donate=`.
+
+        Returns:
+            A new module; see the transforms. An optimizer over its parameters is to be given to `zf.streamed` if `tier` is
+            not None.
+        """
+        placed, tiers = staged(self.transform, module, mesh, options), self.tiers
+        if tiers.optim is None:
+            return placed
+        return offload(placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, donate=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Proposals:
+    """What `autoplan` returns: those that fit first, the fastest of them first. Printable as a table.
+
+    Attributes:
+        budget: Bytes of memory that were given.
+        all: Every combination that was looked at.
+    """
+
+    budget: int
+    all: tuple[Proposal, ...]
+
+    @property
+    def best(self) -> Proposal:
+        """The fastest that fits."""
+        return self.all[0]
+
+    def __str__(self) -> str:
+        header = ("transform", "in the tier", "memory MB", "in flight", "tier MB", "step ms", "bound by", "")
+        rows = [header] + [
+            (
+                proposal.transform,
+                proposal.away,
+                f"{proposal.nbytes / 1e6:,.1f}",
+                f"{proposal.in_flight / 1e6:,.1f}",
+                f"{proposal.disk / 1e6:,.1f}",
+                f"{proposal.step_s * 1e3:,.1f}",
+                proposal.bound,
+                "" if proposal.fits else "does not fit",
+            )
+            for proposal in self.all
+        ]
+        lines = table(rows, right=range(2, 6))
+        tiers = {str(proposal.tier) for proposal in self.all if proposal.tier is not None}
+        where = "".join(f", and {tier}" for tier in sorted(tiers))
+        return "\n".join([f"budget {bytes_text(self.budget)} per rank{where}", *lines])
