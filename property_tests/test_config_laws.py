@@ -86,7 +86,7 @@ def test_a_misspelt_entry_is_refused_by_its_name(data: st.DataObject) -> None:
 
 
 def _numbers_of(settings: Settings) -> list[Any]:
-    return [settings.micro_batch_size, settings.accumulation_steps, settings.max_norm, settings.sharding.fraction]
+    return [settings.micro_batch_size, settings.accumulation_steps, settings.max_norm, settings.sharding.tiers.fraction]
 
 
 @many

@@ -16,7 +16,7 @@ from zero_fn.deepspeed.loss_scale import LossScale
 from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.sharding import Sharding
 from zero_fn.errors import ConfigError
-from zero_fn.tiers import cpu, nvme
+from zero_fn.tiers import Tiers, cpu, nvme
 
 SMALL: Json = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
 
@@ -28,7 +28,7 @@ def test_stage_3_with_offload_is_read_as_it_says() -> None:
     assert settings.skips_overflow
     assert settings.loss_scale is None
     assert settings.max_norm == 1.0
-    assert settings.sharding == Sharding(stage=3, params=cpu(), states=cpu())
+    assert settings.sharding == Sharding(stage=3, tiers=Tiers(cpu(), cpu(), cpu()))
     assert settings.stock is not None
     assert settings.stock.kind is torch.optim.AdamW
     assert settings.stock.options == {
@@ -56,7 +56,7 @@ def test_infinity_is_read_as_it_says() -> None:
     settings = settings_of(INFINITY, 2)
     disk = nvme("/local_nvme")
     assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
-    assert settings.sharding == Sharding(3, 1, 10_000, disk, disk, 0.5)
+    assert settings.sharding == Sharding(3, 1, 10_000, Tiers(disk, disk, disk, 0.5))
     assert settings.stock is not None
     assert settings.stock.kind is torch.optim.SGD
     assert not settings.skips_overflow
@@ -270,6 +270,21 @@ def test_offload_without_a_place_is_refused() -> None:
 def test_nothing_of_the_states_offloaded_is_no_offload() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0}}
     assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding == Sharding(stage=3)
+
+
+def test_states_of_parameters_in_a_tier_are_on_the_host_if_nothing_is_said() -> None:
+    zero = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/local_nvme"}}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding.tiers == Tiers(
+        nvme("/local_nvme"), optim=cpu()
+    )
+
+
+def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:
+    with pytest.raises(ConfigError, match="sends gradients in another dtype"):
+        settings_of({**SMALL, "communication_data_type": "bf16"}, 1)
+    assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).reduce is torch.float32
+    both = {**SMALL, "communication_data_type": "bf16", "bf16": {"enabled": True}}
+    assert settings_of(both, 1).reduce is torch.bfloat16
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ _OF_THE_LOOP: dict[str, type] = {
     "vocabulary_size": float,
 }
 """What an engine prints and collects; the training loop is yours here."""
-_LOOP = "none: the loop is yours, and prints what you like"
+_LOOP = "none: the loop is yours"
 _ANY_OPTIMIZER: dict[str, type] = {"zero_allow_untested_optimizer": bool, "zero_force_ds_cpu_optimizer": bool}
 _DISK: dict[str, type] = {
     "block_size": float,
@@ -114,7 +114,7 @@ def settings_of(config: Mapping[str, object], ranks: int) -> Settings:
     entries = Entries(config)
     micro_batch_size, accumulation_steps = _batch(entries, ranks)
     compute, loss_scale, skips_overflow = _compute(entries)
-    reduce = _reduce(entries)
+    reduce = _reduce(entries, compute)
     max_norm = _max_norm(entries)
     sharding = sharding_of(entries.section("zero_optimization"))
     stock = stock_of(entries.section("optimizer"))
@@ -186,7 +186,7 @@ def _compute(entries: Entries) -> tuple[torch.dtype | None, LossScale | None, bo
     return compute, loss_scale if is_fp16 else None, skips
 
 
-def _reduce(entries: Entries) -> torch.dtype:
+def _reduce(entries: Entries, compute: torch.dtype | None) -> torch.dtype:
     """The dtype of gradient sums."""
     dtypes = entries.section("data_types")
     if dtypes is not None:
@@ -204,6 +204,13 @@ def _reduce(entries: Entries) -> torch.dtype:
         entries.hints({"communication_data_type": str}, "sums of gradients in float32")
         return torch.float32
     name = entries.text("communication_data_type", "fp32", became="reduce= of zf.precision", among=tuple(_DTYPES))
+    if compute is None and name != "fp32":
+        raise ConfigError(
+            "A DeepSpeed config sends gradients in another dtype than it computes in.",
+            entry=entries.path_of("communication_data_type"),
+            got=name,
+            fix='"bf16": {"enabled": true}; or remove it',
+        )
     return _DTYPES[name]
 
 

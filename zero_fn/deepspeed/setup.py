@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Generic, TypeVar
 
@@ -24,6 +24,7 @@ from zero_fn.mesh import axes_text, mesh_axis
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.streamed import streamed
 from zero_fn.table import table
+from zero_fn.tiers import IN_MEMORY
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
@@ -162,7 +163,7 @@ def from_deepspeed(
     _require_optimizer(settings, optimizer)
     placed = _placed(model, settings, mesh, units, donate=donate)
     stepped = optimizer(placed) if optimizer is not None else _stock(placed, settings)
-    if settings.sharding.states is not None or settings.sharding.params is not None:
+    if settings.sharding.tiers != IN_MEMORY:
         stepped = streamed(stepped)
     return DeepSpeedSetup(
         model=placed,
@@ -173,8 +174,13 @@ def from_deepspeed(
         accumulation_steps=settings.accumulation_steps,
         max_norm=settings.max_norm,
         skips_overflow=settings.skips_overflow,
-        outcomes=settings.outcomes,
+        outcomes=settings.outcomes if optimizer is None else _with_another_optimizer(settings.outcomes),
     )
+
+
+def _with_another_optimizer(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
+    unused = "not used: optimizer= was given"
+    return tuple(replace(each, became=unused) if each.entry.startswith("optimizer.") else each for each in outcomes)
 
 
 def _agreed(config: Config, mesh: DeviceMesh) -> Settings:
@@ -210,31 +216,14 @@ def _require_optimizer(settings: Settings, optimizer: object) -> None:
 
 def _placed(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
     """The model with every state where the config says."""
-    sharding = settings.sharding
-    placed = _sharded(model, sharding, mesh, units, donate=donate)
-    if settings.compute is not None or settings.reduce != torch.float32:
-        placed = _computed(placed, settings)
-    if sharding.states is not None or sharding.params is not None:
-        placed = offload(
-            placed,
-            params=sharding.params,
-            grads=sharding.states,
-            optim=sharding.states,
-            fraction=sharding.fraction,
-            donate=True,
-        )
-    return placed
-
-
-def _computed(placed: M, settings: Settings) -> M:
-    if settings.compute is None:
-        raise ConfigError(
-            "A DeepSpeed config sends gradients in another dtype than it computes in.",
-            entry="communication_data_type",
-            got=str(settings.reduce),
-            fix='"bf16": {"enabled": true}; or remove it',
-        )
-    return precision(placed, compute=settings.compute, reduce=settings.reduce)
+    placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
+    if settings.compute is not None:
+        placed = precision(placed, compute=settings.compute, reduce=settings.reduce)
+    if tiers == IN_MEMORY:
+        return placed
+    return offload(
+        placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, fraction=tiers.fraction, donate=True
+    )
 
 
 def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:

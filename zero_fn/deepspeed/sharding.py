@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.errors import ConfigError
-from zero_fn.tiers import Tier, cpu, nvme
+from zero_fn.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 
 __all__ = ["COMPUTED", "Sharding", "sharding_of"]
 
@@ -81,17 +81,13 @@ class Sharding:
         stage: 0 to 3; 0 is replicas.
         secondary: Ranks that share a second shard for the gathers of backward (hpZ of ZeRO++); 1 for none.
         persist_numel: Parameters of at most so many elements stay replicated.
-        params: Tier of resting parameters; None is the device.
-        states: Tier of optimizer states and gradients; None is the device.
-        fraction: How much of the states is in that tier.
+        tiers: Where parameters, gradients and states rest.
     """
 
     stage: int = 0
     secondary: int = 1
     persist_numel: int = 0
-    params: Tier | None = None
-    states: Tier | None = None
-    fraction: float = 1.0
+    tiers: Tiers = IN_MEMORY
 
 
 def sharding_of(section: Entries | None) -> Sharding:
@@ -127,7 +123,10 @@ def sharding_of(section: Entries | None) -> Sharding:
     section.off("zeropp_loco_param", fix="remove it: nothing travels quantized here")
     section.off("leaf_module", fix="say what is gathered together: zf.from_deepspeed(..., units=MixtralSparseMoeBlock)")
     section.close()
-    return Sharding(stage, secondary, persist_numel if stage == 3 else 0, params, states, fraction)
+    # Parameters in a tier are stepped on the host; so are their states, if nothing was said of these.
+    optim = states or (cpu() if params is not None else None)
+    tiers = Tiers(params, states, optim, fraction)
+    return Sharding(stage, secondary, persist_numel if stage == 3 else 0, tiers)
 
 
 def _states(section: Entries | None, stage: int) -> tuple[Tier | None, float]:
