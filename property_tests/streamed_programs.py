@@ -51,6 +51,7 @@ class Placed:
         compute: The dtype that it is computed in; None is that of the parameters.
         recomputes: Whether activations of blocks are kept, computed again, or wait in a tier, too.
         options: Of the stages.
+        finish: When a streamed step is finished.
     """
 
     stage: str
@@ -67,6 +68,7 @@ class Placed:
     tier: str
     buffer: str
     options: dict[str, Any]
+    finish: str = "step"
 
 
 class Training:
@@ -113,10 +115,13 @@ class Training:
         optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
         if self.path is None:
             return optimizer
+        how: dict[str, Any] = {"buffer": self.placed.buffer, "finish": self.placed.finish}
+        if type(optimizer) is torch.optim.ASGD:
+            how["finish"] = "step"  # its averages begin at a step count of the group
         if "optim" in self.placed.states and self.placed.where is None:
-            return zf.streamed(optimizer, buffer=self.placed.buffer)  # each to the tier that offload said
+            return zf.streamed(optimizer, **how)  # each to the tier that offload said
         tier = zf.nvme(self.path) if self.placed.tier == "nvme" else zf.cpu()
-        return zf.streamed(optimizer, tier, fraction=self.placed.fraction, buffer=self.placed.buffer)
+        return zf.streamed(optimizer, tier, fraction=self.placed.fraction, **how)
 
     def _groups(self) -> list[dict[str, Any]]:
         parameters = list(self.model.parameters())
@@ -425,6 +430,7 @@ places = st.builds(
     recomputes=st.sampled_from(["no", "no", "yes", "parked"]),
     tier=st.sampled_from(["nvme", "cpu"]),
     buffer=st.sampled_from(["64KiB", "1MiB"]),
+    finish=st.sampled_from(["step", "forward"]),
     options=st.fixed_dictionaries(
         {},
         optional={

@@ -115,6 +115,20 @@ def states_alone(tier: Tier) -> None:
 
 
 @program
+def a_step_that_waits(tier: Tier) -> None:
+    """Units are stepped on the host by the forward that reads them, while the device computes those before."""
+    plain, model = net(), all_away(net(), tier)
+    optimizer = zf.streamed(adamw(model), finish="forward")
+    require_same(model, optimizer, plain, adamw(plain))
+    trained(model, optimizer, batches(1))
+    progress: list[str] = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda *_: progress.append(optimizer._waiting.progress))
+    model(next(batches()))
+    assert len(set(progress)) > 1, progress
+
+
+@program
 def each_kind(tier: Tier) -> None:
     for kind in ("params", "grads", "optim"):
         plain, model = net(), zf.offload(net(), **{kind: tier})

@@ -1215,6 +1215,35 @@ def untiled_of_some_parts() -> object:
     return zf.untiled(model, {"head.tiles.1.weight": torch.zeros(1, 4)})
 
 
+class Unknown(torch.optim.AdamW):
+    pass
+
+
+def streamed_optimizer_cannot_wait() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        zf.streamed(Unknown(nn.Linear(2, 2).parameters()), zf.nvme(folder), finish="forward")
+
+
+def step_that_waits_is_interrupted() -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        disk = zf.nvme(folder)
+        model = zf.offload(nn.Linear(2, 2), params=disk, grads=disk, optim=disk)
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        patch.setattr(importlib.import_module("zero_fn.streamed.stepped"), "steps_in_one_pass", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(2))
+        optimizer.step()
+
+
+def streamed_until_no_moment() -> None:
+    zf.streamed(torch.optim.AdamW(nn.Linear(2, 2).parameters()), zf.cpu(), finish="backward")  # type: ignore[arg-type]
+
+
 # -- configs of DeepSpeed ----------------------------------------------------------------------------------------------
 
 
@@ -1338,6 +1367,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
+        streamed_until_no_moment,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
@@ -1350,7 +1380,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        evicted_states_share_memory,
+        evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
@@ -1378,7 +1408,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,
     ),
     StateError: (
-        scale_of_the_loss_is_at_its_least,
+        scale_of_the_loss_is_at_its_least, step_that_waits_is_interrupted,
         module_is_wrapped_in_ddp,
         tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,

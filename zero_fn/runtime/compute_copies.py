@@ -34,7 +34,12 @@ class ParameterRecord(Record):
 
     @property
     def source(self) -> Record:
-        """What a gather would read: the copies, if there are any and they hold what the originals hold."""
+        """What a gather would read: the copies, if there are any and they hold what the originals hold.
+
+        Raises:
+            StorageError: A step that waited for them failed.
+        """
+        self.settle()
         copies = self.copies
         if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
             return self

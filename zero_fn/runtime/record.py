@@ -3,6 +3,9 @@
     parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page and is at most 4 MiB
     tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
 
+[Note: a step that waits] An optimizer may leave parcels to be stepped later (`streamed/waiting.py`). Everything that brings
+values from the tier or puts them there, but for the step itself, calls `settle` first.
+
 A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
 a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
 the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
@@ -105,7 +108,11 @@ class Record:
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
         owner: The unit whose tensors they are, weakly.
+        waited_for: A step that has to be taken before anything else reads or writes it, as a function and what to call it
+            with. [Note: a step that waits]
     """
+
+    waited_for: tuple[Callable[[int], None], int] | None = None
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
         """Lays tensors out in a range that was reserved for them.
@@ -172,10 +179,25 @@ class Record:
         """A tensor, flat."""
         return TierTensor(self, number, (self.numel(number),), (1,))
 
+    def settle(self) -> None:
+        """Takes a step that waits for these tensors. [Note: a step that waits]
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        if self.waited_for is not None:
+            reach, index = self.waited_for
+            reach(index)
+
     # -- all of it ------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Begins to bring everything into memory; nothing if it is there or on its way."""
+        """Begins to bring everything into memory; nothing if it is there or on its way.
+
+        Raises:
+            StorageError: A step that waited for it failed.
+        """
+        self.settle()
         if self._memory is not None or not self.nbytes:
             return
         self.finish_writing()
@@ -207,6 +229,7 @@ class Record:
         Raises:
             StorageError: What was written before failed, or what is beside these tensors cannot be read.
         """
+        self.settle()
         self.finish_writing()
         self.drop()
         self._await_leaving()
@@ -296,6 +319,7 @@ class Record:
             StorageError: The disk failed, or does not hold what was written to it.
         """
         parcels = self._of[number]
+        self.settle()
         self.finish_writing()
         self._await_leaving()
         if not self.numel(number):

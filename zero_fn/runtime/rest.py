@@ -59,6 +59,7 @@ class Rest:
         self.records: list[ParameterRecord] = []
         self.gradient_records: list[Record] = []
         self.is_transient = False
+        self._failure: StorageError | None = None  # of a fetch
 
     def lay_out(self, unit: Unit, devices: Sequence[torch.device]) -> None:
         """Chooses the gather groups and points the `flat` of each slot of the unit at fresh memory on these devices."""
@@ -128,9 +129,12 @@ class Rest:
             yield
 
     def fetch(self) -> None:
-        """Begins to bring resting parameters from their tier, for the next gather."""
+        """Begins to bring resting parameters from their tier, for the next gather. `arrive` says what failed."""
         for record in self.records:
-            record.source.fetch()
+            try:
+                record.source.fetch()
+            except StorageError as error:
+                self._failure = self._failure or error
 
     def arrive(self, *, exact: bool = False) -> StorageError | None:
         """Waits for resting parameters that are in another tier, and returns what failed.
@@ -138,7 +142,7 @@ class Rest:
         Args:
             exact: As they rest, and not as they are computed with.
         """
-        failure = None
+        failure, self._failure = self._failure, None
         for record in self.records:
             try:
                 if exact:

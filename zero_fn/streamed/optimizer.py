@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from contextlib import suppress
+from itertools import chain
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero_fn.errors import PlacementError, StateError, TierError
+from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, rest_gradient
 from zero_fn.runtime.elementwise import require_elementwise
@@ -33,21 +35,38 @@ from zero_fn.streamed.host_load import load_on_host
 from zero_fn.streamed.joined import join, pieces_of
 from zero_fn.streamed.kept_states import KeptStates, refuse_edit
 from zero_fn.streamed.one_pass import arithmetic_of
-from zero_fn.streamed.parcels import KINDS, Copies, Gradients, Values, follow, place_of, rings_for
-from zero_fn.streamed.pipeline import StoreLane, each_chunk
+from zero_fn.streamed.parcels import (
+    KINDS,
+    Copies,
+    Gradients,
+    Values,
+    follow,
+    is_in_tiers,
+    place_of,
+    records_of,
+    rings_for,
+)
+from zero_fn.streamed.pipeline import Lane, Pass, StoreLane, each_chunk
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
 from zero_fn.streamed.stepped import Stepped
 from zero_fn.streamed.store import Ring, Store, store_of
 from zero_fn.streamed.trial import replaced
+from zero_fn.streamed.waiting import Waiting
 from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
+_STOCK = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam)
 _Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], list[Ring]]
 
 
 def streamed(
-    optimizer: Optimizer, tier: Tier | None = None, *, fraction: float = 1.0, buffer: int | str = BUFFER_NBYTES
+    optimizer: Optimizer,
+    tier: Tier | None = None,
+    *,
+    fraction: float = 1.0,
+    buffer: int | str = BUFFER_NBYTES,
+    finish: Literal["step", "forward"] = "step",
 ) -> Streamed:
     """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
 
@@ -62,8 +81,13 @@ def streamed(
     torch's; it also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. `print(optimizer)` says whether
     it is used, and if not, why: torch then does the same step.
 
+    With `finish="forward"`, a step of what rests in tiers (parameters and gradients, by `zf.offload`) is taken unit by unit,
+    each before it is read next: while the device computes a unit, the host steps the next ones, and a disk reads and writes
+    beside it. Whatever reads or writes parameters, gradients or states before finds them stepped. Rates and options are those
+    of the moment of `step()`, and so are the numbers.
+
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
-    one has failed.
+    one has failed; with `finish="forward"` one more at its beginning, for the step before.
 
     Args:
         optimizer: A stock optimizer, or one of yours, that treats every element alone. States that it has are moved.
@@ -72,13 +96,16 @@ def streamed(
         fraction: How much of the states, in bytes and to a buffer, is in the tier; the rest stays on the device. Buffers of
             both kinds take turns, so that transfers run beside the steps of what stays (twin-flow).
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
+        finish: When a step is finished: "step", when `step()` returns; or "forward", before what it steps is used next.
 
     Returns:
         An optimizer over the same `param_groups`; step this one. `state_dict()` reads all states into memory, in the format
         of `optimizer`. To step, save or load `optimizer` itself raises.
 
     Raises:
-        PlacementError: The optimizer does not treat every element alone, or keeps something of parameters beside `state`.
+        PlacementError: The optimizer does not treat every element alone, or keeps something of parameters beside `state`; or
+            `finish="forward"` of one that is not torch's, which might read what has changed since `step()`.
+        LayoutError: `finish` names no moment.
         StateError: It is streamed already.
         TierError: The tier, or the memory for its buffers, is too small; or no tier was given. Nothing was moved.
         StorageError: The path takes no files, or the disk failed. The optimizer has its states.
@@ -91,7 +118,15 @@ def streamed(
             "fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes"
         )
     HandedOver.require_own(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
-    return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"))
+    if finish not in ("step", "forward"):
+        raise LayoutError("finish names no moment.", got=finish, fix='finish="step", or finish="forward"')
+    if finish == "forward" and type(optimizer) not in _STOCK:
+        raise PlacementError(
+            f"{type(optimizer).__name__} has to finish its steps at once.",
+            why="it may look at what changes between step() and the next forward; those of torch.optim do not",
+            fix='finish="step"; or torch.optim.AdamW',
+        )
+    return Streamed(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer"), waits=finish == "forward")
 
 
 class Streamed(Optimizer):
@@ -106,12 +141,16 @@ class Streamed(Optimizer):
     tier: Tier | None
     takes_from_tiers = True  # parameters that rest there
 
-    def __init__(self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int) -> None:
+    def __init__(
+        self, inner: Optimizer, tier: Tier | None, fraction: float, buffer_nbytes: int, *, waits: bool = False
+    ) -> None:
         shared = {name: value for name, value in vars(inner).items() if name.startswith("_optimizer_")}
         self.__setstate__({"inner": inner, "tier": tier, "defaults": inner.defaults, **shared})
         self._planner = Planner(inner, tier, fraction, buffer_nbytes)
         self._stores: dict[Tier | None, Store] = {}
         self._torn: str | None = None
+        self._waits = waits
+        self._waiting: Waiting | None = None  # what is left of the last step
         self._is_backwards = False  # the direction of the next step
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
@@ -130,6 +169,7 @@ class Streamed(Optimizer):
     @property  # type: ignore[override]
     def state(self) -> Mapping[Tensor, Mapping[str, Any]]:
         """What is kept in memory of the state of each parameter, to read: step counts and the like. See `state_dict`."""
+        self._finish()
         found: dict[Tensor, Mapping[str, Any]] = {}
         for cut in self._cuts():
             if cut.resident or cut.present:
@@ -165,6 +205,7 @@ class Streamed(Optimizer):
             if ring.count:
                 where += f"; {kind} from their tier through {ring}"
         kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
+        how += ", before the next forward" if self._waits else ""
         return f"Streamed ({kind}, {len(self._chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -177,6 +218,7 @@ class Streamed(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, as on the optimizer inside, and makes room for its states."""
+        self._finish_everywhere()
         self.inner.add_param_group(param_group)
         self._plan_for_new()
 
@@ -192,6 +234,7 @@ class Streamed(Optimizer):
                 written to it.
         """
         self._require_whole("state_dict")
+        self._finish_everywhere()
         joined: list[defaultdict[Tensor, dict[str, Any]]] = []
         cut = [parameter for parameter in self._known if is_cut(parameter)]
         everywhere(cut, lambda: joined.append(self._joined()), "Reading the states of an optimizer")
@@ -206,6 +249,9 @@ class Streamed(Optimizer):
             TierError: The tier has no room.
             StorageError: The disk failed.
         """
+        with suppress(StorageError, StateError):  # what is loaded mends it
+            self._finish()
+        self._waiting = None
         self._torn = "states could not be loaded"
         doing = "Loading the states of an optimizer"
         with self._handed_over.loads():
@@ -225,6 +271,7 @@ class Streamed(Optimizer):
             StateError: An earlier step failed half-way.
             PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh.
         """
+        self._finish_everywhere()
         self._require_whole("step")
         for parameter in self._known:
             follow(parameter)
@@ -249,25 +296,66 @@ class Streamed(Optimizer):
     # -- a step ---------------------------------------------------------------------------------------------------
 
     def _step_chunks(self) -> None:
+        grads = {number: p.grad for number, p in enumerate(self._known) if p.grad is not None}
         own, of_copies, of_gradients = self._rings
         values, copies = Values(own, self._known), Copies(of_copies, self._known)
-        gradients = Gradients(of_gradients, self._known)
-        stepped = Stepped(self.inner, self._known, copies)
-        chunks = [
-            chunk for chunk in self._chunks if any(self._known[c.piece.parameter].grad is not None for c in chunk.cuts)
-        ]
+        gradients = Gradients(of_gradients, self._known, grads)
+        stepped = Stepped(self.inner, self._known, grads, copies)
+        chunks = [chunk for chunk in self._chunks if any(cut.piece.parameter in grads for cut in chunk.cuts)]
         for chunk in chunks:
             self._require_as_planned(chunk)
+        records = [records_of(chunk, self._known, grads) for chunk in chunks]
+        for record in chain.from_iterable(records):
+            record.settle()  # two steps of one parcel at once would each write back what the other has changed
+        can_wait = [self._waits and is_in_tiers(chunk, self._known, grads) for chunk in chunks]
+        now = [chunk for chunk, waits in zip(chunks, can_wait, strict=True) if not waits]
+        later = [(chunk, each) for chunk, each, waits in zip(chunks, records, can_wait, strict=True) if waits]
         try:
-            each_chunk(
-                [StoreLane(chunks), values, copies, gradients], chunks, stepped.step, backwards=self._is_backwards
-            )
+            each_chunk([StoreLane(now), values, copies, gradients], now, stepped.step, backwards=self._is_backwards)
             self._is_backwards = not self._is_backwards
+            if later:
+                waiting = [chunk for chunk, _ in later]
+                lanes: list[Lane[Chunk]] = [StoreLane(waiting), values, copies, gradients]
+                alone = Stepped(self.inner, self._known, grads, copies, notes=False)  # stock ones keep none
+                self._waiting = Waiting(Pass(lanes, waiting, alone.step), [each for _, each in later], lanes[1:])
         except BaseException:
             if stepped.count:
                 self._torn = f"the step failed after {stepped.count} of {len(chunks)} chunks"
             raise
         stepped.finish()
+
+    def _finish(self) -> None:
+        """Finishes the last step, on this rank.
+
+        Raises:
+            StorageError: The disk failed, now or in what asked for it before.
+        """
+        if self._waiting is None:
+            return
+        try:
+            self._waiting.finish()
+        except BaseException:
+            self._torn = self._torn or f"the step failed after {self._waiting.progress}"
+            raise
+        self._waiting = None
+
+    def _finish_everywhere(self) -> None:
+        """The same on all ranks, which are told if it fails on one."""
+        if not self._waits:
+            return
+        parameters = self._all_parameters()
+        try:
+            everywhere(parameters, self._finish, "A step of a streamed optimizer")
+        except Exception:
+            if is_shared(parameters):
+                self._torn = self._torn or "it failed on one rank, and others have stepped"
+            raise
+
+    def __del__(self) -> None:
+        """Parameters outlive their optimizer. Nothing is stepped here: the garbage collector may call it at any moment."""
+        waiting: Waiting | None = self.__dict__.get("_waiting")
+        if waiting is not None and waiting.is_wanted:
+            waiting.outlive()
 
     def _require_as_planned(self, chunk: Chunk) -> None:
         for cut in chunk.cuts:

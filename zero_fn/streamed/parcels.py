@@ -18,7 +18,18 @@ from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
 from zero_fn.tiers import Cpu, Tier
 
-__all__ = ["KINDS", "Copies", "Gradients", "Place", "Values", "follow", "parcels_away", "place_of", "rings_for"]
+__all__ = [
+    "KINDS",
+    "Copies",
+    "Gradients",
+    "Place",
+    "Values",
+    "follow",
+    "parcels_away",
+    "place_of",
+    "records_of",
+    "rings_for",
+]
 
 KINDS = ("parameters", "compute copies", "gradients")
 """What of a unit may rest in another tier, beside the states of optimizers."""
@@ -131,6 +142,25 @@ class _Parcels:
         """Nothing to do: parcels are read anew in every pass."""
 
 
+def records_of(chunk: Chunk, known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> list[Record]:
+    """The records that a step of a chunk reads and writes: of parameters, compute copies and gradients."""
+    found: dict[Record, None] = {}
+    for number in {cut.piece.parameter for cut in chunk.cuts}:
+        for local in [local_of(known[number]), *([local_of(grads[number])] if number in grads else [])]:
+            if isinstance(local, TierTensor):
+                found[local.record] = None
+                copies = local.record.copies if isinstance(local.record, ParameterRecord) else None
+                found.update({copies: None} if copies is not None else {})
+    return list(found)
+
+
+def is_in_tiers(chunk: Chunk, known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> bool:
+    """Whether all that a step of a chunk reads and writes rests in tiers."""
+    numbers = {cut.piece.parameter for cut in chunk.cuts} & grads.keys()
+    locals_ = [local for number in numbers for local in (local_of(known[number]), local_of(grads[number]))]
+    return all(isinstance(local, TierTensor) and local.moved is None for local in locals_)
+
+
 class Values(_Parcels):
     """The lane of parameters that rest in another tier."""
 
@@ -176,14 +206,19 @@ class Copies(_Parcels):
 class Gradients(_Parcels):
     """The lane of gradients that rest in another tier, where they lie as their parameters do; others are read one by one."""
 
+    def __init__(self, ring: Ring, known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
+        """A lane for gradients, by the number of their parameter."""
+        super().__init__(ring, known)
+        self._grads = grads
+
     def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfer | None]:
         if chunk.parcel is None:
             return _NOTHING, None
         found: set[Record] = set()
         for cut in chunk.cuts:
-            parameter = self._known[cut.piece.parameter]
-            grad = local_of(parameter.grad) if parameter.grad is not None else None
-            place = _away(parameter)
+            number = cut.piece.parameter
+            grad = local_of(self._grads[number]) if number in self._grads else None
+            place = _away(self._known[number])
             if not isinstance(grad, TierTensor):
                 continue
             if place is None or grad.number != place.number or not grad.record.is_like(place.record):

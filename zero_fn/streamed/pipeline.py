@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from zero_fn.errors import StorageError
 from zero_fn.storage import Transfer, Waited, wait_all
 from zero_fn.streamed.store import BUFFERS, Store
 
-__all__ = ["Lane", "StoreLane", "Stored", "each_chunk"]
+__all__ = ["Lane", "Pass", "StoreLane", "Stored", "each_chunk"]
 
 
 class Stored(Protocol):
@@ -85,6 +85,86 @@ class StoreLane:
         return chunk.store.keep(chunk.place, memory) if chunk.nbytes else None
 
 
+class Pass(Generic[C]):
+    """Brings chunks into memory, in order, computes with each, and puts it back; as far as it is asked to.
+
+    Attributes:
+        done: How many were computed.
+    """
+
+    def __init__(
+        self, lanes: Sequence[Lane[C]], order: Sequence[C], compute: Callable[..., None], *, writes: bool = True
+    ) -> None:
+        """A pass that has not begun.
+
+        Args:
+            lanes: The ways of the parts of a chunk; `compute` gets the memory of each.
+            order: What to visit. Parts that are not stored yet come with memory of any content.
+            compute: What to do with each, as `compute(chunk, *memory)`; it may change the memory.
+            writes: Whether it does, and parts are to be put back.
+        """
+        self.done = 0
+        self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
+        self._fetches: dict[int, list[tuple[Tensor, Transfer | None]]] = {}
+        self._puts: dict[int, list[Waited | None]] = {}
+
+    def fetch(self) -> None:
+        """Begins to bring the next chunks.
+
+        Raises:
+            StorageError: A write failed.
+        """
+        turn = self.done
+        for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, len(self._order))):
+            wait_all(self._puts.pop(later - BUFFERS, ()))
+            self._fetches[later] = []
+            for lane in self._lanes:
+                self._fetches[later].append(lane.fetch(self._order[later]))
+
+    def reach(self, count: int) -> None:
+        """Computes until so many chunks are done.
+
+        Raises:
+            StorageError: A read or a write failed.
+        """
+        for turn in range(self.done, count):
+            chunk = self._order[turn]
+            self.fetch()
+            wait_all([transfer for _, transfer in self._fetches[turn]])
+            memory = [buffer for buffer, _ in self._fetches.pop(turn)]
+            self._compute(chunk, *memory)
+            if self._writes:
+                self._puts[turn] = []
+                for lane, buffer in zip(self._lanes, memory, strict=True):
+                    self._puts[turn].append(lane.keep(chunk, buffer))
+            self.done += 1
+
+    def wait(self, lanes: Sequence[Lane[C]] | None = None) -> None:
+        """Waits until what was computed is back: all of it, or what went through some lanes.
+
+        Raises:
+            StorageError: A write failed.
+        """
+        if lanes is None:
+            while self._puts:
+                wait_all(self._puts.pop(min(self._puts)))
+            return
+        for each in self._puts.values():
+            wait_all([put for put, lane in zip(each, self._lanes, strict=True) if lane in lanes])
+
+    def close(self) -> None:
+        """Lets nothing be under way; what was not computed stays as it was."""
+        is_whole = self.done == len(self._order) and not self._puts
+        left: list[Waited | None] = [transfer for fetched in self._fetches.values() for _, transfer in fetched]
+        for transfer in (*left, *(put for each in self._puts.values() for put in each)):
+            with suppress(StorageError):  # the first failure is the one that is told
+                wait_all([transfer])
+        self._fetches, self._puts = {}, {}
+        if not is_whole:
+            for lane in self._lanes:
+                lane.forget()
+
+
 def each_chunk(
     lanes: Sequence[Lane[C]],
     chunks: Sequence[C],
@@ -93,44 +173,20 @@ def each_chunk(
     writes: bool = True,
     backwards: bool = False,
 ) -> None:
-    """Brings each chunk into memory, in order, calls `compute(chunk, *memory)`, and puts it back.
+    """A whole `Pass` over chunks.
 
     Args:
-        lanes: The ways of the parts of a chunk; `compute` gets the memory of each.
-        chunks: What to visit. Parts that are not stored yet come with memory of any content.
-        compute: What to do with each; it may change the memory.
-        writes: Whether it does, and parts are to be put back.
+        lanes, compute, writes: See `Pass`.
+        chunks: What to visit.
         backwards: Whether to begin with the last. [Note: back and forth]
 
     Raises:
         StorageError: A read or a write failed. Nothing is under way any more.
     """
     order = list(reversed(chunks)) if backwards else chunks
-    is_whole = False
-    fetches: dict[int, list[tuple[Tensor, Transfer | None]]] = {}
-    puts: dict[int, list[Waited | None]] = {}
+    visits = Pass(lanes, order, compute, writes=writes)
     try:
-        for turn, chunk in enumerate(order):
-            for later in range(turn + len(fetches), min(turn + BUFFERS // 2 + 1, len(order))):
-                wait_all(puts.pop(later - BUFFERS, ()))
-                fetches[later] = []
-                for lane in lanes:
-                    fetches[later].append(lane.fetch(order[later]))
-            wait_all([transfer for _, transfer in fetches[turn]])
-            memory = [buffer for buffer, _ in fetches.pop(turn)]
-            compute(chunk, *memory)
-            if writes:
-                puts[turn] = []
-                for lane, buffer in zip(lanes, memory, strict=True):
-                    puts[turn].append(lane.keep(chunk, buffer))
-        while puts:
-            wait_all(puts.pop(min(puts)))
-        is_whole = True
+        visits.reach(len(order))
+        visits.wait()
     finally:
-        left: list[Waited | None] = [transfer for fetched in fetches.values() for _, transfer in fetched]
-        for transfer in (*left, *(put for each in puts.values() for put in each)):
-            with suppress(StorageError):  # the first failure is the one that is told
-                wait_all([transfer])
-        if not is_whole:
-            for lane in lanes:
-                lane.forget()
+        visits.close()

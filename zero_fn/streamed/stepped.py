@@ -34,21 +34,33 @@ class Stepped:
         count: Chunks whose parameters were, at least in part, updated.
     """
 
-    def __init__(self, inner: Optimizer, known: Sequence[Tensor], copies: Copies) -> None:
+    def __init__(
+        self,
+        inner: Optimizer,
+        known: Sequence[Tensor],
+        grads: Mapping[int, Tensor],
+        copies: Copies,
+        *,
+        notes: bool = True,
+    ) -> None:
         """Begins a step.
 
         Args:
             inner: The optimizer whose arithmetic it is.
             known: Its parameters, by number.
+            grads: Their gradients, by the same numbers, of those that have one.
             copies: The lane of compute copies.
+            notes: Whether the optimizer may keep something in its groups and attributes, which is taken over by `finish`.
         """
         self.count = 0
         self._copies = copies
-        self._inner, self._known = inner, known
-        self._groups: list[dict[str, Any]] = inner.param_groups  # every chunk begins with what is there now
-        self._scratch = Scratch(inner)
+        self._inner, self._known, self._grads = inner, known, grads
+        self._groups: list[dict[str, Any]] = inner.param_groups
+        # What every chunk begins with, whatever is in the groups by then.
+        self._begins: list[dict[str, Any]] = [{**group, **begun(group)} for group in self._groups]
+        self._scratch = Scratch(inner) if notes else None
         self._after: dict[int, dict[str, Any]] = {}
-        self._grads: dict[int, Tensor] = {}
+        self._laid: dict[int, Tensor] = {}
 
     def step(self, chunk: Chunk, states: Tensor, parcel: Tensor, copy: Tensor, gradients: Tensor) -> None:
         """Steps the parameters of one chunk.
@@ -72,9 +84,9 @@ class Stepped:
             stand_ins = []
             for cut in cuts:
                 parameter = self._known[cut.piece.parameter]
-                if parameter.grad is None:
+                if cut.piece.parameter not in self._grads:
                     continue
-                is_fetched = grads.numel() > 0 and isinstance(local_of(parameter.grad), TierTensor)
+                is_fetched = grads.numel() > 0 and isinstance(local_of(self._grads[cut.piece.parameter]), TierTensor)
                 resting = cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter))
                 grad = cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))
                 stand_in = cut.stand_in(parameter, resting.to(device), grad.to(device))
@@ -86,10 +98,12 @@ class Stepped:
                 stand_ins.append(stand_in)
                 pairs.append((cut, stand_in))
             if stand_ins:
-                groups.append({**self._groups[number], **begun(self._groups[number]), "params": stand_ins})
+                own_group = self._begins[number]
+                groups.append({**own_group, **begun(own_group), "params": stand_ins})
                 self._after[number] = groups[-1]
         sends = _sends(pairs, rooms) if values is parcel else {}
-        self._scratch.begin()
+        if self._scratch is not None:
+            self._scratch.begin()
         with replaced(self._inner, groups, state):
             if not steps_in_one_pass(self._inner, sends):
                 sends = {}
@@ -105,20 +119,20 @@ class Stepped:
 
     def finish(self) -> None:
         """Takes over what the optimizer wrote into its groups and attributes."""
+        assert self._scratch is not None, "a step without notes"
         self._scratch.finish()
         for number, after in self._after.items():
             taken_over(self._groups[number], after)
 
     def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
-        assert parameter.grad is not None
-        grad, local = local_of(parameter.grad), local_of(parameter)
+        grad, local = local_of(self._grads[cut.piece.parameter]), local_of(parameter)
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
         number = cut.piece.parameter
-        if number not in self._grads:  # the gradient lies in another order: once for all pieces
+        if number not in self._laid:  # the gradient lies in another order: once for all pieces
             laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._grads = {number: laid.copy_(grad)}
-        return self._grads[number]
+            self._laid = {number: laid.copy_(grad)}
+        return self._laid[number]
 
 
 def _sends(pairs: Sequence[tuple[Cut, nn.Parameter]], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
