@@ -35,6 +35,35 @@ from tests.simulation import Simulated
     [("backward", 0), ("step", 0), ("stream_what_has_stepped", 0), ("backward", 1), ("step", 0)],
     1,
 )
+# A copy in bfloat16 that was waited for twice, before and after an edit, counted as one of what was edited.
+@example(
+    Placed(
+        "plain",
+        None,
+        torch.bfloat16,
+        "adamw",
+        "one",
+        frozenset(["params", "grads", "optim"]),
+        1.0,
+        None,
+        False,
+        False,
+        "no",
+        "nvme",
+        "1MiB",
+        {},
+        "forward",
+    ),
+    [
+        ("backward_of_a_penalty", 3),
+        ("step", 0),
+        ("swap", 0),
+        ("backward_of_a_penalty", 4),
+        ("read_gradients", 0),
+        ("step", 0),
+    ],
+    1,
+)
 @examples(dev=20, ci=500, deep=20_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(

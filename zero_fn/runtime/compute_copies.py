@@ -130,14 +130,15 @@ def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
 
 
 class Copying:
-    """The copy of a parcel on its way."""
+    """The copy of a parcel on its way: of the version that the parcel has now, whatever is written there before it is waited
+    for."""
 
-    __slots__ = ("_copy", "_parcel", "_transfer")
+    __slots__ = ("_copy", "_transfer", "_version")
 
     def __init__(self, transfer: Transfer | None, parcel: Parcel, copy: Parcel) -> None:
-        self._transfer, self._parcel, self._copy = transfer, parcel, copy
+        self._transfer, self._version, self._copy = transfer, parcel.version, copy
 
     def wait(self) -> None:
         """See `Transfer.wait`."""
         wait_all([self._transfer])
-        self._copy.version = self._parcel.version
+        self._copy.version = self._version

@@ -149,8 +149,9 @@ class Pass(Generic[C]):
             while self._puts:
                 wait_all(self._puts.pop(min(self._puts)))
             return
-        for each in self._puts.values():
+        for turn, each in self._puts.items():
             wait_all([put for put, lane in zip(each, self._lanes, strict=True) if lane in lanes])
+            self._puts[turn] = [None if lane in lanes else put for put, lane in zip(each, self._lanes, strict=True)]
 
     def close(self) -> None:
         """Lets nothing be under way; what was not computed stays as it was."""
