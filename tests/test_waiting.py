@@ -235,6 +235,25 @@ def test_a_disk_that_fails_in_a_step_that_waited_is_an_error_on_every_rank(
     assert "failed on rank" not in there[0]
 
 
+def _saved_alone(path: str) -> int:
+    disk = zf.nvme(path)
+    model: Any = zf.offload(zf.replicate(Language(), axis()), params=disk, grads=disk, optim=disk)
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
+    model(tokens(0)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = len(optimizer.state_dict()["state"]) if axis().get_local_rank() == 0 else 0
+    model(tokens(1)).sum().backward()
+    optimizer.step()
+    return found
+
+
+def test_one_rank_may_save_what_every_rank_has_whole(ranks: Ranks, tmp_path: Path) -> None:
+    here, there = ranks(2).run(_saved_alone, str(tmp_path))
+    assert here > 0
+    assert there == 0
+
+
 def test_what_cannot_wait_is_refused(tmp_path: Path) -> None:
     class Mine(torch.optim.AdamW):
         pass

@@ -130,6 +130,7 @@ class Rest:
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather. `arrive` says what failed."""
+        self._failure = None
         for record in self.records:
             try:
                 record.source.fetch()
@@ -155,6 +156,7 @@ class Rest:
 
     def let_go(self) -> None:
         """Drops what was fetched."""
+        self._failure = None
         for record in self.records:
             record.let_go()
 

@@ -234,10 +234,14 @@ class Streamed(Optimizer):
                 written to it.
         """
         self._require_whole("state_dict")
-        self._finish_everywhere()
         joined: list[defaultdict[Tensor, dict[str, Any]]] = []
         cut = [parameter for parameter in self._known if is_cut(parameter)]
-        everywhere(cut, lambda: joined.append(self._joined()), "Reading the states of an optimizer")
+
+        def read() -> None:
+            self._finish()
+            joined.append(self._joined())
+
+        everywhere(cut, read, "Reading the states of an optimizer")
         with replaced(self.inner, self.param_groups, joined[0]):
             return self.inner.state_dict()
 
