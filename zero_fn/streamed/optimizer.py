@@ -286,15 +286,9 @@ class Streamed(Optimizer):
                 loss = closure()
         self._plan_for_new()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
-        parameters = self._all_parameters()
-        for parameter in parameters:
+        for parameter in self._all_parameters():
             rest_gradient(parameter)
-        try:
-            everywhere(parameters, self._step_chunks, "A step of a streamed optimizer")
-        except Exception:
-            if is_shared(parameters):
-                self._torn = self._torn or "it failed on one rank, and others have stepped"
-            raise
+        self._everywhere(self._step_chunks)
         return loss
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -345,11 +339,14 @@ class Streamed(Optimizer):
 
     def _finish_everywhere(self) -> None:
         """The same on all ranks, which are told if it fails on one."""
-        if not self._waits:
-            return
+        if self._waits:
+            self._everywhere(self._finish)
+
+    def _everywhere(self, act: Callable[[], None]) -> None:
+        """A part of a step on all ranks. If it fails on one, no rank may go on."""
         parameters = self._all_parameters()
         try:
-            everywhere(parameters, self._finish, "A step of a streamed optimizer")
+            everywhere(parameters, act, "A step of a streamed optimizer")
         except Exception:
             if is_shared(parameters):
                 self._torn = self._torn or "it failed on one rank, and others have stepped"
