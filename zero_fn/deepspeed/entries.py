@@ -112,6 +112,10 @@ class Entries:
             raise self.wrong(name, "an object", f'"{name}": {{...}}')
         return Entries(value, self.path_of(name), self.outcomes)
 
+    def params(self) -> Entries:
+        """The object under `params`, of which everything has a default: an empty one if there is none."""
+        return self.section("params") or Entries({}, self.path_of("params"), self.outcomes)
+
     def rest(self, became: str) -> dict[str, object]:
         """Every entry that was not asked for yet."""
         names = [name for name in self._values if name not in self._known]

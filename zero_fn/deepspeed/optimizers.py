@@ -65,7 +65,7 @@ def stock_of(section: Entries | None) -> Stock | None:
     )
     kind = _kind(section, name)
     section.hints({"legacy_fusion": bool}, "nothing to set")
-    params = section.section("params") or Entries({}, section.path_of("params"), section.outcomes)
+    params = section.params()
     section.close()
     stock = _adam(params, name) if name.lower() in _ADAMS else Stock(kind, _options(params, kind))
     try:  # on a parameter of no consequence: what it refuses, it refuses before anything is sharded

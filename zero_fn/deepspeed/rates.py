@@ -112,7 +112,7 @@ def warmup_of(section: Entries | None) -> Warmup | None:
             "type", " or ".join(kinds), _OF_TORCH.get(name, "a scheduler of torch, over setup.optimizer")
         )
     then = kinds[name]
-    params = section.section("params") or Entries({}, section.path_of("params"), section.outcomes)
+    params = section.params()
     section.close()
     is_linear = params.text("warmup_type", "log", became="how it rises", among=("log", "linear")) == "linear"
     steps = max(2, params.integer("warmup_num_steps", 1000, became="steps", least=1))

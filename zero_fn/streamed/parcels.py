@@ -25,6 +25,7 @@ __all__ = [
     "Place",
     "Values",
     "follow",
+    "is_in_tiers",
     "parcels_away",
     "place_of",
     "records_of",
