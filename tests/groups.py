@@ -30,10 +30,11 @@ def alone() -> Iterator[DeviceMesh]:
 
 
 @contextmanager
-def pretended(size: int, *, rank: int = 0) -> Iterator[DeviceMesh]:
-    """The axis "dp" as `rank` of `size` sees it; its collectives return at once and move nothing."""
+def pretended(size: int, *, rank: int = 0, device_type: str = "cpu") -> Iterator[DeviceMesh]:
+    """The axis "dp" as `rank` of `size` sees it; its collectives return at once and move nothing. Of accelerators, too, to
+    plan for them."""
     with _pretended(size, rank):
-        yield init_device_mesh("cpu", (size,), mesh_dim_names=("dp",))
+        yield DeviceMesh(device_type, list(range(size)), mesh_dim_names=("dp",))
 
 
 @contextmanager

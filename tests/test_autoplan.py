@@ -36,7 +36,7 @@ def model() -> nn.Module:
     return nn.Sequential(*[nn.Linear(64, 64) for _ in range(8)])
 
 
-KINDS = ("nothing", "states", "gradients, states", "parameters, gradients, states")
+KINDS = ("nothing", "states on disk", "gradients, states on disk", "parameters, gradients, states on disk")
 
 
 def by_kind(found: zf.Proposals) -> dict[tuple[str, str], zf.Proposal]:
@@ -46,7 +46,7 @@ def by_kind(found: zf.Proposals) -> dict[tuple[str, str], zf.Proposal]:
 def in_tiers(module: nn.Module, away: str, tier: Nvme) -> nn.Module:
     """What a proposal says, by hand."""
     names = {"parameters": "params", "gradients": "grads", "states": "optim"}
-    tiers: Any = {names[kind]: tier for kind in away.split(", ") if kind != "nothing"}
+    tiers: Any = {names[kind]: tier for kind in away.removesuffix(" on disk").split(", ") if kind != "nothing"}
     return offloaded(module, Home(tiers=Tiers(**tiers)), reserves=False) if tiers else module
 
 
@@ -69,7 +69,7 @@ def test_what_is_predicted_follows_from_the_plan_and_the_links(axis: DeviceMesh)
         (moved,), fetched = planned.moved.values(), without.moved.get(str(disk), (0, 0))
         assert proposal.tier == disk
         assert proposal.disk == planned.held.tiers[str(disk)]
-        assert (proposal.fetch_s > 0) == (away not in ("nothing", "states"))
+        assert (proposal.fetch_s > 0) == (away not in ("nothing", "states on disk"))
         assert proposal.fetch_s == pytest.approx(fetched[0] / 1e9 + fetched[1] / 2e9)
         assert proposal.fetch_s + proposal.disk_s == pytest.approx(moved.read / 1e9 + moved.written / 2e9)
         computed = 0.5 + proposal.collectives_s
@@ -87,8 +87,8 @@ def test_what_is_bound_by_the_disk_says_so(axis: DeviceMesh) -> None:
     slow = zf.LinkSpeeds(10e9, 1e8, 1e8, {"dp": 0.5e9}, None, None)
     found = by_kind(zf.autoplan(large, axis, "1TiB", links=slow, tier=zf.nvme("/scratch")))
     states, buffers = 16384**2 * 8 // 4, 4 * 64 * 2**20
-    there = found["shard_optimizer", "states"]
-    assert there.held.optimizer == buffers
+    there = found["shard_optimizer", "states on disk"]
+    assert (there.held.optimizer, there.held.buffers) == (0, buffers)
     assert there.disk_s == pytest.approx((2 * states - buffers) / 1e8)
     assert there.bound == "disk"
     everything = found["shard_params", KINDS[3]]
@@ -109,13 +109,69 @@ def test_the_fastest_that_fits_is_first(axis: DeviceMesh) -> None:
     gb = 10**9
     assert best(100 * gb) == ("shard_optimizer", "nothing")
     assert best(int(2.5 * gb)) == ("shard_grads", "nothing")
-    assert best(int(1.8 * gb)) == ("shard_grads", "states")
+    assert best(int(1.8 * gb)) == ("shard_grads", "states on disk")
     assert best(int(1.8 * gb), limit="100MiB") == ("shard_params", "nothing")
-    assert best(int(1.3 * gb)) == ("shard_optimizer", "gradients, states")
-    assert best(int(1.0 * gb)) == ("shard_params", "gradients, states")
-    assert best(int(0.5 * gb)) == ("shard_optimizer", "parameters, gradients, states")
-    with pytest.raises(zf.TierError, match=r"(?s)No placement fits.*least"):
+    assert best(int(1.3 * gb)) == ("shard_optimizer", "gradients, states on disk")
+    assert best(int(1.0 * gb)) == ("shard_params", "gradients, states on disk")
+    assert best(int(0.5 * gb)) == ("shard_optimizer", "parameters, gradients, states on disk")
+    with pytest.raises(zf.TierError, match=r"(?s)No placement fits.*nearest"):
         best(gb // 10)
+
+
+ON_ACCELERATORS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 5e9}, 20e9, 25e9, 1000e9)
+
+
+def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
+    """Planned without one. What is used less is never nearer; the host's memory is no part of the device's."""
+    host, disk = zf.cpu(), zf.nvme("/no/such/path")
+    with torch.device("meta"):
+        module = zf.precision(model())
+    with pretended(4, device_type="cuda") as mesh:
+        found = by_kind(zf.autoplan(module, mesh, "1GiB", links=ON_ACCELERATORS, tier=(disk, host), compute_s=1e-6))
+        assert len(found) == 4 * 10
+        for (stage, away), proposal in found.items():
+            tiers = proposal.tiers
+            by_hand: Any = getattr(zf, stage)(module, mesh)
+            if away != "nothing":
+                by_hand = zf.offload(by_hand, params=tiers.params, grads=tiers.grads, optim=tiers.optim)
+            without, planned = zf.plan(by_hand), zf.plan(by_hand, torch.optim.AdamW(by_hand.parameters()))
+            assert (proposal.nbytes, proposal.host) == (planned.peak_nbytes, planned.host_nbytes)
+            assert proposal.disk == planned.held.tiers.get(str(disk), 0)
+            assert proposal.fetch_link_s == pytest.approx(max(without.link[0] / 20e9, without.link[1] / 25e9))
+            assert (proposal.link_s + proposal.fetch_link_s > 0) == (away != "nothing")
+            passes = max(1e-6, proposal.collectives_s, proposal.fetch_s, proposal.fetch_link_s)
+            assert proposal.step_s == passes + max(proposal.optimizer_s, proposal.disk_s, proposal.link_s)
+    nearer = {None: 0, host: 1, disk: 2}
+    for proposal in found.values():
+        params, grads, optim = (nearer[getattr(proposal.tiers, kind)] for kind in ("params", "grads", "optim"))  # type: ignore[index]
+        assert params <= grads <= optim
+    elements = 8 * (64 * 64 + 64) // 4
+    here, there = found["shard_params", "nothing"], found["shard_params", "parameters, gradients, states on host"]
+    assert here.optimizer_s == pytest.approx(28 * elements / 1000e9)  # stepped where the states are
+    assert there.optimizer_s == pytest.approx(28 * elements / 10e9)
+    assert (there.held.parameters, there.held.gradients, there.held.optimizer, here.host) == (0, 0, 0, 0)
+    assert there.host >= 18 * elements  # and copies to compute with
+    assert "parameters, gradients on host, states on disk" in {away for _, away in found}
+    assert there.bound == "collectives"
+
+
+def test_limits_of_both_tiers_are_kept() -> None:
+    with torch.device("meta"):
+        large = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(16)])  # 1.07 GB, a quarter of it each
+
+    def best(host: str, disk: str | None) -> str:
+        tier = (zf.cpu(limit=host), *([zf.nvme("/scratch", limit=disk)] if disk else []))
+        with pretended(4, device_type="cuda") as mesh:
+            found = zf.autoplan(large, mesh, "600MB", links=ON_ACCELERATORS, tier=tier).best
+        return f"{found.transform}: {found.away}"
+
+    assert best("2GiB", None) == "shard_optimizer: parameters, gradients, states on host"
+    assert best("1GB", None) == "shard_params: gradients, states on host"
+    assert best("600MB", "10GB") == "shard_optimizer: parameters, gradients on host, states on disk"
+    assert best("400MB", "10GB") == "shard_params: gradients on host, states on disk"
+    with pytest.raises(zf.TierError, match=r"(?s)nearest *: shard_params, .* on host, .* on disk") as raised:
+        best("320MB", "500MB")
+    assert "320000000" in str(raised.value) and "500000000" in str(raised.value)
 
 
 def test_states_are_those_of_the_optimizer_given(axis: DeviceMesh) -> None:
@@ -187,7 +243,7 @@ def test_a_proposal_is_printed_with_what_bounds_it(axis: DeviceMesh) -> None:
     text = str(zf.autoplan(model(), axis, 300_000, links=SPEEDS, tier=zf.nvme("/scratch")))
     lines = text.splitlines()
     assert lines[0] == "budget 292.97 KiB per rank, and nvme('/scratch')"
-    assert lines[1].split()[:4] == ["transform", "in", "the", "tier"]
+    assert lines[1].split()[:4] == ["transform", "elsewhere", "memory", "MB"]
     assert "does not fit" in lines[-1]
     assert "does not fit" not in lines[2]
 

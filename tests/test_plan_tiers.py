@@ -84,7 +84,7 @@ def test_host_memory_and_tiers_are_those_of_the_plan_to_the_page(
     assert measured.buffers == planned.held.buffers
     assert measured.optimizer == planned.held.optimizer
     assert zf.plan(model, optimizer).held == planned.held
-    assert slabs.now == slabs.peak == planned.held.buffers + planned.held.optimizer
+    assert slabs.now == slabs.peak == planned.held.buffers
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.4])
@@ -97,8 +97,9 @@ def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, 
     optimizer = zf.streamed(stock)
     stepped(model, optimizer, 1)
     measured = zf.held(model, optimizer)
-    assert zf.plan(model, optimizer).held.optimizer == measured.optimizer
-    assert dict(zf.plan(model, optimizer).held.tiers) == dict(measured.tiers)
+    later = zf.plan(model, optimizer).held
+    assert (later.optimizer, later.buffers) == (measured.optimizer, measured.buffers)
+    assert dict(later.tiers) == dict(measured.tiers)
     assert planned is None or (planned.optimizer, dict(planned.tiers)) == (measured.optimizer, dict(measured.tiers))
 
 

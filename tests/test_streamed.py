@@ -316,10 +316,10 @@ def _growth_of_steps(path: str) -> int:
     forget_peak()
     before = peak_nbytes()
     optimizer = zf.streamed(inner, zf.nvme(path), buffer="512KiB")
-    assert optimizer.resident_nbytes == 2 << 20
+    assert optimizer.buffers_nbytes == 2 << 20
     for _ in range(2):
         optimizer.step()
-    assert zf.held(nn.ParameterList(parameters), optimizer).optimizer == 2 << 20
+    assert zf.held(nn.ParameterList(parameters), optimizer).buffers == 2 << 20
     return peak_nbytes() - before
 
 
@@ -340,11 +340,11 @@ def test_an_optimizer_says_where_its_states_are(tmp_path: Path) -> None:
 def test_buffers_are_no_larger_than_what_passes_through_them(tmp_path: Path) -> None:
     parameters, inner = make("adamw", [(64, 64), (3,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path))
-    assert optimizer.resident_nbytes == 36 * KIB  # one chunk: 32 KiB and a little, in whole pages
+    assert optimizer.buffers_nbytes == 36 * KIB  # one chunk: 32 KiB and a little, in whole pages
     run(parameters, optimizer, [0])
     late = nn.Parameter(torch.ones(128, 128))
     optimizer.add_param_group({"params": [late]})
-    assert optimizer.resident_nbytes == 2 * 128 * KIB
+    assert optimizer.buffers_nbytes == 2 * 128 * KIB
     run([*parameters, late], optimizer, [1])
 
 

@@ -26,9 +26,8 @@ class Held:
     Attributes:
         parameters: At rest, and gathered where gathered ones are kept.
         gradients: Of `.grad`, and local sums that were not reduced yet.
-        optimizer: Of the optimizer's state tensors; step counts are left out. Of a streamed one, the host memory that it
-            takes: its buffers, or all states on `cpu`.
-        buffers: Of host memory that parameters and gradients in other tiers pass through.
+        optimizer: Of the optimizer's state tensors in the memory of the device; step counts are left out.
+        buffers: Of host memory that parameters, gradients and states in other tiers pass through.
         tiers: Of files and host memory that these three take in other tiers than the memory of the device, in whole pages,
             by tier.
     """
@@ -40,9 +39,19 @@ class Held:
     tiers: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def on_device(self) -> int:
+        """What is in the memory of the device, but for buffers, which are there only if it is the host itself."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def on_host(self) -> int:
+        """Memory of the host beside that of the device: buffers, and what rests in `cpu()` tiers of an accelerator."""
+        return self.buffers + sum(nbytes for tier, nbytes in self.tiers.items() if tier.startswith("cpu("))
+
+    @property
     def total(self) -> int:
-        """All that is in memory."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers
+        """All that is in memory, with buffers."""
+        return self.on_device + self.buffers
 
 
 def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
@@ -68,18 +77,20 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     tiers = Counter[str]()
     for shelf in shelves:
         tiers[str(shelf.tier)] += shelf.nbytes
-    streaming = 0
+    here = passing = 0
     if isinstance(optimizer, Streamed):
-        streaming = optimizer.resident_nbytes
+        passing = optimizer.buffers_nbytes
         device_type = parameters[0].device.type if parameters else "cpu"
         for tier, nbytes in optimizer.tier_nbytes().items():
-            if tier is not None and is_away(tier, device_type):
+            if is_away(tier, device_type):
                 tiers[str(tier)] += nbytes
+            else:
+                here += nbytes
     return Held(
         _nbytes(parameters),
         _nbytes(gradients, buffers),
-        _nbytes(_states(optimizer)) + streaming,
-        sum(shelf.host_nbytes for shelf in shelves),
+        _nbytes(_states(optimizer)) + here,
+        sum(shelf.buffers_nbytes for shelf in shelves) + passing,
         dict(tiers),
     )
 

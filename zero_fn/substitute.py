@@ -230,7 +230,10 @@ def _is_uneven(slot: Slot) -> bool:
 
 
 def _reserve(step: Step, site: str) -> None:
-    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises."""
+    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. None where ranks
+    are pretended, on torch's fake process group: that is a plan for another machine."""
+    if any(axis.backend == "fake" for axis in step.assignment.axes):
+        return
     records: dict[Shelved, list[list[Form]]] = {}
     for unit in step.live_units():
         for what, forms in unit.forms_away().items():

@@ -14,7 +14,19 @@ from dataclasses import dataclass
 
 from zero_fn.errors import LayoutError, TierError
 
-__all__ = ["IN_MEMORY", "Cpu", "Nvme", "Tier", "Tiers", "bytes_text", "cpu", "is_away", "nbytes_of_text", "nvme"]
+__all__ = [
+    "IN_MEMORY",
+    "Cpu",
+    "Nvme",
+    "Tier",
+    "Tiers",
+    "bytes_text",
+    "cpu",
+    "is_accelerator",
+    "is_away",
+    "nbytes_of_text",
+    "nvme",
+]
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 
@@ -111,7 +123,12 @@ def is_away(tier: Tier | None, device_type: str) -> bool:
 
     Where a model computes on the CPU, `cpu()` is that memory.
     """
-    return tier is not None and not (isinstance(tier, Cpu) and device_type in ("cpu", "meta"))
+    return tier is not None and (is_accelerator(device_type) or not isinstance(tier, Cpu))
+
+
+def is_accelerator(device_type: str) -> bool:
+    """Whether devices of this type have memory that is not the host's."""
+    return device_type not in ("cpu", "meta")
 
 
 def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:

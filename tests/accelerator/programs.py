@@ -205,20 +205,35 @@ def bytes_over_the_link(tier: Tier) -> None:
 
 @program
 def what_moves_was_planned(tier: Tier) -> None:
-    if not isinstance(tier, Cpu):
-        return  # disks are counted in tests/test_plan_tiers.py
-    for states in ({"optim": tier}, {"params": tier, "grads": tier, "optim": tier}):
-        plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
-        plain[1].requires_grad_(False)
-        model: Any = zf.offload(plain, **states)
-        optimizer: Any = zf.streamed(adamw(model))
-        x = torch.ones(2, 256).to(device.NAME)
-        for _ in range(2):
-            device.moved()
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        assert tuple(zf.plan(model, optimizer).moved[str(tier)]) == device.moved()
+    """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
+    tests/test_plan_tiers.py."""
+    for kinds in ("optim", "params optim", "grads optim", "params grads optim", "params grads"):
+        for fraction in (1.0, 0.5):
+            plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
+            plain[1].requires_grad_(False)
+            if "optim" in kinds:
+                model: Any = zf.offload(plain, **dict.fromkeys(kinds.split(), tier), fraction=fraction)
+                optimizer: Any = zf.streamed(adamw(model))
+            else:
+                model = zf.offload(plain, **dict.fromkeys(kinds.split(), tier))
+                optimizer = zf.streamed(adamw(model), tier, fraction=fraction)
+            x = torch.ones(2, 256).to(device.NAME)
+            for _ in range(2):
+                device.moved()
+                model(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            planned = zf.plan(model, optimizer)
+            assert tuple(planned.link) == device.moved(), (kinds, fraction, planned.link)
+            if isinstance(tier, Cpu):
+                assert tuple(planned.moved[str(tier)]) == tuple(planned.link), (kinds, fraction)
+
+
+@program
+def links_are_measured(tier: Tier) -> None:
+    links = zf.measure_links(nbytes="1MiB", rounds=1)
+    assert min(links.to_device or 0, links.from_device or 0, links.device_memory or 0) > 0
+    assert "from the device" in str(links)
 
 
 @program

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.accelerator import device
-from tests.accelerator.programs import adamw, all_away, batches, net, trained
+from tests.accelerator.programs import Net, adamw, all_away, batches, net, trained
 from zero_fn.collectives import Native, transport
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.mesh import mesh_axis
@@ -35,7 +35,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-]
+] + ["proposals"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -43,17 +43,57 @@ def share(rank: int) -> Iterator[Tensor]:
         yield batch.chunk(2)[rank]
 
 
+def planned_on_meta(stage: str, dtype: str, mesh: DeviceMesh, tier: Tier | None) -> zf.Plan:
+    """What is said before anything is made."""
+    with torch.device("meta"):
+        model: Any = Net() if dtype == "float32" else zf.precision(Net())
+    model = getattr(zf, stage)(model, mesh)
+    model = model if tier is None else all_away(model, tier)
+    return zf.plan(model, adamw(model))
+
+
 def result(case: str, mesh: DeviceMesh, tier: Tier | None) -> list[Any]:
     stage, dtype, _ = case.split(", ")
     model = net() if dtype == "float32" else zf.precision(net())
     model = getattr(zf, stage)(model, mesh)
     model = model if tier is None else all_away(model, tier)
-    optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
+    found, optimizer = numbers(model, mesh, is_streamed=tier is not None)
+    planned, held = planned_on_meta(stage, dtype, mesh, tier), zf.held(model, optimizer)
+    assert (held.parameters, held.optimizer) == (
+        planned.held.parameters + planned.padding.parameters,
+        planned.held.optimizer,
+    )
+    assert (held.buffers, dict(held.tiers)) == (planned.held.buffers, dict(planned.held.tiers))
+    assert zf.plan(model, optimizer).host_nbytes == planned.host_nbytes == held.on_host
+    return found
+
+
+def numbers(model: Any, mesh: DeviceMesh, *, is_streamed: bool) -> tuple[list[Any], Any]:
+    """Losses, norms and parameters of a short training, and its optimizer."""
+    optimizer: Any = zf.streamed(adamw(model)) if is_streamed else adamw(model)
     found: list[Any] = trained(model, optimizer, share(mesh.get_local_rank()))
     for parameter in model.parameters():
         whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
         found.append(whole.detach().cpu().tolist())
-    return found
+    return found, optimizer
+
+
+def proposals(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """All that `autoplan` proposes give the same numbers, but for the sum of a norm over whole gradients, and the rank that
+    holds more holds what it said."""
+    found = zf.autoplan(net(), mesh, "1GiB", links=zf.measure_links(mesh, path=tiers[1].paths[0], rounds=1), tier=tiers)
+    assert {p.bound for p in found.all} <= {"collectives", "optimizer", "disk", "link"}
+    assert len(found.all) == 40
+    first: dict[bool, list[Any]] = {}
+    for proposal in found.all:
+        model = proposal.place(net(), mesh)
+        values, optimizer = numbers(model, mesh, is_streamed=proposal.tier is not None)
+        assert values == first.setdefault(proposal.transform == "replicate", values), proposal.away
+        held, said = zf.held(model, optimizer), proposal.held
+        pairs = [(held.optimizer, said.optimizer), (held.buffers, said.buffers), (held.on_host, proposal.host)]
+        pairs += [(held.tiers.get(str(tier), 0), said.tiers.get(str(tier), 0)) for tier in tiers]
+        assert all(own == most if mesh.get_local_rank() == 0 else own <= most for own, most in pairs), pairs
+    return first[False]
 
 
 def main(library: Path, folder: str, rank: int) -> None:
@@ -68,9 +108,12 @@ def main(library: Path, folder: str, rank: int) -> None:
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}
     for case in CASES:
-        _, dtype, tier = case.split(", ")
+        dtype = "bfloat16" if "bfloat16" in case else "float32"
         try:
-            found = result(case, mesh, tiers[tier])
+            if case == "proposals":
+                found = proposals(mesh, [tier for tier in tiers.values() if tier is not None])
+            else:
+                found = result(case, mesh, tiers[case.rpartition(", ")[2]])
         except Exception:
             said[case] = traceback.format_exc()[-1500:]
             break  # the other rank waits for what this one has left out

@@ -134,6 +134,21 @@ def planned_disk_was_not_measured() -> object:
         )
 
 
+def planned_accelerator_was_not_measured() -> object:
+    with pretended(4, device_type="cuda") as axis:
+        return zf.autoplan(Model(), axis, "1GiB", links=dataclasses.replace(SPEEDS, to_device=1e9), tier=zf.cpu())
+
+
+def planned_host_is_the_device() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(Model(), axis, "1GiB", links=SPEEDS, tier=(zf.cpu(), zf.nvme("/scratch")))
+
+
+def planned_disks_are_two() -> object:
+    with pretended(4) as axis:
+        return zf.autoplan(Model(), axis, "1GiB", links=SPEEDS, tier=(zf.nvme("/disk0"), zf.nvme("/disk1")))
+
+
 def planned_module_is_transformed() -> object:
     with pretended(4) as axis:
         return zf.autoplan(zf.zero2(Model(), axis), axis, "1GiB", links=SPEEDS)
@@ -1437,7 +1452,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     TierError: (
         tier_of_one_path_twice, streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
-        planned_disk_was_not_measured, nothing_fits_the_budget,
+        planned_disk_was_not_measured, planned_accelerator_was_not_measured, planned_host_is_the_device,
+        planned_disks_are_two, nothing_fits_the_budget,
     ),
     StorageError: (
         values_in_a_tier_are_read_in_a_fork,

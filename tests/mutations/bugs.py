@@ -1842,4 +1842,37 @@ BUGS: tuple[Bug, ...] = (
         "            joined.append(self._joined())\n",
         "tests/test_waiting.py",
     ),
+    # -- plans for accelerators ---------------------------------------------------------------------------------------
+    Bug(
+        "meta-is-the-host",
+        "streamed/parcels.py",
+        "that states planned on meta are where the accelerator will have them",
+        "    return torch.device(slot.device_type) if local.is_meta and slot is not None else local.device\n",
+        "    return local.device\n",
+        "tests/test_autoplan.py",
+    ),
+    Bug(
+        "gradients-step-where-they-rest",
+        "streamed/footprint.py",
+        "that gradients cross the link to where they are stepped",
+        "there + value + gradient * (not on_host), back + value + gradient * on_host",
+        "there + value, back + value + gradient * on_host",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "host-without-end",
+        "plan/autoplan.py",
+        "that the limit of the host is kept",
+        "(tier, proposal.host if isinstance(tier, Cpu) else proposal.disk)",
+        "(tier, 0 if isinstance(tier, Cpu) else proposal.disk)",
+        "tests/test_autoplan.py",
+    ),
+    Bug(
+        "nearer-for-what-is-used-less",
+        "plan/choices.py",
+        "that what is used less is never nearer",
+        "if params <= grads <= optim:",
+        "if params <= optim and grads <= optim:",
+        "tests/test_autoplan.py",
+    ),
 )

@@ -1,12 +1,14 @@
 """`autoplan`: which placement and tiers fit a budget at the least predicted time.
 
-For each stage, with nothing in a tier, then the states of the optimizer, then gradients, then parameters, too:
+For each stage, with nothing in a tier, then the states of the optimizer, then gradients, then parameters, too. Of two tiers,
+the host beside an accelerator and a disk, what is used less is never in the nearer one:
 
-    memory      at rest and in flight as `plan` says, with all buffers, plus activations
+    memory      at rest and in flight as `plan` says, plus activations; with all buffers where the host is the device
     collectives bytes sent, by axis / speed of the axis
-    fetches     bytes that forward and backward read and write in the tier / its speeds    reads and writes share the disk
+    fetches     bytes that forward and backward read and write on the disk / its speeds    reads and writes share the disk
     optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements    param and states read and written,
-    disk        bytes that a step reads and writes in the tier / its speeds                gradient read
+    disk        bytes that a step reads and writes on the disk / its speeds                gradient read
+    link        the larger of bytes to the accelerator / its speed and bytes back / theirs
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from math import inf
+from operator import sub
 from typing import Any
 
 import torch
@@ -27,17 +31,21 @@ from zero_fn.guarded import Guarded
 from zero_fn.held import Held
 from zero_fn.home import Home
 from zero_fn.mesh import Axis, mesh_axis
+from zero_fn.plan.choices import choices, ordered
 from zero_fn.plan.links import LinkSpeeds
 from zero_fn.plan.moved import Moved
-from zero_fn.plan.predict import plan
+from zero_fn.plan.predict import Plan, plan
 from zero_fn.plan.proposals import STAGES, Proposal, Proposals, staged
 from zero_fn.runtime.entry import units_of
-from zero_fn.tiers import IN_MEMORY, Nvme, Tiers, bytes_text, nbytes_of_text
+from zero_fn.streamed import Link
+from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, bytes_text, is_accelerator, nbytes_of_text
 from zero_fn.transforms.offload import offloaded
 
 __all__ = ["autoplan"]
 
 _NOTHING = Moved(0, 0)
+_HELD = ("parameters", "gradients", "optimizer", "buffers")
+_SECONDS = ("collectives_s", "fetch_s", "fetch_link_s", "optimizer_s", "disk_s", "link_s")
 
 
 def _adamw(parameters: Iterable[Tensor]) -> Optimizer:
@@ -50,13 +58,13 @@ def autoplan(
     budget: int | str,
     *,
     links: LinkSpeeds,
-    tier: Nvme | None = None,
+    tier: Tier | Sequence[Tier] | None = None,
     optimizer: Callable[[Iterable[Tensor]], Optimizer] = _adamw,
     activations: int | str | None = None,
     compute_s: float = 0.0,
     **options: Any,
 ) -> Proposals:
-    """Predicts memory and step time of every stage, with more and more of the training state on a disk.
+    """Predicts memory and step time of every stage, with more and more of the training state on a disk or on the host.
 
         links = zf.measure_links(mesh["dp"], path="/local_nvme")
         found = zf.autoplan(model, mesh["dp"], "6GiB", links=links, tier=zf.nvme("/local_nvme"))
@@ -69,31 +77,36 @@ def autoplan(
     ranks, so all decide alike. On torch's fake process group nothing is communicated.
 
     Args:
-        module: Any module, not transformed yet; on `meta` too. No memory is taken for it.
+        module: Any module that is neither sharded nor offloaded yet, `zf.precision(model)` for one; on `meta` too. No memory
+            is taken for it.
         mesh: One axis, `mesh["dp"]`.
-        budget: Bytes of memory per rank, as a number or as text.
+        budget: Bytes of memory of the device per rank, as a number or as text.
         links: Speeds, of `measure_links` over the same axis.
-        tier: `zf.nvme(path)`, to consider for states of the optimizer, gradients and parameters.
+        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`; of an accelerator also
+            `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. What a rank has there in all, buffers of the host
+            included, is to be within `limit=`.
         optimizer: Makes the optimizer over parameters, whose states are counted; left out, AdamW.
         activations: Bytes of them, as a number or as text; nobody but you knows.
         compute_s: Seconds of a forward and backward on one rank; the same in every stage.
         **options: Of the sharding transforms: `units=`, `persist_below=`.
 
     Returns:
-        All combinations, those that fit first, by time; of equal ones the lower stage, and the one with less in the tier.
+        All combinations, those that fit first, by time; of equal ones the lower stage, and the one with less elsewhere.
 
     Raises:
-        TierError: None fits; or `links` has no speed of a disk, and `tier` is given.
-        StateError: `module` is transformed already.
+        TierError: None fits; or `links` has no speed of a disk or an accelerator that is asked for; or `tier` is the memory
+            that the model computes in, or more than one of a kind.
+        StateError: `module` is sharded or offloaded already.
         MeshError: `mesh` is not one axis, or not the one that was measured.
         PlacementError: `tier` is given, and the optimizer does not treat every element alone.
     """
     axis = mesh_axis(mesh, verb="autoplan")
-    if units_of(module):
+    units = units_of(module)
+    if any(unit.step.assignment.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
         raise StateError(
-            "autoplan takes a module that is not transformed.",
-            got="a module that rests sharded or replicated over an axis",
-            fix="call autoplan before the first transform; zf.plan(model) predicts what this one holds and sends",
+            "autoplan takes a module that is neither sharded nor offloaded.",
+            got="a module that rests sharded or replicated over an axis, or in a tier",
+            fix="call autoplan before those transforms; zf.plan(model) predicts what this one holds and sends",
         )
     if axis.size > 1 and axis.name not in links.sent:
         raise MeshError(
@@ -101,28 +114,26 @@ def autoplan(
             measured=", ".join(map(repr, links.sent)) or "no axis",
             fix="links = zf.measure_links(mesh), over the same axis",
         )
-    if tier is not None and (links.disk_read is None or links.disk_write is None):
-        raise TierError(
-            "autoplan does not know how fast the disk is.",
-            tier=tier,
-            fix=f"links = zf.measure_links(mesh, path={tier.paths if len(tier.paths) > 1 else tier.paths[0]!r})",
-        )
+    tiers = ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
     proposals = [
         proposal
         for transform in STAGES
-        for proposal in _proposals(module, mesh, transform, tier, optimizer, links, compute_s, options)
+        for proposal in _proposals(module, mesh, transform, tiers, optimizer, links, compute_s, options)
     ]
     found = _fitted(_largest(axis, proposals), room)
     if not found[0].fits:
-        least = min(found, key=lambda proposal: proposal.nbytes)
+        least = min(found, key=lambda proposal: _excess(proposal, room))
+        takes = {"memory": least.nbytes, "host": least.host, "disk": least.disk}
         raise TierError(
             f"No placement fits {bytes_text(room)} of memory per rank.",
-            least=f"{bytes_text(least.nbytes)}: {least.transform}, {least.away} in {least.tier or 'another tier'}",
+            nearest=f"{least.transform}, {least.away} elsewhere" if tiers else least.transform,
+            takes=", ".join(f"{where} {bytes_text(taken)}" for where, taken in takes.items() if taken),
+            **({"tiers": ", ".join(map(str, tiers))} if tiers else {}),
             ranks=axis.size,
             fix="more ranks, more memory, smaller units (units=...)"
-            + ("" if tier is not None else ", or a disk: tier=zf.nvme('/local_nvme')"),
+            + ("" if tiers else ", or a disk: tier=zf.nvme('/local_nvme')"),
         )
     return Proposals(nbytes, tuple(found))
 
@@ -131,37 +142,47 @@ def _proposals(
     module: nn.Module,
     mesh: DeviceMesh,
     transform: str,
-    tier: Nvme | None,
+    tiers: Sequence[Tier],
     optimizer: Callable[[Iterable[Tensor]], Optimizer],
     links: LinkSpeeds,
     compute_s: float,
     options: dict[str, Any],
 ) -> Iterator[Proposal]:
-    """One stage, as this rank sees it: with nothing in the tier, then what is used least, then more."""
-    away = (Tiers(optim=tier), Tiers(grads=tier, optim=tier), Tiers(tier, tier, tier)) if tier is not None else ()
+    """One stage, as this rank sees it: with nothing in a tier, then what is used least, then more."""
     states = 0
-    for tiers in (IN_MEMORY, *away):
-        proposal = Proposal(transform, tiers, Held(0, 0, 0), 0, 0, False, compute_s, 0.0, 0.0, 0.0, 0.0)
+    for chosen in choices(tiers):
         placed = staged(transform, _on_meta(module), mesh, options)
-        if tiers != IN_MEMORY:
-            placed = offloaded(placed, Home(tiers=tiers), reserves=False)
+        if chosen != IN_MEMORY:
+            placed = offloaded(placed, Home(tiers=chosen), reserves=False)
         planned, without = plan(placed, optimizer(placed.parameters())), plan(placed)
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units_of(placed) for slot in unit.slots if slot.parameter.requires_grad)
-        fetched, moved = (found.moved.get(str(tier), _NOTHING) for found in (without, planned))
-        yield replace(
-            proposal,
-            held=Held(
-                held.parameters + padding.parameters, held.gradients + padding.gradients, held.optimizer, held.buffers
+        touched = 2 * states + 12 * sum(slot.local_numel for slot in slots)
+        is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
+        fetched, moved = (_on_disks(found, tiers) for found in (without, planned))
+        yield Proposal(
+            transform,
+            chosen,
+            planned.device_type,
+            replace(
+                held, parameters=held.parameters + padding.parameters, gradients=held.gradients + padding.gradients
             ),
-            in_flight=planned.in_flight_nbytes,
-            disk=held.tiers.get(str(tier), 0),
+            planned.in_flight_nbytes,
+            fits=False,
+            compute_s=compute_s,
             collectives_s=sum(sent / links.sent[along] for along, sent in planned.sent_by_axis.items() if sent),
             fetch_s=_disk_s(fetched, links),
-            optimizer_s=(2 * states + 12 * sum(slot.local_numel for slot in slots)) / links.memory,
+            fetch_link_s=_link_s(without.link, links),
+            optimizer_s=touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
             disk_s=_disk_s(Moved(moved.read - fetched.read, moved.written - fetched.written), links),
+            link_s=_link_s(Link(*map(sub, planned.link, without.link)), links),
         )
+
+
+def _on_disks(planned: Plan, tiers: Sequence[Tier]) -> Moved:
+    found = (planned.moved.get(str(tier), _NOTHING) for tier in tiers if isinstance(tier, Nvme))
+    return next(found, _NOTHING)
 
 
 def _disk_s(moved: Moved, links: LinkSpeeds) -> float:
@@ -169,12 +190,28 @@ def _disk_s(moved: Moved, links: LinkSpeeds) -> float:
     return moved.read / (links.disk_read or 1.0) + moved.written / (links.disk_write or 1.0)
 
 
-def _numbers(held: Held) -> tuple[int, ...]:
-    return held.parameters, held.gradients, held.optimizer, held.buffers
+def _link_s(link: Link, links: LinkSpeeds) -> float:
+    """Seconds of the link for so many bytes each way at once."""
+    return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
 
 
-def _times(proposal: Proposal) -> tuple[float, ...]:
-    return proposal.collectives_s, proposal.fetch_s, proposal.optimizer_s, proposal.disk_s
+def _numbers(proposal: Proposal, tiers: Sequence[str]) -> dict[str, float]:
+    """What may differ between ranks, by name."""
+    held = proposal.held
+    return {
+        **{name: getattr(held, name) for name in _HELD},
+        **{tier: held.tiers.get(tier, 0) for tier in tiers},
+        "in_flight": proposal.in_flight,
+        **{name: getattr(proposal, name) for name in _SECONDS},
+    }
+
+
+def _with_numbers(proposal: Proposal, numbers: dict[str, float], tiers: Sequence[str]) -> Proposal:
+    parameters, gradients, optimizer, buffers = (int(numbers.pop(name)) for name in _HELD)
+    there = {tier: int(numbers.pop(tier)) for tier in tiers}
+    held = Held(parameters, gradients, optimizer, buffers, {tier: nbytes for tier, nbytes in there.items() if nbytes})
+    own: dict[str, Any] = {"in_flight": int(numbers.pop("in_flight")), **numbers}
+    return replace(proposal, held=held, **own)
 
 
 def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
@@ -182,38 +219,29 @@ def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
     # Ranks of torch's fake process group are pretended: they have nothing to say.
     if axis.size == 1 or axis.backend == "fake":
         return list(proposals)
-    rows = [[*_numbers(p.held), p.in_flight, p.disk, *_times(p)] for p in proposals]
-    own = torch.tensor(rows, dtype=torch.float64).flatten().view(torch.uint8).to(axis.device_type)
+    tiers = sorted({tier for proposal in proposals for tier in proposal.held.tiers})
+    rows = [_numbers(proposal, tiers) for proposal in proposals]
+    own = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64).flatten().view(torch.uint8)
     links = Guarded(transport(axis), axis)
-    found = links.exchange(own, "predictions of autoplan").cpu().view(torch.float64).amax(0).view(len(rows), -1)
-    agreed = []
-    for proposal, (parameters, gradients, optimizer, buffers, in_flight, disk, *times) in zip(
-        proposals, found.tolist(), strict=True
-    ):
-        held = Held(int(parameters), int(gradients), int(optimizer), int(buffers))
-        collectives_s, fetch_s, optimizer_s, disk_s = times
-        agreed.append(
-            replace(
-                proposal,
-                held=held,
-                in_flight=int(in_flight),
-                disk=int(disk),
-                collectives_s=collectives_s,
-                fetch_s=fetch_s,
-                optimizer_s=optimizer_s,
-                disk_s=disk_s,
-            )
-        )
-    return agreed
+    found = links.exchange(own.to(axis.device_type), "predictions of autoplan").cpu().view(torch.float64).amax(0)
+    largest = found.view(len(rows), -1).tolist()
+    return [
+        _with_numbers(proposal, dict(zip(row, numbers, strict=True)), tiers)
+        for proposal, row, numbers in zip(proposals, rows, largest, strict=True)
+    ]
+
+
+def _excess(proposal: Proposal, room: int) -> float:
+    """What it takes of the memory, or of the limit of a tier, whichever is more; it fits up to 1."""
+    tiers = {tier for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim) if tier is not None}
+    taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
+    limited = (nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None)
+    return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
 
 
 def _fitted(proposals: Sequence[Proposal], room: int) -> list[Proposal]:
     """Those that fit first, by time; of equal ones the earlier."""
-    judged = []
-    for proposal in proposals:
-        limit = proposal.tier.limit_nbytes if proposal.tier is not None else None
-        fits = proposal.nbytes <= room and (limit is None or proposal.disk <= limit)
-        judged.append(replace(proposal, fits=fits))
+    judged = [replace(proposal, fits=_excess(proposal, room) <= 1) for proposal in proposals]
     return sorted(judged, key=lambda proposal: (not proposal.fits, proposal.step_s))
 
 

@@ -15,8 +15,9 @@ from zero_fn.collectives import Contribution, Segment, transport
 from zero_fn.errors import StorageError
 from zero_fn.guarded import Guarded
 from zero_fn.mesh import Axis, mesh_axis
+from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Slab, Spill, chosen_carrier
-from zero_fn.tiers import cpu, nbytes_of_text, nvme
+from zero_fn.tiers import cpu, is_accelerator, nbytes_of_text, nvme
 
 __all__ = ["LinkSpeeds", "measure_links"]
 
@@ -29,7 +30,10 @@ class LinkSpeeds:
         memory: Read and written by an operation in place, all threads of the rank.
         disk_read, disk_write: Of the path; None if none was asked for.
         sent: Sent by this rank in collectives, by the name of the axis.
-        to_device, from_device: Copied to and from the accelerator, pinned; None without one. Not run on one yet.
+        to_device, from_device: Copied to and from the accelerator, pinned; None without one.
+        device_memory: Of the accelerator, read and written by an operation in place; None without one.
+
+    Those of the accelerator were measured on a pretended one only.
     """
 
     memory: float
@@ -38,6 +42,7 @@ class LinkSpeeds:
     sent: Mapping[str, float]
     to_device: float | None
     from_device: float | None
+    device_memory: float | None = None
 
     def __str__(self) -> str:
         rows = [
@@ -47,6 +52,7 @@ class LinkSpeeds:
             *((f"sent along {name!r}", speed) for name, speed in self.sent.items()),
             ("to the device", self.to_device),
             ("from the device", self.from_device),
+            ("memory of the device", self.device_memory),
         ]
         return "\n".join(f"{name:<20} {speed / 1e9:8.2f} GB/s" for name, speed in rows if speed is not None)
 
@@ -83,15 +89,16 @@ def measure_links(
     axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
     links = Guarded(transport(axis), axis) if axis is not None else None
     found = _on_this_rank(links, axis, path, size, rounds)
-    memory, disk_read, disk_write, to_device, from_device = found
+    memory, *others = found
+    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
     sent: dict[str, float] = {}
     if links is not None and axis is not None and axis.size > 1:
         (sent[axis.name],) = _least(links, axis, [_sent_speed(links, axis, size, rounds)])
-    return LinkSpeeds(memory, disk_read or None, disk_write or None, sent, to_device or None, from_device or None)
+    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory)
 
 
 def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, size: int, rounds: int) -> list[float]:
-    """Memory, disk read and written, device there and back; 0 for what is not there. Of the slowest rank."""
+    """Memory, disk read and written, device there and back and its memory; 0 for what is not there. Of the slowest rank."""
     _least(links, axis, [1.0])  # all begin together
     failure: StorageError | None = None
     disk = (0.0, 0.0)
@@ -101,7 +108,8 @@ def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, 
             disk = _disk_speeds(path, size, rounds)
     except StorageError as error:
         failure = error
-    device = _device_speeds(size, rounds) if torch.cuda.is_available() else (0.0, 0.0)
+    accelerator = _accelerator(axis)
+    device = _device_speeds(accelerator, size, rounds) if accelerator is not None else (0.0, 0.0, 0.0)
     *speeds, has_disk = _least(links, axis, [memory, *disk, *device, float(failure is None)])
     if failure is not None:
         raise failure
@@ -171,23 +179,30 @@ def _sent_speed(links: Guarded, axis: Axis, size: int, rounds: int) -> float:
         links.reduce_scatter(
             [Contribution(segment, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
         ).wait()
-        if axis.device_type == "cuda":
-            torch.cuda.synchronize()
+        if is_accelerator(axis.device_type):
+            torch.accelerator.synchronize()
 
     return 2 * 4 * piece_numel * (axis.size - 1) / _median_s(both, rounds)
 
 
-def _device_speeds(size: int, rounds: int) -> tuple[float, float]:
-    """Pinned copies each way. Not yet run on an accelerator."""
-    slab = Slab(size, cpu(), "measure_links")
-    there = torch.empty(size, dtype=torch.uint8, device="cuda")
+def _accelerator(axis: Axis | None) -> torch.device | None:
+    """The accelerator of the axis; without an axis, that of the process."""
+    if axis is not None:
+        return torch.empty(0, device=axis.device_type).device if is_accelerator(axis.device_type) else None
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
-    def copies(to: Tensor, source: Tensor) -> Callable[[], None]:
-        def copy() -> None:
-            to.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
 
-        return copy
+def _device_speeds(device: torch.device, size: int, rounds: int) -> tuple[float, float, float]:
+    """Pinned copies each way, and its memory."""
+    slab, stream = Slab(size, cpu(), "measure_links"), side_stream(device)
+    host, there = slab.memory[:size].view(torch.float32), torch.ones(size // 4, device=device)
 
-    host = slab.memory[:size]
-    return size / _median_s(copies(there, host), rounds), size / _median_s(copies(host, there), rounds)
+    def in_place() -> None:
+        there.mul_(1.0)
+        torch.accelerator.synchronize(device)
+
+    return (
+        size / _median_s(lambda: stream.copy(there, host).synchronize(), rounds),
+        size / _median_s(lambda: stream.copy(host, there).synchronize(), rounds),
+        2 * size / _median_s(in_place, rounds),
+    )

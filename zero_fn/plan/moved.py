@@ -1,16 +1,17 @@
-"""Bytes that a step moves from and to other tiers, from schedules and the parcels of units."""
+"""Bytes that a step moves from and to other tiers, and between host and accelerator, from schedules and what units hold."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from zero_fn.runtime.record import Parcel, parcels_of
 from zero_fn.runtime.unit import Unit
-from zero_fn.tiers import Tier
+from zero_fn.streamed import Link
+from zero_fn.tiers import Tier, is_accelerator
 
-__all__ = ["Moved", "add_units"]
+__all__ = ["Moved", "add_units", "link_of_units"]
 
 
 class Moved(NamedTuple):
@@ -49,6 +50,28 @@ def add_units(
                 some = _trained_pieces(parcel, trained)
                 written[tier] += parcel.nbytes if any(some) else 0
                 read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
+
+
+def link_of_units(units: Sequence[Unit], times_gathered: Mapping[int, int]) -> Link:
+    """What forward and backward move between the host and an accelerator: what comes from a tier passes the host, and so does
+    what goes there. Gradients are counted as they rest, though those that a smaller dtype holds travel in it.
+
+    Args:
+        units: Of one step.
+        times_gathered: How often each is gathered, by number.
+    """
+    there = back = 0
+    for unit in units:
+        away = unit.forms_away()
+        for slot in unit.slots:
+            if not is_accelerator(slot.device_type):
+                continue
+            if slot.is_away:
+                dtype = slot.compute_dtype if ("compute copies", slot.home.tiers.params) in away else slot.dtype
+                there += times_gathered[unit.index] * slot.local_numel * dtype.itemsize
+            if slot.is_gradient_away and slot.parameter.requires_grad:
+                back += slot.local_numel * slot.dtype.itemsize
+    return Link(there, back)
 
 
 def _trained_pieces(parcel: Parcel, trained: list[bool]) -> list[bool]:

@@ -13,13 +13,14 @@ from zero_fn.errors import StateError
 from zero_fn.held import Held
 from zero_fn.plan.in_flight import in_flight_nbytes
 from zero_fn.plan.memory import at_rest
-from zero_fn.plan.moved import Moved, add_units
+from zero_fn.plan.moved import Moved, add_units, link_of_units
 from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.schedule import Enter, Trace
-from zero_fn.streamed import Footprint, footprint
+from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
+from zero_fn.tiers import is_accelerator
 
 __all__ = ["Plan", "plan"]
 
@@ -29,6 +30,7 @@ class Plan:
     """What this rank will hold and send.
 
     Attributes:
+        device_type: Of the device that computes.
         held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`: in memory, and in
             other tiers.
         padding: Bytes that uneven cuts and alignment add to them.
@@ -36,21 +38,32 @@ class Plan:
         sent_by_axis: The same by the name of the data axis they are sent along.
         moved: Bytes read from and written to other tiers per step, by tier; see `Moved`. Of the states of an optimizer only
             if one was given; the mean of two steps in a row, since a step begins with what the last one left in buffers.
+        link: Bytes of these, and of parameters and gradients that are stepped elsewhere than they rest, which cross the link
+            between the host and an accelerator per step.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, beyond what is
             held: of units that run, are prefetched, stay from forward to backward, or are being reduced.
     """
 
+    device_type: str
     held: Held
     padding: Held
     sent_nbytes: int
     sent_by_axis: Mapping[str, int]
     in_flight_nbytes: int
     moved: Mapping[str, Moved]
+    link: Link
 
     @property
     def peak_nbytes(self) -> int:
-        """The most memory that training state takes at one moment of a step: what is held, its padding, and in flight."""
-        return self.held.total + self.padding.total + self.in_flight_nbytes
+        """The most memory of the device that training state takes at one moment of a step: what is held, its padding, and in
+        flight. Where the host is the device, with buffers."""
+        buffers = 0 if is_accelerator(self.device_type) else self.held.buffers
+        return self.held.on_device + buffers + self.padding.total + self.in_flight_nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Beside an accelerator, the memory of the host that training state takes: what rests there, and buffers."""
+        return self.held.on_host if is_accelerator(self.device_type) else 0
 
     def __str__(self) -> str:
         rows = [
@@ -59,15 +72,20 @@ class Plan:
         ]
         lines = [f"{name:<10} {nbytes / 1e6:10.3f} MB  + {pad / 1e6:.3f} MB padding" for name, nbytes, pad in rows]
         if self.held.buffers:
-            lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of host memory")
+            lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of memory of the host")
         lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
         lines.append(f"{'in flight':<10} {self.in_flight_nbytes / 1e6:10.3f} MB at most, gathered and being reduced")
         lines.append(f"{'peak':<10} {self.peak_nbytes / 1e6:10.3f} MB of memory at most, beside activations")
+        if self.host_nbytes:
+            lines.append(f"{'host':<10} {self.host_nbytes / 1e6:10.3f} MB of memory of the host, with buffers")
         lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
         lines += [
             f"{'moved':<10} {read / 1e6:10.3f} MB read, {written / 1e6:.3f} MB written per step, {tier}"
             for tier, (read, written) in self.moved.items()
         ]
+        if self.link != NO_LINK:
+            there, back = self.link
+            lines.append(f"{'link':<10} {there / 1e6:10.3f} MB to the device, {back / 1e6:.3f} MB from it per step")
         if len(self.sent_by_axis) > 1:
             lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
         return "\n".join(lines)
@@ -111,16 +129,22 @@ def plan(
     per_element = optimizer_nbytes_per_element if optimizer_nbytes_per_element is not None else 8
     held = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
     states = footprint(optimizer) if optimizer is not None else Footprint()
+    there, back = states.link
     for step in steps:
-        add_units(step.live_units(), _gathers(step, backwards), states.read, states.written)
+        times = _gathers(step, backwards)
+        add_units(step.live_units(), times, states.read, states.written)
+        to_device, from_device = link_of_units(step.live_units(), times)
+        there, back = there + to_device, back + from_device
     sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
+        next((slot.device_type for unit in units for slot in unit.slots), "cpu"),
         _with_states(held, states),
         _padding(units),
         sent.total(),
         dict(sent),
         max(in_flight_nbytes(step, _trace(step), backwards=backwards) for step in steps),
         {str(tier): Moved(states.read[tier], states.written[tier]) for tier in states.read | states.written},
+        Link(there, back),
     )
 
 
@@ -128,7 +152,12 @@ def _with_states(held: Held, states: Footprint) -> Held:
     tiers = Counter(held.tiers)
     for tier, nbytes in states.tiers.items():
         tiers[str(tier)] += nbytes
-    return replace(held, optimizer=held.optimizer + states.memory_nbytes, tiers=dict(tiers))
+    return replace(
+        held,
+        optimizer=held.optimizer + states.states_nbytes,
+        buffers=held.buffers + states.buffers_nbytes,
+        tiers=dict(tiers),
+    )
 
 
 def _sent(step: Step, backwards: int) -> Counter[str]:

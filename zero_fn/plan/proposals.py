@@ -1,8 +1,9 @@
 """What `autoplan` proposes: placements and tiers as values, with what each is predicted to hold and take.
 
-    step = the larger of (compute + collectives) and fetches  +  the larger of optimizer and disk
+    on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)        both want the cores
+    on an accelerator  max(compute, collectives, link, disk)  +  max(optimizer, link, disk)
 
-Collectives and computation are added: on a CPU both want the cores. The disk works beside either.
+The first is of a forward and backward, the second of the optimizer's step.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.held import Held
 from zero_fn.table import table
-from zero_fn.tiers import Tier, Tiers, bytes_text
+from zero_fn.tiers import Nvme, Tier, Tiers, bytes_text, is_accelerator
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 
@@ -48,36 +49,52 @@ class Proposal:
     Attributes:
         transform: Name of the sharding transform.
         tiers: What rests elsewhere than in the memory of the device.
-        held: Bytes at rest in memory, with their padding and all buffers of tiers.
+        device_type: Of the device that computes.
+        held: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
         in_flight: Bytes that are whole for a while in a step: gathered units, gradients before they are reduced.
-        disk: Bytes in the tier.
-        fits: Whether memory, and the tier's limit, suffice.
-        compute_s, collectives_s, fetch_s: Seconds of a forward and backward: of computation, of collectives, and of the disk
-            for parameters and gradients.
-        optimizer_s, disk_s: Seconds of an optimizer's step: of memory, and of the disk.
+        fits: Whether memory, and the tiers' limits, suffice.
+        compute_s, collectives_s: Seconds of a forward and backward: of computation, and of collectives.
+        fetch_s, fetch_link_s: Of the disk, and of the link to an accelerator, for parameters and gradients meanwhile.
+        optimizer_s, disk_s, link_s: Seconds of an optimizer's step: of memory, of the disk, and of that link.
     """
 
     transform: str
     tiers: Tiers
+    device_type: str
     held: Held
     in_flight: int
-    disk: int
     fits: bool
     compute_s: float
     collectives_s: float
     fetch_s: float
+    fetch_link_s: float
     optimizer_s: float
     disk_s: float
+    link_s: float
 
     @property
     def nbytes(self) -> int:
-        """The most memory that it takes, without activations."""
-        return self.held.total + self.in_flight
+        """The most memory of the device that it takes, without activations. With buffers, if the device is the host."""
+        buffers = 0 if is_accelerator(self.device_type) else self.held.buffers
+        return self.held.on_device + buffers + self.in_flight
+
+    @property
+    def host(self) -> int:
+        """Beside an accelerator, bytes of memory of the host."""
+        return self.held.on_host if is_accelerator(self.device_type) else 0
+
+    @property
+    def disk(self) -> int:
+        """Bytes on a disk."""
+        return sum(self.held.tiers.get(str(tier), 0) for tier in set(self._kinds.values()) if isinstance(tier, Nvme))
 
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return max(self.compute_s + self.collectives_s, self.fetch_s) + max(self.optimizer_s, self.disk_s)
+        both = max if is_accelerator(self.device_type) else sum
+        computed = both((self.compute_s, self.collectives_s))
+        passes = max(computed, self.fetch_s, self.fetch_link_s)
+        return passes + max(self.optimizer_s, self.disk_s, self.link_s)
 
     @property
     def bound(self) -> str:
@@ -87,19 +104,28 @@ class Proposal:
             "collectives": self.collectives_s,
             "optimizer": self.optimizer_s,
             "disk": max(self.fetch_s, self.disk_s),
+            "link": max(self.fetch_link_s, self.link_s),
         }
         return max(parts, key=lambda name: parts[name])
 
     @property
     def tier(self) -> Tier | None:
-        """Where what rests elsewhere rests; None if nothing does."""
+        """Where the states of the optimizer rest; None if nothing rests elsewhere."""
         return self.tiers.optim
 
     @property
     def away(self) -> str:
-        """What rests in the tier, in words."""
-        kinds = {"parameters": self.tiers.params, "gradients": self.tiers.grads, "states": self.tiers.optim}
-        return ", ".join(kind for kind, tier in kinds.items() if tier is not None) or "nothing"
+        """What rests elsewhere, in words: "gradients on host, states on disk"."""
+        found: dict[Tier, list[str]] = {}
+        for kind, tier in self._kinds.items():
+            if tier is not None:
+                found.setdefault(tier, []).append(kind)
+        where = {tier: "disk" if isinstance(tier, Nvme) else "host" for tier in found}
+        return ", ".join(f"{', '.join(kinds)} on {where[tier]}" for tier, kinds in found.items()) or "nothing"
+
+    @property
+    def _kinds(self) -> dict[str, Tier | None]:
+        return {"parameters": self.tiers.params, "gradients": self.tiers.grads, "states": self.tiers.optim}
 
     def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
         """Does to a module what is proposed: the sharding transform, and `offload` where something rests in a tier.
@@ -137,13 +163,14 @@ class Proposals:
         return self.all[0]
 
     def __str__(self) -> str:
-        header = ("transform", "in the tier", "memory MB", "in flight", "tier MB", "step ms", "bound by", "")
+        header = ("transform", "elsewhere", "memory MB", "in flight", "host MB", "disk MB", "step ms", "bound by", "")
         rows = [header] + [
             (
                 proposal.transform,
                 proposal.away,
                 f"{proposal.nbytes / 1e6:,.1f}",
                 f"{proposal.in_flight / 1e6:,.1f}",
+                f"{proposal.host / 1e6:,.1f}",
                 f"{proposal.disk / 1e6:,.1f}",
                 f"{proposal.step_s * 1e3:,.1f}",
                 proposal.bound,
@@ -151,7 +178,7 @@ class Proposals:
             )
             for proposal in self.all
         ]
-        lines = table(rows, right=range(2, 6))
+        lines = table(rows, right=range(2, 7))
         tiers = {str(proposal.tier) for proposal in self.all if proposal.tier is not None}
         where = "".join(f", and {tier}" for tier in sorted(tiers))
         return "\n".join([f"budget {bytes_text(self.budget)} per rank{where}", *lines])

@@ -141,6 +141,7 @@ class Slot:
         shape, stride, numel: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
         local_shape, local_stride, local_numel: Of what this rank holds at rest.
         start: First element of that in the whole parameter, flat and padded.
+        device_type: Of the device that computes with it.
         along: The data axes in the order in which it is cut and its gradients are summed.
         sharded: How much of its state the axes that cut it shard, by their names.
         rank, size: On the first of them, and how many ranks that axis has.
@@ -211,7 +212,7 @@ class Slot:
         sharded = tuple(levels[number] for number in self.cut.axes) if self.cut is not None else ()
         self.sharded = dict(zip((axis.name for axis in self.along), sharded, strict=False))
         device_type = self.along[0].device_type if self.along else source.device.type
-        self._device_type = device_type
+        self.device_type = device_type
         self.is_away = is_away(home.tiers.params, device_type)
         self.gradient_away: TierTensor | None = None
         self.is_kept = not self.is_away and (not sharded or max(sharded) < Sharded.PARAMS)
@@ -262,23 +263,23 @@ class Slot:
     def shelved(self) -> Iterator[tuple[str, Tier]]:
         """Which of its states rest in another tier than the memory of the device."""
         for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
-            if tier is not None and is_away(tier, self._device_type):
+            if tier is not None and is_away(tier, self.device_type):
                 yield kind, tier
 
     @property
     def is_gradient_away(self) -> bool:
         """Whether its gradient rests in another tier than the memory of the device."""
-        return is_away(self.home.tiers.grads, self._device_type)
+        return is_away(self.home.tiers.grads, self.device_type)
 
     def states_away_nbytes(self, nbytes: int) -> int:
         """How many of so many bytes of optimizer states are to rest in another tier than the memory of the device."""
         tiers = self.home.tiers
-        return round(nbytes * tiers.fraction) if is_away(tiers.optim, self._device_type) else 0
+        return round(nbytes * tiers.fraction) if is_away(tiers.optim, self.device_type) else 0
 
     @property
     def must_be_streamed(self) -> bool:
         """Whether an optimizer must go to another tier to step it."""
-        return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self._device_type)
+        return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self.device_type)
 
     @property
     def cut_axes(self) -> list[Axis]:

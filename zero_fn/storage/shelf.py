@@ -35,8 +35,8 @@ class Shelf(Protocol):
         """Bytes taken of the tier."""
 
     @property
-    def host_nbytes(self) -> int:
-        """Bytes of host memory taken for stagings, or for everything."""
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory taken for stagings."""
 
     def reserve(self, sizes: list[int]) -> list[int]:
         """Makes room for ranges of these sizes in bytes, and returns their places.
@@ -77,8 +77,8 @@ class _Host:
         self.nbytes = 0
 
     @property
-    def host_nbytes(self) -> int:
-        return self.nbytes
+    def buffers_nbytes(self) -> int:
+        return 0
 
     def reserve(self, sizes: list[int]) -> list[int]:
         places, offset = [], self.nbytes
@@ -124,7 +124,7 @@ class _Disk:
         return self._spill.file.nbytes
 
     @property
-    def host_nbytes(self) -> int:
+    def buffers_nbytes(self) -> int:
         return self._stagings.nbytes
 
     def reserve(self, sizes: list[int]) -> list[int]:

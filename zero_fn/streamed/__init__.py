@@ -13,7 +13,7 @@ footprint    what an optimizer takes and moves, before it is streamed
 optimizer    the optimizer that does all this, and `streamed`, which makes it
 """
 
-from zero_fn.streamed.footprint import Footprint, footprint
+from zero_fn.streamed.footprint import NO_LINK, Footprint, Link, footprint
 from zero_fn.streamed.optimizer import Streamed, streamed
 
-__all__ = ["Footprint", "Streamed", "footprint", "streamed"]
+__all__ = ["NO_LINK", "Footprint", "Link", "Streamed", "footprint", "streamed"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +23,25 @@ from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.parcels import parcels_away
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
 from zero_fn.streamed.store import BUFFERS, ring_form
-from zero_fn.tiers import Cpu, Nvme, Tier, is_away
+from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
-__all__ = ["Footprint", "footprint"]
+__all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
 
 Rooms = Mapping[tuple[Tier | None, torch.device], Sequence[Chunk]]
+
+
+class Link(NamedTuple):
+    """Bytes per step between the host and an accelerator.
+
+    Attributes:
+        to_device, from_device: Each way.
+    """
+
+    to_device: int
+    from_device: int
+
+
+NO_LINK = Link(0, 0)
 
 
 @dataclass(slots=True)
@@ -34,16 +49,20 @@ class Footprint:
     """Bytes of an optimizer on this rank.
 
     Attributes:
-        memory_nbytes: States in memory of the device, or in its own as a tier, and buffers of host memory.
+        states_nbytes: States in memory of the device, or in its own as a tier.
+        buffers_nbytes: Host memory that states, parameters and gradients pass through.
         tiers: States in other tiers, in whole pages.
         read, written: Bytes that a step moves from and to each tier: states, parameters and gradients. Of two steps in a
             row, the mean.
+        link: Bytes of parameters and gradients that a step moves between the host and an accelerator.
     """
 
-    memory_nbytes: int = 0
+    states_nbytes: int = 0
+    buffers_nbytes: int = 0
     tiers: Counter[Tier] = field(default_factory=Counter)
     read: Counter[Tier] = field(default_factory=Counter)
     written: Counter[Tier] = field(default_factory=Counter)
+    link: Link = NO_LINK
 
 
 def footprint(optimizer: Optimizer) -> Footprint:
@@ -67,25 +86,26 @@ def footprint(optimizer: Optimizer) -> Footprint:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     schemas = planner.schemas(trained)
     sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in s) for p, s in zip(trained, schemas, strict=True))
-    return Footprint(sum(sizes))
+    return Footprint(states_nbytes=sum(sizes))
 
 
 def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
     found = Footprint()
     on_disk: dict[Tier, list[Chunk]] = {}
     for (tier, device), chunks in rooms.items():
+        nbytes = sum(chunk.nbytes for chunk in chunks)
         if isinstance(tier, Nvme):
             on_disk.setdefault(tier, []).extend(chunks)
-            continue
-        nbytes = sum(chunk.nbytes for chunk in chunks)
-        found.memory_nbytes += nbytes if tier is None else max(whole_pages(nbytes), whole_pages(1))
-        if tier is not None and is_away(tier, device.type):
-            found.tiers[tier] += nbytes
+        elif tier is not None and is_away(tier, device.type):
+            found.tiers[tier] += _slab_nbytes(nbytes)
+        else:
+            found.states_nbytes += nbytes if tier is None else _slab_nbytes(nbytes)
+        if is_accelerator(device.type):
             _add_visits(found, tier, parameters, chunks)
     for tier, chunks in on_disk.items():
         sizes = [whole_pages(chunk.nbytes) for chunk in chunks]
         count, size = ring_form(len(sizes), max(sizes))
-        found.memory_nbytes += count * size
+        found.buffers_nbytes += count * size
         found.tiers[tier] += sum(sizes)
         found.written[tier] += sum(sizes)
         kept = sum(sizes[:BUFFERS]) + sum(sizes[-BUFFERS:])
@@ -94,19 +114,32 @@ def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
     return found
 
 
-def _add_visits(found: Footprint, tier: Tier, parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> None:
-    """States on the host are stepped there: gradients on the device come to them, and parameters come and go back."""
+def _slab_nbytes(nbytes: int) -> int:
+    return max(whole_pages(nbytes), whole_pages(1))
+
+
+def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> None:
+    """A step is where the states are: on the host if they are in a tier. Gradients that are on the other side come there,
+    and parameters come and go back."""
+    on_host, (there, back) = tier is not None, found.link
     for chunk in chunks:
         for cut in chunk.cuts:
             parameter = parameters[cut.piece.parameter]
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            if slot is None or not slot.is_away:
-                found.read[tier] += nbytes
-                found.written[tier] += nbytes
-            if slot is None or not slot.is_gradient_away:
-                found.written[tier] += nbytes
+            value = nbytes * ((slot is not None and slot.is_away) != on_host)
+            gradient = nbytes * ((slot is not None and slot.is_gradient_away) != on_host)
+            there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
+            # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
+            tiers = slot.home.tiers if slot is not None else IN_MEMORY
+            of_value, of_gradient = (tier, tier) if on_host else (tiers.params, tiers.grads)
+            if isinstance(of_value, Cpu):
+                found.read[of_value] += value
+                found.written[of_value] += value
+            if isinstance(of_gradient, Cpu):
+                (found.written if on_host else found.read)[of_gradient] += gradient
+    found.link = Link(there, back)
 
 
 def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
@@ -122,4 +155,4 @@ def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
             largest = max(largest, *(parcel.nbytes for parcel in parcels))
             count += len(parcels)
         count, size = ring_form(count, largest)
-        found.memory_nbytes += count * size
+        found.buffers_nbytes += count * size

@@ -181,9 +181,9 @@ class Streamed(Optimizer):
         refuse_edit()
 
     @property
-    def resident_nbytes(self) -> int:
-        """Bytes of host memory that it takes: buffers, and on `cpu` all states."""
-        return sum(store.nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory that states, parameters and gradients pass through."""
+        return sum(store.buffers_nbytes for store in self._stores.values()) + sum(ring.nbytes for ring in self._rings)
 
     def rooms(self) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
         """Its chunks by the tier and the device of their states; None is the device."""
@@ -194,8 +194,8 @@ class Streamed(Optimizer):
         return found
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
-        """Bytes of the room for states in each tier, in whole pages on a disk; None is the device."""
-        return {tier: store.room_nbytes for tier, store in self._stores.items()}
+        """Bytes of the room for states in each tier, in whole pages but for the device, which is None."""
+        return {tier: store.nbytes for tier, store in self._stores.items()}
 
     def __repr__(self) -> str:
         where = " and ".join(map(str, self._stores.values()))

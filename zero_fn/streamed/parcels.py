@@ -24,6 +24,7 @@ __all__ = [
     "Gradients",
     "Place",
     "Values",
+    "device_of",
     "follow",
     "is_in_tiers",
     "parcels_away",
@@ -65,7 +66,13 @@ def place_of(parameter: Tensor) -> Place | None:
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
     members = [other for other in unit.slots if what in other.shelved()]
-    return Place((unit, what), members.index(slot), parcels_of(unit.forms_away()[what]), torch.device("cpu"))
+    return Place((unit, what), members.index(slot), parcels_of(unit.forms_away()[what]), device_of(parameter))
+
+
+def device_of(parameter: Tensor) -> torch.device:
+    """The device that computes with a parameter; of one on `meta`, if that is known, the one that will."""
+    slot, local = slot_of(parameter), local_of(parameter)
+    return torch.device(slot.device_type) if local.is_meta and slot is not None else local.device
 
 
 def _away(parameter: Tensor) -> TierTensor | None:

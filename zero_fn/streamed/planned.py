@@ -21,7 +21,7 @@ from zero_fn.runtime.elementwise import require_whole
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.chunk import Chunk, Cut, name_of, states_nbytes
 from zero_fn.streamed.grain import looks_at_whole
-from zero_fn.streamed.parcels import Place, follow, place_of
+from zero_fn.streamed.parcels import Place, device_of, follow, place_of
 from zero_fn.streamed.schema import Schema, schema_of, schema_of_states
 from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_away
 
@@ -69,6 +69,7 @@ class Planner:
             follow(parameter)
         groups = self._groups_of(parameters)
         locals_ = [local_of(parameter) for parameter in parameters]
+        devices = [device_of(parameter) for parameter in parameters]
         schemas = self.schemas(parameters)
         self._look_at_grain(parameters)
         wanted = self._tiers_of(parameters)
@@ -76,7 +77,7 @@ class Planner:
         here = [number for number, place in enumerate(places) if place is None]
         packed = chunks_of(
             [locals_[number].numel() for number in here],
-            [(locals_[number].device, wanted[number]) for number in here],
+            [(devices[number], wanted[number]) for number in here],
             lambda at, numel: states_nbytes(schemas[here[at]], numel),
             self._chunk_nbytes([states_nbytes(schemas[n], locals_[n].numel()) for n in here], wanted),
         )
@@ -90,7 +91,7 @@ class Planner:
                 numbered = Piece(first + number, piece.start, piece.stop, piece.is_whole)
                 cuts.append(Cut(numbered, groups[number], locals_[number], schemas[number], nbytes))
                 nbytes += states_nbytes(schemas[number], piece.numel)
-            chunks.append(Chunk(cuts, nbytes, locals_[here[pieces[0].parameter]].device))
+            chunks.append(Chunk(cuts, nbytes, devices[here[pieces[0].parameter]]))
         chunks += self._chunks_away(parameters, places, first, groups, schemas)
         # A parcel that mixes tiers goes where the states of its first parameter go.
         wishes = [wanted[chunk.cuts[0].piece.parameter - first] for chunk in chunks]

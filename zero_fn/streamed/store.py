@@ -20,11 +20,11 @@ class Store(Protocol):
     """Where chunks rest. Printed, it says how they get there."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of host memory that it takes."""
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory that chunks pass through."""
 
     @property
-    def room_nbytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes that it takes of its tier."""
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
@@ -65,14 +65,10 @@ class _Device:
 
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
-        self.nbytes = 0
+        self.nbytes = self.buffers_nbytes = 0
 
     def __str__(self) -> str:
         return f"{bytes_text(self.nbytes)} of memory of the device"
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.nbytes
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         begin = len(self._chunks)
@@ -103,16 +99,12 @@ class _Memory:
     def __init__(self, tier: Cpu, what: str) -> None:
         self._tier, self._what = tier, what
         self._chunks: list[Tensor] = []
-        self.nbytes = 0
+        self.nbytes = self.buffers_nbytes = 0
         self._is_pinned = False
 
     def __str__(self) -> str:
         kind = "pinned memory of the host" if self._is_pinned else "memory of the host"
         return f"{bytes_text(self.nbytes)} of {kind}"
-
-    @property
-    def room_nbytes(self) -> int:
-        return self.nbytes
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
         limit = self._tier.limit_nbytes
@@ -171,14 +163,14 @@ class _Disk:
         self._spill = Spill(tier, what, chosen_carrier())
 
     def __str__(self) -> str:
-        return f"{bytes_text(self.room_nbytes)} in {self._spill}, {self._ring}"
+        return f"{bytes_text(self.nbytes)} in {self._spill}, {self._ring}"
 
     @property
-    def nbytes(self) -> int:
+    def buffers_nbytes(self) -> int:
         return self._ring.nbytes
 
     @property
-    def room_nbytes(self) -> int:
+    def nbytes(self) -> int:
         return self._spill.file.nbytes
 
     def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
