@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.collectives import Contribution, Segment, transport
@@ -75,7 +74,7 @@ def measure_links(
         mesh: One axis, `mesh["dp"]`; None for a process of its own. All its ranks must call this.
         path: A folder of the disk to measure, or folders of several that are used as one tier; `nbytes` are written there, to
             files without a name, and read.
-        nbytes: Bytes to move each time, as a number or as text.
+        nbytes: Bytes to move each time, as a number or as text; four times as many in memory.
         rounds: How often, after a first time that is not counted.
 
     Returns:
@@ -143,12 +142,14 @@ def _median_s(run: Callable[[], None], rounds: int) -> float:
 
 
 def _memory_speed(size: int, rounds: int) -> float:
-    values = torch.ones(size // 4)
-    return 2 * size / _median_s(lambda: _ignored(values.mul_(1.0)), rounds)
+    """Over as many tensors as an optimizer has for a parameter: one alone may fit the last cache."""
+    values = torch.ones(4, size // 4)
 
+    def in_place() -> None:
+        for each in values:
+            each.mul_(1.0)
 
-def _ignored(_: Tensor) -> None:
-    """A statement in place of an expression."""
+    return 2 * 4 * size / _median_s(in_place, rounds)
 
 
 def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
