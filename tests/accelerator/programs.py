@@ -230,6 +230,33 @@ def what_moves_was_planned(tier: Tier) -> None:
 
 
 @program
+def copies_go_on_while_the_host_steps(tier: Tier) -> None:
+    """The next chunks come from the device while one is stepped, and the last one goes back."""
+    seen: list[int] = []
+
+    class Noting(SGD):
+        def step(self, closure: Any = None) -> Any:
+            seen.append(device.waiting())
+            return super().step(closure)
+
+    models: list[Any] = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(device.NAME) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, model = (Noting(each.parameters(), lr=0.1, momentum=0.9) for each in models)
+    streamed = zf.streamed(model, tier, buffer="32KiB")
+    assert "what is on the device through 4 buffers" in str(streamed)
+    for optimizer, each in ((plain, models[0]), (streamed, models[1])):
+        for _ in range(3):
+            seen.clear()
+            optimizer.zero_grad()
+            each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
+            each[2].weight.grad = each[2].weight.grad.t().contiguous().t()  # it lies in another order
+            optimizer.step()
+    assert len(seen) >= 4
+    assert all(seen[:-1]), seen
+    assert all(map(torch.equal, values(models[0]), values(models[1])))
+
+
+@program
 def links_are_measured(tier: Tier) -> None:
     links = zf.measure_links(nbytes="1MiB", rounds=1)
     assert min(links.to_device or 0, links.from_device or 0, links.device_memory or 0) > 0

@@ -1875,4 +1875,20 @@ BUGS: tuple[Bug, ...] = (
         "if params <= optim and grads <= optim:",
         "tests/test_autoplan.py",
     ),
+    Bug(
+        "visits-not-awaited",
+        "streamed/visits.py",
+        "that what comes from an accelerator is there before it is stepped",
+        "        return memory, Copied(end) if end is not None else None\n",
+        "        return memory, None\n",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "visits-that-stay",
+        "streamed/visits.py",
+        "that stepped parameters are back on the device when the step ends",
+        "        return Copied(end) if end is not None else None\n",
+        "        return None\n",
+        "tests/test_accelerator.py",
+    ),
 )

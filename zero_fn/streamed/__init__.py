@@ -5,6 +5,7 @@ chunk        pieces of parameters with room for their states, and what a step se
 store        where chunks rest, and the buffers they pass through
 planned      which chunks an optimizer is stepped in, and where their states are to rest
 parcels      the way of parameters and gradients that rest in another tier
+visits       the way of an accelerator's parameters and gradients to their states on the host, and back
 one_pass     steps Adam and AdamW by a compiled kernel
 pipeline     fetches ahead, computes and writes back
 stepped      one step over chunks

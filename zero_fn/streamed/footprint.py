@@ -23,6 +23,7 @@ from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.parcels import parcels_away
 from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
 from zero_fn.streamed.store import BUFFERS, ring_form
+from zero_fn.streamed.visits import sizes_of_visits
 from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
@@ -92,6 +93,7 @@ def footprint(optimizer: Optimizer) -> Footprint:
 def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
     found = Footprint()
     on_disk: dict[Tier, list[Chunk]] = {}
+    visiting: list[int] = []
     for (tier, device), chunks in rooms.items():
         nbytes = sum(chunk.nbytes for chunk in chunks)
         if isinstance(tier, Nvme):
@@ -102,6 +104,7 @@ def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
             found.states_nbytes += nbytes if tier is None else _slab_nbytes(nbytes)
         if is_accelerator(device.type):
             _add_visits(found, tier, parameters, chunks)
+        visiting += sizes_of_visits(chunks, parameters) if tier is not None else []
     for tier, chunks in on_disk.items():
         sizes = [whole_pages(chunk.nbytes) for chunk in chunks]
         count, size = ring_form(len(sizes), max(sizes))
@@ -111,6 +114,8 @@ def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
         kept = sum(sizes[:BUFFERS]) + sum(sizes[-BUFFERS:])
         found.read[tier] += sum(sizes) - min(kept // 2, sum(sizes))
     _add_parcels(found, parameters)
+    count, size = ring_form(len(visiting), max(visiting, default=0))
+    found.buffers_nbytes += count * size
     return found
 
 

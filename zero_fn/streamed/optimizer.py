@@ -51,12 +51,14 @@ from zero_fn.streamed.planned import BUFFER_NBYTES, Planned, Planner
 from zero_fn.streamed.stepped import Stepped
 from zero_fn.streamed.store import Ring, Store, store_of
 from zero_fn.streamed.trial import replaced
+from zero_fn.streamed.visits import Visits, ring_of_visits
 from zero_fn.streamed.waiting import Waiting
 from zero_fn.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 
 _STOCK = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.RMSprop, optim.Adadelta, optim.Adamax, optim.NAdam)
+_PASSING = (*(f"{kind} from their tier" for kind in KINDS), "what is on the device")
 _Prepared = tuple[dict[Tier | None, Store], list[Chunk], list[Tensor], list[Ring]]
 
 
@@ -154,7 +156,7 @@ class Streamed(Optimizer):
         self._is_backwards = False  # the direction of the next step
         self._known: list[Tensor] = []  # the parameters that chunks were made for, by number
         self._chunks: list[Chunk] = []
-        self._rings = [Ring(0, 0, "") for _ in KINDS]  # what rests in other tiers passes through them
+        self._rings = [Ring(0, 0, "") for _ in _PASSING]  # what is not where it is stepped passes through them
         self._begin("Moving the states of an optimizer")
         self._handed_over = HandedOver(inner)
 
@@ -201,9 +203,9 @@ class Streamed(Optimizer):
         where = " and ".join(map(str, self._stores.values()))
         if any(isinstance(tier, Cpu) for tier in self._stores) and all(c.device.type == "cpu" for c in self._chunks):
             where += ", the device's own: nothing is copied"
-        for kind, ring in zip(KINDS, self._rings, strict=True):
+        for kind, ring in zip(_PASSING, self._rings, strict=True):
             if ring.count:
-                where += f"; {kind} from their tier through {ring}"
+                where += f"; {kind} through {ring}"
         kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
         how += ", before the next forward" if self._waits else ""
         return f"Streamed ({kind}, {len(self._chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"
@@ -295,10 +297,10 @@ class Streamed(Optimizer):
 
     def _step_chunks(self) -> None:
         grads = {number: p.grad for number, p in enumerate(self._known) if p.grad is not None}
-        own, of_copies, of_gradients = self._rings
+        own, of_copies, of_gradients, of_visits = self._rings
         values, copies = Values(own, self._known), Copies(of_copies, self._known)
-        gradients = Gradients(of_gradients, self._known, grads)
-        stepped = Stepped(self.inner, self._known, grads, copies)
+        gradients, visits = Gradients(of_gradients, self._known, grads), Visits(of_visits, self._known, grads)
+        stepped = Stepped(self.inner, self._known, grads, copies, visits)
         chunks = [chunk for chunk in self._chunks if any(cut.piece.parameter in grads for cut in chunk.cuts)]
         for chunk in chunks:
             self._require_as_planned(chunk)
@@ -309,12 +311,13 @@ class Streamed(Optimizer):
         now = [chunk for chunk, waits in zip(chunks, can_wait, strict=True) if not waits]
         later = [(chunk, each) for chunk, each, waits in zip(chunks, records, can_wait, strict=True) if waits]
         try:
-            each_chunk([StoreLane(now), values, copies, gradients], now, stepped.step, backwards=self._is_backwards)
+            lanes: list[Lane[Chunk]] = [StoreLane(now), values, copies, gradients, visits]
+            each_chunk(lanes, now, stepped.step, backwards=self._is_backwards)
             self._is_backwards = not self._is_backwards
             if later:
                 waiting = [chunk for chunk, _ in later]
-                lanes: list[Lane[Chunk]] = [StoreLane(waiting), values, copies, gradients]
-                alone = Stepped(self.inner, self._known, grads, copies, notes=False)  # stock ones keep none
+                lanes = [StoreLane(waiting), values, copies, gradients, visits]
+                alone = Stepped(self.inner, self._known, grads, copies, visits, notes=False)  # stock ones keep none
                 self._waiting = Waiting(Pass(lanes, waiting, alone.step), [each for _, each in later], lanes[1:])
         except BaseException:
             if stepped.count:
@@ -444,7 +447,7 @@ class Streamed(Optimizer):
                     cut.keep(buffer, dict(pieces_of(states[parameter], parameter, cut)))
 
         each_chunk([StoreLane(filled)], filled, fill)
-        return stores, chunks, known, rings_for(known)
+        return stores, chunks, known, [*rings_for(known), ring_of_visits(chunks, known)]
 
     def _plan_for_new(self) -> None:
         """Makes room for parameters that were added to a group since."""
@@ -457,7 +460,7 @@ class Streamed(Optimizer):
         grow(self._chunks, planned, [*self._known, *new], self._planner)
         self._chunks += self._with_room(planned, self._stores)
         self._known += new
-        self._rings = rings_for(self._known)
+        self._rings = [*rings_for(self._known), ring_of_visits(self._chunks, self._known)]
         self._numels += [local_of(parameter).numel() for parameter in new]
         self._dtypes += [parameter.dtype for parameter in new]
 

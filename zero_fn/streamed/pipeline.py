@@ -45,7 +45,7 @@ V = TypeVar("V", contravariant=True)
 class Lane(Protocol[V]):
     """The way of one part of each chunk, in one pass."""
 
-    def fetch(self, chunk: V) -> tuple[Tensor, Transfer | None]:
+    def fetch(self, chunk: V) -> tuple[Tensor, Waited | None]:
         """Memory for the part, and what is bringing it there, if anything is. Called once for each chunk, in order.
 
         The memory of the chunk that came four before may be taken: it has been written back.
@@ -105,7 +105,7 @@ class Pass(Generic[C]):
         """
         self.done = 0
         self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
-        self._fetches: dict[int, list[tuple[Tensor, Transfer | None]]] = {}
+        self._fetches: dict[int, list[tuple[Tensor, Waited | None]]] = {}
         self._puts: dict[int, list[Waited | None]] = {}
 
     def fetch(self) -> None:

@@ -23,6 +23,7 @@ from zero_fn.streamed.one_pass import steps_in_one_pass
 from zero_fn.streamed.parcels import Copies
 from zero_fn.streamed.scratch import Scratch, begun, taken_over
 from zero_fn.streamed.trial import raw_step, replaced
+from zero_fn.streamed.visits import Visits
 
 __all__ = ["Stepped"]
 
@@ -40,6 +41,7 @@ class Stepped:
         known: Sequence[Tensor],
         grads: Mapping[int, Tensor],
         copies: Copies,
+        visits: Visits,
         *,
         notes: bool = True,
     ) -> None:
@@ -50,19 +52,21 @@ class Stepped:
             known: Its parameters, by number.
             grads: Their gradients, by the same numbers, of those that have one.
             copies: The lane of compute copies.
+            visits: The lane of what comes from an accelerator.
             notes: Whether the optimizer may keep something in its groups and attributes, which is taken over by `finish`.
         """
         self.count = 0
-        self._copies = copies
+        self._copies, self._visits = copies, visits
         self._inner, self._known, self._grads = inner, known, grads
         self._groups: list[dict[str, Any]] = inner.param_groups
         # What every chunk begins with, whatever is in the groups by then.
         self._begins: list[dict[str, Any]] = [{**group, **begun(group)} for group in self._groups]
         self._scratch = Scratch(inner) if notes else None
         self._after: dict[int, dict[str, Any]] = {}
-        self._laid: dict[int, Tensor] = {}
 
-    def step(self, chunk: Chunk, states: Tensor, parcel: Tensor, copy: Tensor, gradients: Tensor) -> None:
+    def step(
+        self, chunk: Chunk, states: Tensor, parcel: Tensor, copy: Tensor, gradients: Tensor, visiting: Tensor
+    ) -> None:
         """Steps the parameters of one chunk.
 
         Args:
@@ -71,6 +75,7 @@ class Stepped:
             parcel: Themselves, if they rest in another tier.
             copy: Room for compute copies of these, if there are any.
             gradients: Their gradients, if these do.
+            visiting: Those of both that are on an accelerator, while their states are not.
         """
         self.count += 1
         device = states.device  # [Note: where a step is computed]
@@ -79,16 +84,23 @@ class Stepped:
         groups: list[dict[str, Any]] = []
         pairs: list[tuple[Cut, nn.Parameter]] = []
         moved: list[tuple[Tensor, Tensor]] = []
-        rooms = self._copies.begin(chunk, copy)
+        rooms, visits = self._copies.begin(chunk, copy), self._visits.of(chunk, visiting)
         for number, cuts in groupby(chunk.cuts, key=lambda cut: cut.group):
             stand_ins = []
             for cut in cuts:
                 parameter = self._known[cut.piece.parameter]
                 if cut.piece.parameter not in self._grads:
                     continue
+                value, gradient = visits.get(cut, (None, None))
                 is_fetched = grads.numel() > 0 and isinstance(local_of(self._grads[cut.piece.parameter]), TierTensor)
-                resting = cut.of_parcel(values, parameter.dtype) if values.numel() else cut.of(local_of(parameter))
-                grad = cut.of_parcel(grads, parameter.dtype) if is_fetched else cut.of(self._grad(parameter, cut))
+                if values.numel():
+                    resting = cut.of_parcel(values, parameter.dtype)
+                else:
+                    resting = value.room if value is not None else cut.of(local_of(parameter))
+                if is_fetched:
+                    grad = cut.of_parcel(grads, parameter.dtype)
+                else:
+                    grad = gradient.room if gradient is not None else cut.of(self._visits.gradient(cut))
                 stand_in = cut.stand_in(parameter, resting.to(device), grad.to(device))
                 if resting.device != device:
                     moved.append((resting, stand_in))
@@ -123,16 +135,6 @@ class Stepped:
         self._scratch.finish()
         for number, after in self._after.items():
             taken_over(self._groups[number], after)
-
-    def _grad(self, parameter: Tensor, cut: Cut) -> Tensor:
-        grad, local = local_of(self._grads[cut.piece.parameter]), local_of(parameter)
-        if cut.piece.is_whole or grad.stride() == local.stride():
-            return grad
-        number = cut.piece.parameter
-        if number not in self._laid:  # the gradient lies in another order: once for all pieces
-            laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._laid = {number: laid.copy_(grad)}
-        return self._laid[number]
 
 
 def _sends(pairs: Sequence[tuple[Cut, nn.Parameter]], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:

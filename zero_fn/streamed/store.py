@@ -17,7 +17,13 @@ BUFFERS = 4  # one is computed in, one or two are being filled, one or two writt
 
 
 class Store(Protocol):
-    """Where chunks rest. Printed, it says how they get there."""
+    """Where chunks rest. Printed, it says how they get there.
+
+    Attributes:
+        is_on_host: Whether they are stepped on the host.
+    """
+
+    is_on_host: bool
 
     @property
     def buffers_nbytes(self) -> int:
@@ -63,6 +69,8 @@ def store_of(tier: Tier | None, what: str) -> Store:
 class _Device:
     """Chunks rest on the device of their parameters."""
 
+    is_on_host = False
+
     def __init__(self) -> None:
         self._chunks: list[Tensor] = []
         self.nbytes = self.buffers_nbytes = 0
@@ -95,6 +103,8 @@ NOWHERE: Store = _Device()
 
 class _Memory:
     """Chunks are stepped where they rest."""
+
+    is_on_host = True
 
     def __init__(self, tier: Cpu, what: str) -> None:
         self._tier, self._what = tier, what
@@ -154,6 +164,8 @@ class Ring(Buffers):
 
 class _Disk:
     """Chunks pass through a ring of buffers."""
+
+    is_on_host = True
 
     def __init__(self, tier: Nvme, what: str) -> None:
         self._within: dict[int, int] = {}  # by the address of a buffer, the place of the chunk that it holds
