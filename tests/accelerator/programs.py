@@ -366,10 +366,31 @@ def tiled(tier: Tier) -> None:
     require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 
 
+def require_away(model: nn.Module, tier: Tier) -> None:
+    """No parameter takes memory of the device."""
+    with torch.no_grad():
+        model(next(batches()))  # what was moved goes to its tier
+    held = zf.held(model)
+    assert (held.on_device, held.tiers.get(str(tier), 0) > 0) == (0, True), held
+
+
 @program
 def moved_there_with_its_tier(tier: Tier) -> None:
     model, plain = zf.offload(net().cpu(), params=tier).to(device.NAME), net()
-    model(next(batches()))  # its parameters go to their tier
+    require_away(model, tier)
+    require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+@program
+def moved_there_and_back(tier: Tier) -> None:
+    model, plain = zf.offload(net(), params=tier), net()
+    before = trained(model, zf.streamed(SGD(model.parameters(), lr=0.1), tier), batches(1))
+    assert before == trained(plain, SGD(plain.parameters(), lr=0.1), batches(1))
+    model, plain = model.cpu(), plain.cpu()
+    tokens = next(batches()).cpu()
+    assert torch.equal(model(tokens), plain(tokens))
+    model, plain = model.to(device.NAME), plain.to(device.NAME)
+    require_away(model, tier)
     require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
 
 
@@ -415,6 +436,7 @@ def made_on_meta(tier: Tier) -> None:
     with torch.device("meta"):
         model = Net()
     model, plain = zf.materialize(all_away(model, tier), device.NAME), net()
+    require_away(model, tier)
     plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
     require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 

@@ -101,7 +101,7 @@ def plan(
     """Predicts the bytes that this rank holds, sends, and moves from and to other tiers. Communicates nothing.
 
     Args:
-        module: A transformed module; on `meta` too.
+        module: A transformed module; on `meta` too, where the device is that of its mesh, and without one the CPU.
         optimizer: Over its parameters, so that the states that it makes and the buffers of a streamed one are counted. A
             stock one is taken to be streamed, `zf.streamed(optimizer)`, if any state of a parameter is in another tier.
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in

@@ -67,6 +67,8 @@ class Rest:
         own: dict[tuple[torch.dtype, torch.device, bool], list[Slot]] = {}
         away: dict[tuple[Shelved, torch.device], list[Slot]] = {}
         for slot, device in zip(unit.slots, devices, strict=True):
+            if not slot.along and device.type != "meta":
+                slot.set_device_type(device.type)
             slot.group = None
             is_cast = slot.compute_dtype != slot.dtype
             if slot.layout is not None or is_cast or slot.is_away:

@@ -211,17 +211,8 @@ class Slot:
         self.piece_numel = self.layout.shard_numel if self.layout is not None else -(-self.numel // self.size)
         sharded = tuple(levels[number] for number in self.cut.axes) if self.cut is not None else ()
         self.sharded = dict(zip((axis.name for axis in self.along), sharded, strict=False))
-        device_type = self.along[0].device_type if self.along else source.device.type
-        self.device_type = device_type
-        self.is_away = is_away(home.tiers.params, device_type)
         self.gradient_away: TierTensor | None = None
-        self.is_kept = not self.is_away and (not sharded or max(sharded) < Sharded.PARAMS)
-        self.is_hosted = (
-            self.sublayout is not None
-            and not self.is_away
-            and sharded[0] == Sharded.PARAMS
-            and sharded[1] < Sharded.PARAMS
-        )
+        self.set_device_type(self.along[0].device_type if self.along else source.device.type)
         self.keeps_whole_gradient = self.layout is None or max(sharded) == Sharded.OPTIMIZER
         self.is_reduced_at_once = self.layout is not None or self.size == 1
         self.is_in_order = self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
@@ -244,6 +235,20 @@ class Slot:
         self.flat: Tensor
         self.hosted: Tensor | None = None
         self.set_dtype(source.dtype)
+
+    def set_device_type(self, device_type: str) -> None:
+        """Fixes what computes with it, and everything that follows from it. Without an axis that may change: a model that was
+        made on `meta`, or is moved."""
+        levels = tuple(self.sharded.values())
+        self.device_type = device_type
+        self.is_away = is_away(self.home.tiers.params, device_type)
+        self.is_kept = not self.is_away and (not levels or max(levels) < Sharded.PARAMS)
+        self.is_hosted = (
+            self.sublayout is not None
+            and not self.is_away
+            and levels[0] == Sharded.PARAMS
+            and levels[1] < Sharded.PARAMS
+        )
 
     def set_dtype(self, dtype: torch.dtype) -> None:
         """Fixes the dtype at rest and everything that follows from it."""
