@@ -32,6 +32,7 @@ forms_of = st.lists(
 def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
     shelf = shelf_of(zf.nvme(path), "a test")
     (place,) = shelf.reserve([record_nbytes(forms)])
+    shelf.stage(record_nbytes(forms), torch.device("cpu"))
     borrow: Any = shelf.borrow
     shelf.borrow = lambda *what: borrow(*what).fill_(171)  # type: ignore[method-assign]
     return Record(shelf, forms, torch.device("cpu"), place), shelf
@@ -66,7 +67,7 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
         record.drop()
         assert all(torch.equal(record.tensor(n).clone(), value) for n, value in enumerate(expected))
     assert len(shelf._free) == (1 if record.nbytes else 0)
-    assert all(memory.numel() == record.nbytes for memory in shelf._free)
+    assert all(memory.numel() == record.nbytes for memory, _ in shelf._free)
 
 
 def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path) -> None:

@@ -242,7 +242,8 @@ def _reserve(step: Step, site: str) -> None:
         return
     failure: Exception | None = None
     try:
-        step.away.reserve(records)
+        device = next(slot.device_type for unit in step.live_units() for slot in unit.slots)
+        step.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
     found = tell(step.transport, step.assignment.axes, failure, site.partition(" ")[0]).failure(failure)

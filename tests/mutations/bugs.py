@@ -1387,8 +1387,8 @@ BUGS: tuple[Bug, ...] = (
         "staging-is-given-back-twice",
         "runtime/record.py",
         "giving memory back once",
-        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)\n        self._memory = None",
-        "        if self._memory is not None:\n            self.shelf.give_back(self._memory)",
+        "            self.shelf.give_back(self._memory, leaving)\n        self._memory = None",
+        "            self.shelf.give_back(self._memory, leaving)",
         _RECORD,
     ),
     Bug(
@@ -1889,6 +1889,22 @@ BUGS: tuple[Bug, ...] = (
         "that stepped parameters are back on the device when the step ends",
         "        return Copied(end) if end is not None else None\n",
         "        return None\n",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "staging-read-into-while-it-leaves",
+        "storage/shelf.py",
+        "that a staging is filled again once it has left for the device",
+        "                if left is not None:\n                    left.synchronize()\n                return",
+        "                return",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "gradients-written-before-they-came",
+        "runtime/record.py",
+        "that gradients are written to a disk once they have come from the device",
+        "        if not self._arriving:\n            self.continue_writing()\n",
+        "        arriving, self._arriving = self._arriving, []\n        self.continue_writing()\n        self._arriving = arriving\n",
         "tests/test_accelerator.py",
     ),
 )

@@ -11,7 +11,7 @@ With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of o
 In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n.
 
 What rests in another tier takes no memory of the device. It takes its bytes there, in whole pages for each unit, and for each
-kind (parameters, gradients) and tier a staging of host memory, as large as the largest unit.
+kind (parameters, gradients) and disk a staging of host memory, as large as the largest unit; beside an accelerator two.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 """
@@ -25,7 +25,7 @@ from zero_fn.held import Held
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.record import record_nbytes
 from zero_fn.runtime.unit import Unit
-from zero_fn.storage import STAGINGS
+from zero_fn.storage import stagings_for
 from zero_fn.tiers import Cpu
 
 __all__ = ["at_rest"]
@@ -59,7 +59,6 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
                 optimizer += states - away
                 if away:
                     tiers[str(slot.home.tiers.optim)] += away
-    buffers = sum(
-        nbytes * (STAGINGS if not isinstance(tier, Cpu) else 0) for (_, tier), nbytes in largest.items()
-    )  # fmt: skip
+    stagings = stagings_for(next((slot.device_type for unit in units for slot in unit.slots), "cpu"))
+    buffers = sum(nbytes * stagings for (_, tier), nbytes in largest.items() if not isinstance(tier, Cpu))
     return Held(parameters, gradients, optimizer, buffers, dict(tiers))

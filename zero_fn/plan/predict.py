@@ -137,7 +137,7 @@ def plan(
         there, back = there + to_device, back + from_device
     sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
-        next((slot.device_type for unit in units for slot in unit.slots), "cpu"),
+        next((slot.device_type for unit in units for slot in unit.slots if slot.device_type != "meta"), "cpu"),
         _with_states(held, states),
         _padding(units),
         sent.total(),

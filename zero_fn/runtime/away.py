@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record, record_nbytes
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Shelf, shelf_of
+from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.tiers import Tier
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Away:
         self._transport, self._assignment = transport, assignment
         self._shelves: dict[Shelved, Shelf] = {}
         self._reserved: dict[Shelved, list[int]] = {}
-        self._writing: Record | None = None
+        self._writing: deque[Record] = deque()
         self._failure: StorageError | None = None
 
     def shelf(self, what: Shelved) -> Shelf:
@@ -59,20 +60,23 @@ class Away:
         """All of them, with what they hold."""
         return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
 
-    def reserve(self, records: dict[Shelved, list[list[Form]]]) -> None:
-        """Makes room for records that will be laid out, in this order.
+    def reserve(self, records: dict[Shelved, list[list[Form]]], device: torch.device) -> None:
+        """Makes room for records that will be laid out, in this order, for a device.
 
         Raises:
             TierError: A tier, or the memory for stagings, is too small.
             StorageError: The path takes no files.
         """
         for what, forms in records.items():
-            self._reserved[what] = self.shelf(what).reserve([record_nbytes(each) for each in forms])
+            sizes = [record_nbytes(each) for each in forms]
+            self._reserved[what] = self.shelf(what).reserve(sizes)
+            self.shelf(what).stage(max(sizes), device)
 
-    def place_for(self, what: Shelved, forms: list[Form]) -> int:
+    def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
         """The place of the next record: one that was reserved, or another."""
-        reserved = self._reserved.get(what)
-        return reserved.pop(0) if reserved else self.shelf(what).reserve([record_nbytes(forms)])[0]
+        nbytes, reserved = record_nbytes(forms), self._reserved.get(what)
+        self.shelf(what).stage(nbytes, device)
+        return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
     def settle(self, slot: Slot, grad: Tensor) -> None:
         """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
@@ -82,13 +86,16 @@ class Away:
             self._failure = self._failure or error
 
     def put_gradients(self, unit: Unit) -> None:
-        """Begins to write gradients that rest in another tier, one unit at a time."""
+        """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
+        come to the host while those of the one before are written."""
         if not unit.rest.gradient_records:
             return
         for record, (values, computed) in _take_gradients(unit).items():
             with self._failing_at_the_end():
-                self._finish_writing()
-                self._writing = record
+                for other in self._writing:
+                    other.continue_writing()
+                self._finish_writing(down_to=stagings_for(record.device.type) - 1)
+                self._writing.append(record)
                 record.begin_writing(values, computed)
 
     def finish_gradients(self, units: list[Unit]) -> None:
@@ -101,15 +108,15 @@ class Away:
             return
         with self._failing_at_the_end():
             self._finish_writing()
-        self._writing, failure = None, self._failure
-        self._failure = None
+        self._writing.clear()
+        failure, self._failure = self._failure, None
         found = tell(self._transport, self._assignment.axes, failure, "Writing gradients").failure(failure)
         if found is not None:
             raise found
 
-    def _finish_writing(self) -> None:
-        if self._writing is not None:
-            self._writing.finish_writing()
+    def _finish_writing(self, *, down_to: int = 0) -> None:
+        while len(self._writing) > down_to:
+            self._writing.popleft().finish_writing()
 
     @contextmanager
     def _failing_at_the_end(self) -> Iterator[None]:

@@ -175,7 +175,7 @@ class Gathered:
         values: list[Tensor] = []
         for place, record, number in self._away:
             found = record.read.values(number)
-            if place.device.type == "cpu" or not record.is_addressable:
+            if place.device.type == "cpu":
                 places.append(place)
                 values.append(found)
             else:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import StorageError
 from zero_fn.runtime.arriving import Arriving
-from zero_fn.runtime.tier_tensor import TierTensor, on_host
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
@@ -100,6 +100,21 @@ def record_nbytes(forms: Sequence[Form]) -> int:
     return sum(parcel.nbytes for parcel in parcels_of(forms))
 
 
+@dataclass(slots=True)
+class _Behind:
+    """What is being written behind whoever gave it.
+
+    Attributes:
+        memory: Of the whole record.
+        parcels: Those that are still to be written.
+        transfers: Of the others.
+    """
+
+    memory: Tensor
+    parcels: list[Parcel] = field(default_factory=list)
+    transfers: list[Transfer | None] = field(default_factory=list)
+
+
 class Record:
     """The tensors of a unit in a tier.
 
@@ -137,8 +152,8 @@ class Record:
                 self._of[piece.parameter].append(parcel)
         self._memory: Tensor | None = None  # of all of it, while it is fetched
         self._transfers: list[Transfer] = []
-        self._behind: tuple[Tensor, list[Transfer | None]] | None = None  # memory that is being written
-        self._arriving: list[Arriving] = []
+        self._behind: _Behind | None = None
+        self._arriving: list[Arriving] = []  # in that memory
         self._leaving: torch.Event | None = None  # the last copy of its memory to the device
         self._is_held = False
         self._dirty: set[int] = set()  # parcels, by their start, that were changed in held memory
@@ -237,19 +252,33 @@ class Record:
         if not parcels:
             return
         memory = self.shelf.borrow(self._place, self.nbytes)
-        transfers: list[Transfer | None] = []
-        self._behind = memory, transfers
+        self._behind = behind = _Behind(memory)
         partly = [p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]
         wait_all(list(self._reads(partly, memory, 0)))
         for number, value in values.items():
             place, dtype = self._view(memory, 0, number), (computed or {}).get(number, value.dtype)
-            if value.device.type != "cpu" and self.is_addressable:
+            if value.device.type != "cpu":
                 self._arriving.append(Arriving(place, value, dtype))
             else:
-                place.copy_(on_host(value, dtype))
-        for parcel in parcels:
-            part = memory[parcel.start : parcel.start + parcel.nbytes]
-            transfers.append(self._written(parcel, part))
+                place.copy_(value)
+        behind.parcels = parcels
+        if not self._arriving:
+            self.continue_writing()
+
+    def continue_writing(self) -> None:
+        """Waits until what `begin_writing` was given on the device is on the host, and begins to write it.
+
+        Raises:
+            StorageError: The tier takes nothing.
+        """
+        arriving, self._arriving = self._arriving, []
+        for each in arriving:
+            each.finish()
+        behind = self._behind
+        while behind is not None and behind.parcels:
+            parcel = behind.parcels.pop(0)
+            part = behind.memory[parcel.start : parcel.start + parcel.nbytes]
+            behind.transfers.append(self._written(parcel, part))
 
     def finish_writing(self) -> None:
         """Waits for what `begin_writing` began.
@@ -257,15 +286,16 @@ class Record:
         Raises:
             StorageError: It failed.
         """
-        arriving, self._arriving = self._arriving, []
-        for each in arriving:
-            each.finish()
-        behind, self._behind = self._behind, None
-        if behind is not None:
+        if self._behind is None:
+            return
+        try:
+            self.continue_writing()
+        finally:
+            behind, self._behind = self._behind, None
             try:
-                wait_all(behind[1])
+                wait_all(behind.transfers)
             finally:
-                self.shelf.give_back(behind[0])
+                self.shelf.give_back(behind.memory)
 
     def values(self, number: int) -> Tensor:
         """A tensor that has arrived, flat, in memory of the host."""
@@ -280,8 +310,11 @@ class Record:
             with suppress(StorageError):
                 transfer.wait()
         self._transfers = []
-        if self._memory is not None:
+        if self._memory is not None and self.is_addressable:
             self.shelf.give_back(self._memory)
+        elif self._memory is not None:  # memory for others
+            leaving, self._leaving = self._leaving, None
+            self.shelf.give_back(self._memory, leaving)
         self._memory = None
 
     @contextmanager

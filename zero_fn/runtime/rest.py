@@ -192,6 +192,6 @@ def _record_for(
     record = next((each for each in known if each.is_for(what[1], forms, device)), None)
     if record is None:
         away = unit.step.away
-        record = record_type(away.shelf(what), forms, device, away.place_for(what, forms))
+        record = record_type(away.shelf(what), forms, device, away.place_for(what, forms, device))
         record.owner = weakref.ref(unit)
     return record

@@ -18,13 +18,12 @@ from zero_fn.storage.buffers import Buffers
 from zero_fn.storage.carrier import Carrier, chosen_carrier
 from zero_fn.storage.lot import Lot
 from zero_fn.storage.memory import available
-from zero_fn.storage.shelf import STAGINGS, Shelf, shelf_of
+from zero_fn.storage.shelf import Shelf, shelf_of, stagings_for
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
 from zero_fn.storage.spill import Spill, Transfer, Waited, wait_all
 
 __all__ = [
     "PAGE_NBYTES",
-    "STAGINGS",
     "Buffers",
     "Carrier",
     "Lot",
@@ -36,6 +35,7 @@ __all__ = [
     "available",
     "chosen_carrier",
     "shelf_of",
+    "stagings_for",
     "wait_all",
     "whole_pages",
 ]

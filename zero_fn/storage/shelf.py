@@ -1,10 +1,11 @@
 """Room on a tier for the tensors of one module, and the host memory they pass through.
 
-    disk        ranges of one unnamed file; a staging buffer, as large as the largest range that is read at once
+    disk        ranges of one unnamed file; staging buffers, as large as the largest range that is read at once
     host        ranges of one slab, of which fetched ranges are views
 
-One staging is enough: a schedule fetches the next unit once the one before has left for its gathered buffer. Whoever needs
-another, out of schedule, gets memory that is freed again.
+One staging is enough on a CPU: a schedule fetches the next unit once the one before has left for its gathered buffer. Beside
+an accelerator that one is still on its way then, and there are two. Whoever needs another, out of schedule, gets memory that
+is freed again.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from zero_fn.storage.buffers import Buffers
 from zero_fn.storage.carrier import chosen_carrier
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.spill import Spill, Transfer
-from zero_fn.tiers import Cpu, Nvme, Tier
+from zero_fn.tiers import Cpu, Nvme, Tier, is_accelerator
 
-__all__ = ["STAGINGS", "Shelf", "shelf_of"]
+__all__ = ["Shelf", "shelf_of", "stagings_for"]
 
-STAGINGS = 1
+
+def stagings_for(device_type: str) -> int:
+    """How many stagings a disk has on the way to a device."""
+    return 2 if is_accelerator(device_type) else 1
 
 
 class Shelf(Protocol):
@@ -42,14 +47,22 @@ class Shelf(Protocol):
         """Makes room for ranges of these sizes in bytes, and returns their places.
 
         Raises:
-            TierError: The tier, or the memory for a staging, is too small. Nothing was taken.
+            TierError: The tier is too small. Nothing was taken.
+        """
+
+    def stage(self, nbytes: int, device: torch.device) -> None:
+        """Makes stagings for ranges of so many bytes that are on their way to a device, unless there are such.
+
+        Raises:
+            TierError: There is not so much memory.
         """
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         """Memory for a range, uint8, until it is given back."""
 
-    def give_back(self, memory: Tensor) -> None:
-        """The memory that `borrow` gave is no longer needed; nothing is under way in it."""
+    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
+        """The memory that `borrow` gave is no longer needed once a copy from it to the device has ended, if there is one;
+        nothing else is under way in it."""
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         """Begins to fill memory with a range; None if it is there."""
@@ -95,7 +108,10 @@ class _Host:
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
-    def give_back(self, memory: Tensor) -> None:
+    def stage(self, nbytes: int, device: torch.device) -> None:
+        pass
+
+    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
         pass
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
@@ -113,7 +129,7 @@ class _Disk:
         self._what = what
         self._spill = Spill(tier, what, chosen_carrier())
         self._stagings = Buffers()
-        self._free: list[Tensor] = []
+        self._free: list[tuple[Tensor, torch.Event | None]] = []  # with the end of a copy from it
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
@@ -133,23 +149,41 @@ class _Disk:
         for nbytes in pages:
             places.append(offset)
             offset += nbytes
-        largest = max(pages, default=0)
-        if largest > self._stagings.size:
-            self._stagings = Buffers(STAGINGS, largest, f"stagings of {self._what}")
-            self._free = list(self._stagings.views)
         return places
+
+    def stage(self, nbytes: int, device: torch.device) -> None:
+        count, size = stagings_for(device.type), whole_pages(nbytes)
+        if count > self._stagings.count or size > self._stagings.size:
+            self._await_left()
+            self._stagings = Buffers(
+                max(count, self._stagings.count), max(size, self._stagings.size), f"stagings of {self._what}"
+            )
+            self._free = [(view, None) for view in self._stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         with self._lock:
             if self._free and nbytes <= self._stagings.size:
-                return self._free.pop()[:nbytes]
+                memory, left = self._free.pop(0)  # the one that was given back first
+                if left is not None:
+                    left.synchronize()
+                return memory[:nbytes]
         return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
 
-    def give_back(self, memory: Tensor) -> None:
+    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
         with self._lock:
             number = self._stagings.number_of(memory)
-            if number is not None:  # else memory out of schedule, or of stagings that were too small
-                self._free.append(self._stagings.views[number])
+            if number is not None:
+                self._free.append((self._stagings.views[number], left))
+            elif left is not None:  # memory out of schedule, or of stagings that were too small
+                left.synchronize()
+
+    def __del__(self) -> None:
+        self._await_left()
+
+    def _await_left(self) -> None:
+        for _, left in self._free:
+            if left is not None:
+                left.synchronize()
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         return self._spill.read(place, memory)
