@@ -154,7 +154,7 @@ def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
-_PART_NUMEL = 1 << 18  # parts stay near the processor; below, calls cost more than that saves
+_PART_NUMEL = 1 << 19  # parts stay near the processor; below, calls cost more than that saves
 _SHARED_PART_NUMEL = 1 << 20  # with several threads smaller ones wait too often for all of them
 
 
