@@ -23,6 +23,7 @@ from tests.models import Language
 from tests.seeds import seed_generator
 from tests.simulation import axis
 from zero_fn.mesh import root_of
+from zero_fn.tiers import Tier, is_accelerator
 
 __all__ = ["Placed", "own", "places", "programs", "trained"]
 
@@ -72,12 +73,20 @@ class Placed:
 
 
 class Training:
-    """A model and its optimizer; in memory if no path is given."""
+    """A model and its optimizer; in memory if no path is given.
+
+    Attributes:
+        device_type: Where it computes.
+        axis: The axis of its stages, as a function.
+    """
+
+    device_type = "cpu"
+    axis: Callable[[], DeviceMesh] = staticmethod(axis)
 
     def __init__(self, placed: Placed, path: str | None) -> None:
         seed_generator(0)
         self.placed, self.path = placed, path
-        model: nn.Module = Language(blocks=4)
+        model: nn.Module = Language(blocks=4).to(self.device_type)
         if placed.is_tiled:
             model = zf.tile(model, where="*.up.weight", parts=3)
         self.model: Any = self._transformed(model)
@@ -87,9 +96,12 @@ class Training:
 
     def _transformed(self, model: nn.Module) -> nn.Module:
         placed = self.placed
-        tiers: dict[str, Any] = {name: zf.nvme(self.path) for name in placed.states} if self.path else {}
-        if placed.stage == "plain" and placed.outer is None and not tiers:
-            tiers = {"params": zf.cpu()}  # where they are, so that all sums have the order of a transform
+        tiers: dict[str, Any] = {name: self.tier(self.path) for name in placed.states} if self.path else {}
+        stage, is_plain = placed.stage, placed.stage == "plain" and placed.outer is None
+        if is_plain and not tiers and is_accelerator(self.device_type):
+            stage = "replicate"  # so that all sums have the order of a transform
+        elif is_plain and not tiers:
+            tiers = {"params": zf.cpu()}  # where they are, for the same
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
         outer = placed.outer
@@ -99,8 +111,8 @@ class Training:
             return STAGES[stage](module, mesh, **options)
 
         transforms: list[Callable[[nn.Module], nn.Module]] = [
-            lambda m: m if placed.stage == "plain" else staged(m, placed.stage, axis()),
-            lambda m: m if outer is None else staged(m, outer, root_of(axis())["outer"]),
+            lambda m: m if stage == "plain" else staged(m, stage, self.axis()),
+            lambda m: m if outer is None else staged(m, outer, root_of(self.axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
             lambda m: m if placed.compute is None else zf.precision(m, compute=placed.compute),
         ]
@@ -108,11 +120,18 @@ class Training:
             model = transform(model)
         if placed.recomputes == "no":
             return model
-        parked = zf.nvme(self.path) if self.path and placed.recomputes == "parked" else None
+        parked = self.tier(self.path) if self.path and placed.recomputes == "parked" else None
         return zf.checkpoint_activations(model, units="blocks.?", offload=parked)
+
+    def tier(self, path: str) -> Tier:
+        """Where states rest: on a disk, and of an accelerator on the host, too."""
+        is_host = is_accelerator(self.device_type) and self.placed.tier == "cpu"
+        return zf.cpu(pinned=False) if is_host else zf.nvme(path)
 
     def made_optimizer(self) -> Any:
         optimizer = OPTIMIZERS[self.placed.optimizer](self._groups())
+        if is_accelerator(self.device_type):
+            optimizer.param_groups = [{**group, "foreach": False} for group in optimizer.param_groups]  # as on the host
         if self.path is None:
             return optimizer
         how: dict[str, Any] = {"buffer": self.placed.buffer, "finish": self.placed.finish}
@@ -142,7 +161,8 @@ class Training:
 
     def loss(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-        loss: Tensor = self.model(torch.randint(37, (2, 5), generator=generator)).float().logsumexp(-1).mean()
+        tokens = torch.randint(37, (2, 5), generator=generator).to(self.device_type)
+        loss: Tensor = self.model(tokens).float().logsumexp(-1).mean()
         return loss
 
     def holds(self) -> Iterator[Tensor]:
@@ -155,7 +175,7 @@ class Training:
 
 def own(tensor: Tensor) -> Tensor:
     """A copy of what this rank has of it."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().clone().cpu()
 
 
 def backward_of(loss: Tensor) -> None:
@@ -390,22 +410,23 @@ def stream_what_has_stepped(training: Training, _: int) -> None:
     states = training.optimizer.state_dict()
     if training.placed.groups != "late":
         stock = OPTIMIZERS[training.placed.optimizer](training._groups())
-        stock.load_state_dict(states)
+        stock.load_state_dict(states)  # with the way of its arithmetic
         if training.path is not None:
-            stock = zf.streamed(stock, zf.nvme(training.path), buffer="1MiB")
+            stock = zf.streamed(stock, training.tier(training.path), buffer="1MiB")
         training.optimizer = stock
 
 
 @action
 def add_a_group(training: Training, _: int) -> None:
     if training.placed.groups == "late" and len(training.optimizer.param_groups) == 1:
-        training.optimizer.add_param_group({"params": training.of(PARTS.index(LATE)), "lr": 0.03})
+        way = training.optimizer.param_groups[0]["foreach"]
+        training.optimizer.add_param_group({"params": training.of(PARTS.index(LATE)), "lr": 0.03, "foreach": way})
 
 
 @action
 def evict(training: Training, _: int) -> None:
     if training.path is not None:
-        zf.evict(training.model, training.optimizer, to=zf.nvme(training.path)).restore()
+        zf.evict(training.model, training.optimizer, to=training.tier(training.path)).restore()
 
 
 def trained(placed: Placed, program: list[tuple[str, int]], path: str | None) -> list[list[Tensor]]:

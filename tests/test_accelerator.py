@@ -13,8 +13,10 @@ import pytest
 from tests.accelerator import device
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
+from tests.profiles import PROFILE
 
 ROOT = Path(__file__).parents[1]
+EXAMPLES = {"dev": 20, "ci": 500}.get(PROFILE, 5_000)
 
 
 def begun(program: str, *arguments: object) -> subprocess.Popen[str]:
@@ -22,14 +24,13 @@ def begun(program: str, *arguments: object) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def said(process: subprocess.Popen[str]) -> dict[str, Any]:
+def said(process: subprocess.Popen[str]) -> Any:
     try:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=240 + EXAMPLES)
     finally:
         process.kill()
     assert process.returncode == 0, err[-3000:]
-    found: dict[str, Any] = json.loads(out)
-    return found
+    return json.loads(out)
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
@@ -44,3 +45,9 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     assert {name: found for name, found in alone.items() if found != "right"} == {}
     for found in map(said, [begun("ranks", library, tmp_path, rank) for rank in range(2)]):
         assert found == dict.fromkeys(CASES, "right")
+    for size in (1, 2):
+        folder = tmp_path / str(size)
+        folder.mkdir()
+        command = "random_programs", library, folder, EXAMPLES // size, 0, size
+        for found in map(said, [begun(*command, rank) for rank in range(size)]):
+            assert found == "right"

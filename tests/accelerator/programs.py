@@ -11,10 +11,14 @@ import copy
 import io
 import json
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +27,11 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
+from zero_fn.runtime import passes
 from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parking
+from zero_fn.storage import Transfer
 from zero_fn.tiers import Cpu, Tier
 
 __all__ = ["PROGRAMS"]
@@ -332,6 +338,53 @@ def copies_go_on_while_the_device_computes(tier: Tier) -> None:
     model(next(batches())).float().square().mean().backward()
     assert all(seen["forward"]), seen
     assert all(seen["backward"]), seen
+
+
+@program
+def a_backward_that_raises(tier: Tier) -> None:
+    """Autograd runs it in a thread of the device, and lets go of it there, at any moment after the program goes on: here as
+    late as can be, in the midst of something else."""
+
+    class Deliberate(Exception):
+        pass
+
+    def fail(_: Tensor) -> None:
+        raise Deliberate
+
+    held: list[Callable[[], None]] = []
+
+    def queued(callback: Callable[[], None]) -> None:
+        held.append(callback)
+        own.queue_callback(lambda: held[-1]())
+
+    def let_go() -> None:
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+
+    def waited(transfer: Transfer) -> None:
+        let_go()
+        own_wait(transfer)
+
+    own, own_wait = passes.Variable._execution_engine, Transfer.wait
+    model, plain = zf.offload(net(), params=tier), net()
+    tokens = next(batches())
+    for _ in range(3):
+        handle = model.blocks[1].register_forward_hook(lambda _module, _args, out: out.register_hook(fail) and None)
+        engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queued))
+        with patch.object(passes, "Variable", engine), suppress(Deliberate):
+            model(tokens).square().mean().backward()
+        handle.remove()
+        model.zero_grad()  # of units that backward was done with
+        plain.zero_grad()
+        with patch.object(Transfer, "wait", waited), zf.unsharded(model, writeback=True), torch.no_grad():
+            let_go()
+            model.blocks[2][1].weight.mul_(0.5)
+            plain.blocks[2][1].weight.mul_(0.5)
+        model(tokens).square().mean().backward()
+        plain(tokens).square().mean().backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad.cpu(), other.grad.cpu())
 
 
 @program

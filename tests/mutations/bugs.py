@@ -1907,4 +1907,28 @@ BUGS: tuple[Bug, ...] = (
         "        behind = self._behind",
         "tests/test_accelerator.py",
     ),
+    Bug(
+        "recovery-in-a-thread-of-the-engine",
+        "runtime/passes.py",
+        "that what a backward has left is recovered by the thread that called it",
+        "if step is not None and get_ident() == self._caller:",
+        "if step is not None:",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "backward-runs-on-for-ever",
+        "runtime/passes.py",
+        "that a backward has ended once it has returned, whatever the engine still holds",
+        "        return not has_returned\n",
+        "        return True\n",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
+        "visits-without-room",
+        "streamed/visits.py",
+        "that a gradient that was to be in a tier has no room in a buffer",
+        "            grad_comes = grad_comes and _is_on_device(grad)",
+        "            grad_comes = _is_on_device(grad)",
+        "tests/test_accelerator.py",
+    ),
 )

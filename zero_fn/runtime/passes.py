@@ -1,12 +1,20 @@
-"""One forward or backward pass: where it is in its schedule."""
+"""One forward or backward pass: where it is in its schedule.
+
+[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the one that called it waits.
+If it raises, that one goes on at once, and the engine lets go of the backward a little later, in its own thread. So nothing
+is recovered there, beside whatever the program does by then, but names: whoever called the backward, and is not in it any
+more, knows that it has ended, and recovers before anything else.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import TYPE_CHECKING
 
+import torch
 from torch.autograd import Variable
 
 from zero_fn.runtime.uncompiled import uncompiled
@@ -34,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script"]
 
 REDUCTIONS_UNDER_WAY = 1
+_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class ForwardPass:
@@ -199,24 +208,33 @@ class BackwardPass:
         self._arrived: set[Use] = set()
         self._entered_to = self._reached_to = -1  # the last event that enters one of them; that backward itself came to
         self._callback: weakref.ref[_EndOfBackward] | None = None
+        self._thread = self._caller = 0  # that it runs in, and of whoever called it
 
     def register(self, step: Step) -> None:
         """Asks the engine to call back when the running backward has ended."""
         callback = _EndOfBackward(step, self)
         owner = weakref.ref(step)
+        self._thread, self._caller = get_ident(), step.caller
 
         def on_death(_: object) -> None:
             step = owner()
-            if step is not None:
+            if step is not None and get_ident() == self._caller:
                 step.give_up(self)
+            elif step is not None:  # [Note: threads of the engine]
+                step.show_resting(self)
 
         self._callback = weakref.ref(callback, on_death)
         Variable._execution_engine.queue_callback(callback)
 
     @property
     def is_alive(self) -> bool:
-        """Whether the engine still holds the callback; it drops it when a backward raises."""
-        return self._callback is not None and self._callback() is not None
+        """Whether it may still be running. The engine drops the callback when a backward raises, at the latest."""
+        if self._callback is None or self._callback() is None:
+            return False
+        has_returned = (
+            get_ident() == self._caller != self._thread and _graph_task() == -1
+        )  # [Note: threads of the engine]
+        return not has_returned
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""

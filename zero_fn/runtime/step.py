@@ -23,6 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from math import prod
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
@@ -81,6 +82,7 @@ class Step:
         units: Weak references to its units, by index.
         away: What of it rests in other tiers.
         accumulating: Depth of open `accumulate` blocks.
+        caller: The thread that has begun the last forward; it calls the backward, too.
         has_agreed: Whether ranks compared layouts and values, since the transform or since values were loaded.
     """
 
@@ -89,7 +91,7 @@ class Step:
         self.units: list[Callable[[], Unit | None]] = []
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.buffers = Buffers(transport, prod(axis.size for axis in axes))
-        self.accumulating = 0
+        self.accumulating = self.caller = 0
         self.away = Away(transport, assignment)
         self.has_agreed = False
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
@@ -103,6 +105,7 @@ class Step:
         self._left: list[Unit] = []  # by nested backwards, still to be resharded
         self._control = Control(transport, assignment)
         self._settling = Settling(self.away, self._control)
+        self._recovering = Lock()  # [Note: threads of the engine]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Step:
         twin = Step(self.transport, self.assignment, depth=self.depth)
@@ -202,6 +205,7 @@ class Step:
             Whether other tensors stand in for some parameters.
         """
         self._recover()
+        self.caller = get_ident()
         is_swapped, present = False, 0
         for other in self.live_units():
             if other.is_gone:
@@ -362,6 +366,13 @@ class Step:
         """
         if self._backward is backward:
             self._recover()
+
+    def show_resting(self, backward: BackwardPass) -> None:
+        """Lets names show resting parameters again after a backward that raised, unless it was recovered meanwhile."""
+        with self._recovering:
+            if self._backward is backward:
+                for unit in self.live_units():
+                    unit.hide_gathered()
 
     def _open_backward(self) -> BackwardPass | None:
         if current_graph_task() == -1:
@@ -570,7 +581,8 @@ class Step:
                 if type(action) is not Settle:  # which calls hooks of the user
                     self._run(action)
         finally:
-            self._backward = None
+            with self._recovering:
+                self._backward = None
         for _, reduction in backward.reductions:
             reduction.wait()
         self._settling.drop()

@@ -538,6 +538,11 @@ class Unit:
         else:
             self._names.hide()
 
+    def hide_gathered(self) -> None:
+        """Lets modules see resting parameters, whatever backward has shown them."""
+        if self.backward_entry is not None:
+            self._names.hide()
+
     @property
     def requires_grad(self) -> bool:
         """Whether any parameter of the unit is trained."""

@@ -42,10 +42,14 @@ def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
     total = 0
     for cut in chunk.cuts:
         parameter = parameters[cut.piece.parameter]
-        slot = slot_of(parameter)
-        both = (slot is None or not slot.is_away) + (slot is None or not slot.is_gradient_away)
-        total += both * _room_nbytes(cut, parameter)
+        total += sum(_visiting(parameter)) * _room_nbytes(cut, parameter)
     return total
+
+
+def _visiting(parameter: Tensor) -> tuple[bool, bool]:
+    """Whether there is room for visits of a parameter, and of its gradient: if they do not rest in a tier."""
+    slot = slot_of(parameter)
+    return slot is None or not slot.is_away, slot is None or not slot.is_gradient_away
 
 
 def sizes_of_visits(chunks: Iterable[Chunk], parameters: Sequence[Tensor]) -> list[int]:
@@ -132,11 +136,13 @@ class Visits:
             if cut.piece.parameter not in self._grads or not cut.piece.numel:
                 continue
             parameter, grad = self._known[cut.piece.parameter], local_of(self._grads[cut.piece.parameter])
-            # A gradient of a larger dtype than its parameter's has no room: the step copies it.
-            grad_comes = _is_on_device(grad) and grad.itemsize <= parameter.itemsize
+            comes, grad_comes = _visiting(parameter)
+            comes = comes and _is_on_device(local_of(parameter))
+            # One of a larger dtype than its parameter's has no room, nor one that was to be in a tier: the step copies it.
+            grad_comes = grad_comes and _is_on_device(grad) and grad.itemsize <= parameter.itemsize
             visits: list[Visit | None] = []
             for there in (
-                cut.of(local_of(parameter)) if _is_on_device(local_of(parameter)) else None,
+                cut.of(local_of(parameter)) if comes else None,
                 cut.of(self.gradient(cut)) if grad_comes else None,
             ):
                 if there is None:
