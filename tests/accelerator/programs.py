@@ -369,7 +369,7 @@ def a_backward_that_raises(tier: Tier) -> None:
     own, own_wait = passes.Variable._execution_engine, Transfer.wait
     model, plain = zf.offload(net(), params=tier), net()
     tokens = next(batches())
-    for _ in range(3):
+    for number in range(3):
         handle = model.blocks[1].register_forward_hook(lambda _module, _args, out: out.register_hook(fail) and None)
         engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queued))
         with patch.object(passes, "Variable", engine), suppress(Deliberate):
@@ -377,6 +377,13 @@ def a_backward_that_raises(tier: Tier) -> None:
         handle.remove()
         model.zero_grad()  # of units that backward was done with
         plain.zero_grad()
+        if number == 0:  # with names, and no more, in the thread of the engine
+            entered = [unit for unit in units_of(model) if unit.backward_entry is not None]
+            modules = [module for unit in entered for module in unit.modules()]
+            assert any("weight" in vars(module) for module in modules)
+            let_go()
+            assert all(unit.backward_entry is not None for unit in entered)
+            assert not any("weight" in vars(module) for module in modules)
         with patch.object(Transfer, "wait", waited), zf.unsharded(model, writeback=True), torch.no_grad():
             let_go()
             model.blocks[2][1].weight.mul_(0.5)
