@@ -6,6 +6,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ def resident_nbytes() -> int:
     match = re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) * 1024
+
+
+def is_mapped(address: int) -> bool:
+    ranges = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
 
 
 def test_a_slab_is_whole_pages_and_no_more() -> None:
@@ -107,3 +113,34 @@ def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pyte
     assert not slab.is_pinned
     slab.memory.fill_(1)
     assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
+
+
+@pytest.mark.parametrize("has_cupy", [False, True])
+def test_memory_is_pinned_by_cupy_or_by_torch_until_it_goes(monkeypatch: pytest.MonkeyPatch, has_cupy: bool) -> None:
+    """No accelerator here: what is asked of a runtime, and that it is told before the memory goes."""
+    calls: list[tuple[str, int, int]] = []
+
+    def register(address: int, nbytes: int, flags: int) -> int:
+        calls.append(("pinned", address, nbytes))
+        return flags
+
+    def unregister(address: int) -> int:
+        calls.append(("let go", address, is_mapped(address)))
+        return 0
+
+    runtime = SimpleNamespace(hostRegister=register, hostUnregister=unregister)
+    found = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name if has_cupy else None)
+    if has_cupy:
+        monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))  # type: ignore[arg-type]
+        found.cudaHostRegister = None
+    slab = Slab(2 * PAGE_NBYTES, cpu(), "states")
+    address, memory = slab.address, slab.memory
+    assert slab.is_pinned
+    del slab
+    assert calls == [("pinned", address, 2 * PAGE_NBYTES)]
+    del memory
+    assert calls[1:] == [("let go", address, True)]
+    assert not is_mapped(address)

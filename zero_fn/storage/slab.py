@@ -10,6 +10,7 @@ whole: pools that allocate pinned memory round every tensor up to a power of two
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable
@@ -115,19 +116,26 @@ class _Mapped(mmap.mmap):
 
 
 def _register(mapped: _Mapped, nbytes: int) -> bool:
-    """Pins the memory for the accelerator. Not yet run on one."""
+    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch. Not yet run on one."""
+    address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
-        import cupy  # type: ignore[import-not-found,unused-ignore]
+        if importlib.util.find_spec("cupy") is not None:
+            import cupy  # type: ignore[import-not-found,unused-ignore]
 
-        runtime: Any = cupy.cuda.runtime
-        address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        runtime.hostRegister(address, nbytes, 0)
-    except Exception as error:  # cupy is missing, or the driver refuses: its own classes of errors
+            runtime: Any = cupy.cuda.runtime
+            runtime.hostRegister(address, nbytes, 0)
+            mapped.unregister = lambda: runtime.hostUnregister(address)
+        else:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if code:
+                raise RuntimeError(f"cudaHostRegister returned {code}")
+            mapped.unregister = lambda: runtime.cudaHostUnregister(address)
+    except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
             f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",
             RuntimeWarning,
             stacklevel=3,
         )
         return False
-    mapped.unregister = lambda: runtime.hostUnregister(address)
     return True
