@@ -127,9 +127,9 @@ class _Disk:
     def __init__(self, tier: Nvme, what: str) -> None:
         self.tier: Tier = tier
         self._what = what
+        self._free: list[tuple[Tensor, torch.Event | None]] = []  # with the end of a copy from it
         self._spill = Spill(tier, what, chosen_carrier())
         self._stagings = Buffers()
-        self._free: list[tuple[Tensor, torch.Event | None]] = []  # with the end of a copy from it
         self._lock = threading.Lock()
 
     def __str__(self) -> str:
