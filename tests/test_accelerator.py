@@ -45,6 +45,9 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     assert {name: found for name, found in alone.items() if found != "right"} == {}
     for found in map(said, [begun("ranks", library, tmp_path, rank) for rank in range(2)]):
         assert found == dict.fromkeys(CASES, "right")
+    losses = said(begun("benchmark", library, tmp_path))
+    assert set(losses) == {"device", "states", "host", "host, forward", "disk"}
+    assert len(set(losses.values())) == 1, losses
     for size in (1, 2):
         folder = tmp_path / str(size)
         folder.mkdir()
