@@ -66,7 +66,8 @@ def offload(
     (see `reshard_after`).
 
     Args:
-        module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it.
+        module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it; over torch's fake
+            process group, whose ranks are pretended, no room is made either, and no path looked at: to plan a run elsewhere.
         params: Where parameters rest: `zf.nvme(path)` or `zf.cpu()`. None: as an earlier transform said, or on the device.
         grads: Where gradients rest between backward and step.
         optim: Where `zf.streamed(optimizer)` keeps the states of these parameters.
