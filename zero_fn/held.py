@@ -14,7 +14,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed import Streamed
-from zero_fn.tiers import is_away
+from zero_fn.tiers import is_accelerator, is_away
 
 __all__ = ["Held", "held"]
 
@@ -52,6 +52,11 @@ class Held:
     def total(self) -> int:
         """All that is in memory, with buffers."""
         return self.on_device + self.buffers
+
+    def by_memory(self, device_type: str) -> tuple[int, int]:
+        """Bytes in the memory of a device of this type, and in that of the host beside it: if it is the host itself, all in
+        the first."""
+        return (self.on_device, self.on_host) if is_accelerator(device_type) else (self.total, 0)
 
 
 def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:

@@ -28,7 +28,12 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
 from zero_fn.tiers import Cpu
 
-__all__ = ["at_rest"]
+__all__ = ["at_rest", "device_type_of"]
+
+
+def device_type_of(units: Sequence[Unit]) -> str:
+    """The type of the device that computes; the CPU where that is not known yet."""
+    return next((slot.device_type for unit in units for slot in unit.slots if slot.device_type != "meta"), "cpu")
 
 
 def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
@@ -59,6 +64,6 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
                 optimizer += states - away
                 if away:
                     tiers[str(slot.home.tiers.optim)] += away
-    stagings = stagings_for(next((slot.device_type for unit in units for slot in unit.slots), "cpu"))
+    stagings = stagings_for(device_type_of(units))
     buffers = sum(nbytes * stagings for (_, tier), nbytes in largest.items() if not isinstance(tier, Cpu))
     return Held(parameters, gradients, optimizer, buffers, dict(tiers))

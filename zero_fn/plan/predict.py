@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import StateError
 from zero_fn.held import Held
 from zero_fn.plan.in_flight import in_flight_nbytes
-from zero_fn.plan.memory import at_rest
+from zero_fn.plan.memory import at_rest, device_type_of
 from zero_fn.plan.moved import Moved, add_units, link_of_units
 from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
 from zero_fn.runtime.entry import steps_of, units_of
@@ -20,7 +20,6 @@ from zero_fn.runtime.step import Step
 from zero_fn.runtime.unit import Unit
 from zero_fn.schedule import Enter, Trace
 from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
-from zero_fn.tiers import is_accelerator
 
 __all__ = ["Plan", "plan"]
 
@@ -57,13 +56,12 @@ class Plan:
     def peak_nbytes(self) -> int:
         """The most memory of the device that training state takes at one moment of a step: what is held, its padding, and in
         flight. Where the host is the device, with buffers."""
-        buffers = 0 if is_accelerator(self.device_type) else self.held.buffers
-        return self.held.on_device + buffers + self.padding.total + self.in_flight_nbytes
+        return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
 
     @property
     def host_nbytes(self) -> int:
         """Beside an accelerator, the memory of the host that training state takes: what rests there, and buffers."""
-        return self.held.on_host if is_accelerator(self.device_type) else 0
+        return self.held.by_memory(self.device_type)[1]
 
     def __str__(self) -> str:
         rows = [
@@ -137,7 +135,7 @@ def plan(
         there, back = there + to_device, back + from_device
     sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
     return Plan(
-        next((slot.device_type for unit in units for slot in unit.slots if slot.device_type != "meta"), "cpu"),
+        device_type_of(units),
         _with_states(held, states),
         _padding(units),
         sent.total(),

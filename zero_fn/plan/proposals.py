@@ -75,13 +75,12 @@ class Proposal:
     @property
     def nbytes(self) -> int:
         """The most memory of the device that it takes, without activations. With buffers, if the device is the host."""
-        buffers = 0 if is_accelerator(self.device_type) else self.held.buffers
-        return self.held.on_device + buffers + self.in_flight
+        return self.held.by_memory(self.device_type)[0] + self.in_flight
 
     @property
     def host(self) -> int:
         """Beside an accelerator, bytes of memory of the host."""
-        return self.held.on_host if is_accelerator(self.device_type) else 0
+        return self.held.by_memory(self.device_type)[1]
 
     @property
     def disk(self) -> int:

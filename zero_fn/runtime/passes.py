@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script"]
+__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script", "current_graph_task"]
 
 REDUCTIONS_UNDER_WAY = 1
-_graph_task = torch._C._current_graph_task_id  # -1 outside backward
+current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class ForwardPass:
@@ -232,7 +232,7 @@ class BackwardPass:
         if self._callback is None or self._callback() is None:
             return False
         has_returned = (
-            get_ident() == self._caller != self._thread and _graph_task() == -1
+            get_ident() == self._caller != self._thread and current_graph_task() == -1
         )  # [Note: threads of the engine]
         return not has_returned
 

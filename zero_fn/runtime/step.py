@@ -39,7 +39,7 @@ from zero_fn.runtime.control import Control
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients
 from zero_fn.runtime.graphs import Graphs
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script, current_graph_task
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
@@ -70,7 +70,6 @@ __all__ = ["Step"]
 PREFETCH_DEPTH = 1
 FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 
-current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 

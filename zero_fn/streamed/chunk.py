@@ -17,14 +17,19 @@ from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.schema import Schema
 from zero_fn.streamed.store import NOWHERE, Store
 
-__all__ = ["Chunk", "Cut", "name_of", "states_nbytes"]
+__all__ = ["Chunk", "Cut", "contiguous_stride", "name_of", "padded_nbytes", "states_nbytes"]
 
 _ALIGNMENT_NBYTES = 64
 
 
 def states_nbytes(schema: Schema, numel: int) -> int:
     """Bytes that the states of so many elements take in a chunk, with padding."""
-    return sum(-(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES for _, dtype in schema)
+    return sum(padded_nbytes(numel, dtype) for _, dtype in schema)
+
+
+def padded_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of so many elements up to where the next ones may begin."""
+    return -(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 class Cut:

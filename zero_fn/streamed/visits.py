@@ -21,18 +21,13 @@ from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.streamed.chunk import Chunk, Cut, contiguous_stride
+from zero_fn.streamed.chunk import Chunk, Cut, contiguous_stride, padded_nbytes
 from zero_fn.streamed.store import Ring
 from zero_fn.tiers import is_accelerator
 
 __all__ = ["Visits", "ring_of_visits", "sizes_of_visits"]
 
-_ALIGNMENT_NBYTES = 64
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-
-
-def _room_nbytes(cut: Cut, parameter: Tensor) -> int:
-    return -(-cut.piece.numel * parameter.dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
@@ -42,7 +37,7 @@ def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
     total = 0
     for cut in chunk.cuts:
         parameter = parameters[cut.piece.parameter]
-        total += sum(_visiting(parameter)) * _room_nbytes(cut, parameter)
+        total += sum(_visiting(parameter)) * padded_nbytes(cut.piece.numel, parameter.dtype)
     return total
 
 
@@ -151,7 +146,7 @@ class Visits:
                 flat = memory[begin : begin + cut.piece.numel * there.itemsize].view(there.dtype)
                 stride = there.stride() if is_dense(there) else contiguous_stride(there.shape)
                 visits.append(Visit(flat.as_strided(there.shape, stride), there))
-                begin += _room_nbytes(cut, parameter)
+                begin += padded_nbytes(cut.piece.numel, parameter.dtype)
             found[cut] = visits[0], visits[1]
         return found
 
