@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
+from tests.composition.grids import grid
 from tests.distributed.training import STAGES
 from tests.models import Block, Odd
 from tests.profiles import SIZES
@@ -108,6 +109,111 @@ def test_g38_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: s
     (message,) = set(ranks(3).run(_other_values, stage))
     assert "enter.weight" in message
     assert "torch.manual_seed" in message
+
+
+REPLICAS: dict[str, Any] = {
+    "replicate": lambda model: zf.replicate(model, axis()),
+    "hybrid": lambda model: zf.hybrid(model, grid("outer", "inner")),
+    "persist_below": lambda model: zf.zero3(model, axis(), persist_below=40),
+    "left out by where": lambda model: zf.zero3(model, axis(), where="*.weight"),
+}
+
+
+def _stack(device: str) -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+
+def _drawn_with_other_seeds(case: str) -> str:
+    model = zf.zero3(_stack("meta"), axis()) if case == "zero3" else REPLICAS[case](_stack("meta"))
+    torch.manual_seed(dist.get_rank())
+    zf.materialize(model, "cpu")
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    torch.manual_seed(0)
+    model.to_empty(device="meta")
+    zf.materialize(model, "cpu")(noise(2, WIDTH, seed=0)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["zero3", *REPLICAS])
+def test_g38_what_ranks_draw_from_meta_must_be_the_same(ranks: Ranks, case: str) -> None:
+    """It was compared as it was on meta: without values."""
+    (message,) = set(ranks(4).run(_drawn_with_other_seeds, case))
+    assert "0.weight" in message
+
+
+def _emptied_and_drawn(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(7 if dist.get_rank() < 3 else 8)
+    for child in model.modules():
+        if isinstance(child, nn.Linear):
+            child.reset_parameters()
+
+
+def _filled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1 if dist.get_rank() < 3 else 0.2)
+
+
+def _copied_to_local(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.to_local().detach().mul_(1 if dist.get_rank() < 3 else 2)
+
+
+def _loaded(model: nn.Module) -> None:
+    entries = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in entries.values():
+        value.to_local().add_(dist.get_rank() == 3)
+    model.load_state_dict(entries)
+
+
+EDITS = {edit.__name__: edit for edit in (_emptied_and_drawn, _filled, _copied_to_local, _loaded)}
+
+
+def _values_of_one_replica(case: str, name: str) -> str:
+    torch.manual_seed(0)
+    model = REPLICAS[case](_stack("meta" if name == "_emptied_and_drawn" else "cpu"))
+    EDITS[name](model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter") as caught:
+        model(noise(2, WIDTH, seed=0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("case", REPLICAS)
+def test_g38_replicas_that_differ_at_the_first_forward_raise_on_every_rank(ranks: Ranks, case: str, edit: str) -> None:
+    """Of two axes, ranks 0 and 2 hold alike what rank 3 has nothing to do with; they are told, too."""
+    (message,) = set(ranks(4).run(_values_of_one_replica, case, edit))
+    assert "Ranks 1 and 3" in message if case == "hybrid" else "Ranks 0 and 3" in message
+    assert "torch.manual_seed" in message
+
+
+def _loaded_later() -> None:
+    torch.manual_seed(0)
+    model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    _loaded(model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter"):
+        model(noise(2, WIDTH, seed=0))
+
+
+def test_g38_replicas_that_differ_after_loading_raise(ranks: Ranks) -> None:
+    ranks(4).run(_loaded_later)
+
+
+def _own_shards() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(_stack("cpu"), axis())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(dist.get_rank())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+
+
+def test_g38_shards_that_one_rank_holds_may_be_edited_there(ranks: Ranks) -> None:
+    ranks(2).run(_own_shards)
 
 
 # -- G39 --------------------------------------------------------------------------------------------------------------
