@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
@@ -67,7 +67,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
-        PlacementError: The gradient of a parameter would be sparse.
+        PlacementError: The gradient of a parameter would be sparse, or it is of a class that shards would lose.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -83,6 +83,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
                     parameter=f"{module_name}.{attribute}".lstrip("."),
                     fix="run one forward with a sample batch, then transform",
                 )
+            _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((module_name, attribute))
     return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
@@ -95,6 +96,24 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
             module=f"{name}: {module}",
             fix="build the embedding with sparse=False",
         )
+
+
+_KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting, placed on a mesh, simulated, fake
+
+
+def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
+    """A tensor of another class computes in its own way, or keeps more than its memory: quantized weights, several parts."""
+    for tensor in (parameter, getattr(parameter, "_local_tensor", None)):
+        kind = type(tensor)
+        if tensor is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
+            raise PlacementError(
+                f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
+                parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
+                why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
+                fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
+                "if it is not trained: self.register_buffer(name, weight); or train plain values: "
+                "nn.Parameter(weight.dequantize())",
+            )
 
 
 def _refuse_scripted(name: str, module: nn.Module) -> None:

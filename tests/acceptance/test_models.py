@@ -4,6 +4,7 @@ modules, G47 sparse gradients."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -503,6 +506,91 @@ def test_scripted_functions_may_stand_between_layers(ranks: Ranks) -> None:
 def test_g46_recurrent_attention_and_parametrized_modules_are_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _awkward):
         assert found == []
+
+
+class Quantized(Tensor):
+    """An int8 weight that is float32 to whoever computes with it."""
+
+    scaled: Tensor
+
+    @staticmethod
+    def __new__(cls, scaled: Tensor) -> Quantized:
+        tensor: Quantized = torch.Tensor._make_wrapper_subclass(cls, scaled.shape, dtype=torch.float32)
+        tensor.scaled = scaled
+        return tensor
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].scaled)
+        plain = tree_map_only(Quantized, lambda tensor: tensor.scaled.float() / 64, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class Marked(nn.Parameter):
+    """A parameter that only its class tells from others."""
+
+
+SUBCLASSES: dict[str, Callable[[], nn.Parameter]] = {
+    "two parts": lambda: nn.Parameter(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))),
+    "quantized": lambda: nn.Parameter(Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), requires_grad=False),
+    "marked": lambda: Marked(torch.randn(4, WIDTH)),
+    "placed": lambda: nn.Parameter(
+        DTensor.from_local(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH)), axis(), [Replicate()])
+    ),
+}
+
+
+class WithWeights(nn.Module):
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        self.leave = nn.Linear(WIDTH, 4)
+        for number, weight in enumerate(weights):
+            if isinstance(weight, nn.Parameter):
+                self.register_parameter(f"weight{number}", weight)
+            else:
+                self.register_buffer(f"weight{number}", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(x) + F.linear(x, self.weight0)
+
+
+def _subclasses(case: str) -> None:
+    for count in (1, 2):  # several of them were said to share memory
+        model = WithWeights(*(SUBCLASSES[case]() for _ in range(count)))
+        before = list(model.parameters())
+        for stage in ALL:
+            with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
+                STAGES[stage](model, axis())
+        for verb in (zf.precision, lambda m: zf.offload(m, optim=zf.cpu())):
+            with pytest.raises(zf.PlacementError, match="weight0"):
+                verb(model)
+        assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
+
+
+@pytest.mark.parametrize("case", SUBCLASSES)
+def test_g46_parameters_of_tensor_subclasses_are_refused_by_name(ranks: Ranks, case: str) -> None:
+    """They were taken for plain memory: one of two parts, or quantized weights as float32."""
+    ranks(2).run(_subclasses, case)
+
+
+def _subclasses_beside() -> None:
+    quantized, x = Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), noise(2, WIDTH, seed=0)
+    torch.manual_seed(0)
+    plain = WithWeights(quantized)
+    model = zf.zero3(plain, axis())
+    assert type(model.weight0) is Quantized
+    assert torch.equal(model(x), plain(x))
+    beside = WithWeights(nn.Parameter(quantized, requires_grad=False))
+    beside.leave = zf.zero3(plain.leave, axis())
+    assert torch.equal(beside(x), plain(x))
+
+
+def test_g46_what_the_refusal_of_a_tensor_subclass_says_instead_works(ranks: Ranks) -> None:
+    ranks(2).run(_subclasses_beside)
 
 
 # -- G47 --------------------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
@@ -309,6 +310,13 @@ def module_is_scripted() -> object:
 def embedding_is_sparse() -> object:
     with pretended(2) as mesh:
         return zf.shard_params(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh)
+
+
+def parameter_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    with pretended(2) as mesh:
+        return zf.shard_params(model, mesh)
 
 
 def method_is_missing() -> object:
@@ -1395,6 +1403,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        parameter_is_of_a_subclass,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
