@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedParameter
 from zero_fn.errors import LayoutError, PlacementError, UnitError
 from zero_fn.tiled import Tiled, is_tile
 
-__all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters"]
+__all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters", "subclass_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +101,29 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
 _KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting, placed on a mesh, simulated, fake
 
 
+def subclass_of(tensor: Tensor) -> type | None:
+    """The class of a tensor, or of the local tensor in it, that is more than its memory; None if there is none.
+
+    A tensor of another class computes in its own way, or keeps more than one memory: quantized weights, several parts.
+    """
+    for each in (tensor, getattr(tensor, "_local_tensor", None)):
+        kind = type(each)
+        if each is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
+            return kind
+    return None
+
+
 def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
-    """A tensor of another class computes in its own way, or keeps more than its memory: quantized weights, several parts."""
-    for tensor in (parameter, getattr(parameter, "_local_tensor", None)):
-        kind = type(tensor)
-        if tensor is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
-            raise PlacementError(
-                f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
-                parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
-                why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
-                fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
-                "if it is not trained: self.register_buffer(name, weight); or train plain values: "
-                "nn.Parameter(weight.dequantize())",
-            )
+    kind = subclass_of(parameter)
+    if kind is not None:
+        raise PlacementError(
+            f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
+            parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
+            why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
+            fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
+            "if it is not trained: self.register_buffer(name, weight); or train plain values: "
+            "nn.Parameter(weight.dequantize())",
+        )
 
 
 def _refuse_scripted(name: str, module: nn.Module) -> None:

@@ -319,6 +319,22 @@ def parameter_is_of_a_subclass() -> object:
         return zf.shard_params(model, mesh)
 
 
+def assigned_values_of_a_tie_differ() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        return sharded.load_state_dict({**model.state_dict(), "1.weight": torch.full((4, 4), 7.0)}, assign=True)
+
+
+def assigned_value_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        weight = TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
+        return sharded.load_state_dict({**model.state_dict(), "0.weight": weight}, assign=True)
+
+
 def method_is_missing() -> object:
     return zf.gather_in(Model(), "encode")
 
@@ -1419,6 +1435,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,
         entry_of_another_rank,
