@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.collectives.functional import all_gathered, reduce_scattered
 from zero_fn.mesh import Axis
 from zero_fn.resting import on_spec
+from zero_fn.runtime.kind import Lifetime
 from zero_fn.runtime.on_model_axes import in_flight
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def gathered(key: str, chosen: tuple[int, ...], *tensors: Tensor) -> tuple[Tenso
 def hosted(key: str, chosen: tuple[int, ...], *local: Tensor) -> tuple[Tensor, ...]:
     """The parts on the first axis of slots that are cut by a second one, flat. They stay from forward to backward."""
     slots = [unit_of(key).slots[i] for i in chosen]
-    flats = [_flat(slot, tensor).to(slot.compute_dtype) for slot, tensor in zip(slots, local, strict=True)]
+    flats = [_flat(slot, tensor).to(slot.kind.compute_dtype) for slot, tensor in zip(slots, local, strict=True)]
     return tuple(_gather_over([_hops(slot)[1] for slot in slots], flats))
 
 
@@ -108,18 +109,18 @@ class _Gathered(torch.autograd.Function):
         flats, left = [], []
         for slot, local in zip(slots, tensors, strict=False):
             hops = [hop for hop in _hops(slot) if hop.is_cut]
-            if slot.is_hosted:
+            if slot.kind.inner is Lifetime.ALWAYS:
                 flats.append(next(parts))
                 hops.pop()
             else:
-                flats.append(_flat(slot, local).to(slot.compute_dtype))
+                flats.append(_flat(slot, local).to(slot.kind.compute_dtype))
             left.append(hops)
         while any(left):  # the innermost cut is undone first
             deepest = max(map(len, left))
             at = [k for k, hops in enumerate(left) if len(hops) == deepest]
             for k, whole in zip(at, _gather_over([left[k].pop() for k in at], [flats[k] for k in at]), strict=True):
                 flats[k] = whole
-        wholes = tuple(_shaped(slot, flat, slot.shape) for slot, flat in zip(slots, flats, strict=True))
+        wholes = tuple(_shaped(slot, flat, slot.path.shape) for slot, flat in zip(slots, flats, strict=True))
         frozen = [whole for whole, local in zip(wholes, tensors, strict=False) if not local.requires_grad]
         ctx.mark_non_differentiable(*frozen)
         return wholes
@@ -129,20 +130,20 @@ class _Gathered(torch.autograd.Function):
         slots: list[Slot] = ctx.slots
         found: list[Tensor | None] = [None] * len(slots)
         at = [k for k, grad in enumerate(grads) if grad is not None and ctx.needs_input_grad[2 + k]]
-        flats = [_flat(slots[k], grad).to(slots[k].compute_dtype) for k in at if (grad := grads[k]) is not None]
+        flats = [_flat(slots[k], grad).to(slots[k].kind.compute_dtype) for k in at if (grad := grads[k]) is not None]
         hops = [_hops(slots[k]) for k in at]
         for number in range(max(map(len, hops), default=0)):
             here = [j for j in range(len(at)) if number < len(hops[j])]
-            sums = [slots[at[j]].sum_dtype for j in here]
+            sums = [slots[at[j]].kind.sum_dtype for j in here]
             means = _reduce_over([hops[j][number] for j in here], [flats[j] for j in here], sums)
             for j, mean in zip(here, means, strict=True):
                 flats[j] = mean
         for k, flat in zip(at, flats, strict=True):
             slot = slots[k]
             mean = flat.to(slot.dtype)
-            if slot.route is not None and slot.route.is_alone:
-                mean = mean / ctx.unit.transport.member(1 - slot.route.first).size
-            found[k] = _shaped(slot, mean, slot.local_shape)
+            if slot.path.route is not None and slot.path.route.is_alone:
+                mean = mean / ctx.unit.transport.member(1 - slot.path.route.first).size
+            found[k] = _shaped(slot, mean, slot.path.local_shape)
         return None, None, *found, *((None,) * ctx.extra)
 
 
@@ -197,9 +198,9 @@ class _Hop(NamedTuple):
 def _hops(slot: Slot) -> list[_Hop]:
     """From the whole parameter to the resting one: the order in which gradients are reduced."""
     hops = []
-    numel = slot.numel
-    layouts = [layout for layout in (slot.layout, slot.sublayout) if layout is not None]
-    for number, axis in enumerate(slot.along):
+    numel = slot.path.numel
+    layouts = [layout for layout in (slot.path.layout, slot.path.sublayout) if layout is not None]
+    for number, axis in enumerate([hop.axis for hop in slot.path.hops]):
         if number < len(layouts):
             layout = layouts[number]
             hops.append(_Hop(axis, numel, layout.shard_numel, layout.owned_numel(axis.rank), is_cut=True))
@@ -211,9 +212,9 @@ def _hops(slot: Slot) -> list[_Hop]:
 
 def _order(slot: Slot) -> tuple[int, ...]:
     """The dims of a parameter from the outermost in memory to the innermost."""
-    if slot.cut is not None:
-        return slot.cut.order
-    return tuple(sorted(range(len(slot.shape)), key=lambda dim: (-slot.stride[dim], dim)))
+    if slot.path.cut is not None:
+        return slot.path.cut.order
+    return tuple(sorted(range(len(slot.path.shape)), key=lambda dim: (-slot.path.stride[dim], dim)))
 
 
 def _flat(slot: Slot, tensor: Tensor) -> Tensor:

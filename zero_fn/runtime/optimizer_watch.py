@@ -62,7 +62,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             unit = _unit_of(slot) if slot is not None else None
             if unit is not None and unit.in_graph is not None:
                 in_graphs[id(unit.step)] = unit.step
-            if slot is not None and slot.must_be_streamed and not is_streamed:
+            if slot is not None and slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)

@@ -39,8 +39,8 @@ def agree_on_values(
     """
     by_axis: dict[int | None, list[str]] = {None: []}
     for slot, row in rows:
-        is_alone = slot.route is not None and slot.route.is_alone
-        by_axis.setdefault(slot.route.first if slot.route is not None and is_alone else None, []).append(row)
+        is_alone = slot.path.route is not None and slot.path.route.is_alone
+        by_axis.setdefault(slot.path.route.first if slot.path.route is not None and is_alone else None, []).append(row)
     for number, chosen in sorted(by_axis.items(), key=lambda item: -1 if item[0] is None else item[0]):
         links: Exchanges = transport
         if number is not None:

@@ -31,6 +31,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_fn.errors import PlacementError, StateError, ZeroError
 from zero_fn.home import ReshardAfter
 from zero_fn.runtime.graph_operations import allow_operations, at_rest, gathered, hosted, on_model_axes, unit_of
+from zero_fn.runtime.kind import Lifetime
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -183,9 +184,11 @@ def _plan(unit: Unit) -> Plan:
     freed: list[int] = []
     kept: list[int] = []
     for i, slot in enumerate(unit.slots):
-        if slot.layout is not None:
-            (kept if slot.is_kept or slot.home.reshard_after is ReshardAfter.BACKWARD else freed).append(i)
-    (freed or kept).extend(i for i, slot in enumerate(unit.slots) if slot.layout is None)  # reduced with the others
+        if slot.path.layout is not None:
+            (kept if slot.kind.is_kept or slot.home.reshard_after is ReshardAfter.BACKWARD else freed).append(i)
+    (freed or kept).extend(
+        i for i, slot in enumerate(unit.slots) if slot.path.layout is None
+    )  # reduced with the others
     places = [(place, i) for i, slot in enumerate(unit.slots) for place in slot.places]
     for place, _ in places:
         if place.aliases:
@@ -195,7 +198,7 @@ def _plan(unit: Unit) -> Plan:
                 attribute=place.aliases[0][0],
                 fix="torch.compile(model) without fullgraph=True",
             )
-    if unit.rest.records or unit.rest.gradient_records:
+    if any(group.records() for group in unit.groups):
         raise StateError(
             "Parameters and gradients in another tier cannot be a part of one graph.",
             unit=unit.name or "root",
@@ -209,11 +212,11 @@ def _plan(unit: Unit) -> Plan:
         )
     return Plan(
         tuple((weakref.ref(place.module), place.attribute, i) for place, i in places),
-        tuple(slot.compute_dtype for slot in unit.slots),
-        tuple(slot.local_shape for slot in unit.slots),
+        tuple(slot.kind.compute_dtype for slot in unit.slots),
+        tuple(slot.path.local_shape for slot in unit.slots),
         tuple(kept),
         tuple(freed),
-        tuple(i for i, slot in enumerate(unit.slots) if slot.is_hosted),
+        tuple(i for i, slot in enumerate(unit.slots) if slot.kind.inner is Lifetime.ALWAYS),
         unit.has_model_axes,
     )
 

@@ -109,10 +109,10 @@ def _close(unit: Unit) -> list[Tensor]:
 
 def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
     for slot, whole in zip(unit.slots, wholes, strict=True):
-        if tuple(whole.shape) != slot.shape:
+        if tuple(whole.shape) != slot.path.shape:
             raise StateError(
                 f"{slot.fqn!r} has another shape at the end of unsharded().",
-                before=list(slot.shape),
+                before=list(slot.path.shape),
                 after=list(whole.shape),
                 fix="edit values in place; change shapes before the transform",
             )
