@@ -1454,14 +1454,6 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_gathered.py",
     ),
     Bug(
-        "hook-that-raises",
-        "runtime/entry.py",
-        "that a hook that raises before a forward leaves the unit",
-        "            self._end_before_forward(self._begun)",
-        "            pass",
-        "tests/acceptance/test_hooks.py",
-    ),
-    Bug(
         "writes-into-views-lost",
         "runtime/whole_views.py",
         "that what is written into a view across shards arrives",
@@ -1508,14 +1500,6 @@ BUGS: tuple[Bug, ...] = (
         "given[at] = list(range(args[0].ndim))",
         "pass",
         "tests/composition/test_penalties.py",
-    ),
-    Bug(
-        "unused-in-a-graph-given-zeros",
-        "runtime/graph_operations.py",
-        "that a parameter which one graph does not use has no gradient",
-        "        ctx.spec = parameter._spec\n        ctx.set_materialize_grads(False)\n",
-        "        ctx.spec = parameter._spec\n",
-        "tests/acceptance/test_whole_graph.py",
     ),
     Bug(
         "plain-part-as-dtensor",

@@ -38,7 +38,6 @@ from zero_fn.runtime.changes import Changes
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
-from zero_fn.runtime.graph_operations import key_of
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.names import Names
@@ -52,7 +51,6 @@ from zero_fn.tiled import is_tile
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
-    from zero_fn.runtime.whole_graph import Plan
 
 __all__ = ["Phase", "Unit"]
 
@@ -90,8 +88,6 @@ class Unit:
         open: Forwards of the unit that are running (more than one when a module calls itself).
         anchor: The anchor module, weakly.
         inner: Modules below the anchor whose entries are taken out while the unit runs.
-        key: Its name among all units of the process, by which a compiled graph finds it.
-        in_graph: What a graph that is traced reads of it.
         reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
@@ -106,8 +102,6 @@ class Unit:
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
         self.lenders: tuple[int, ...] = ()
-        self.key = key_of(self)
-        self.in_graph: Plan | None = None
         self.deferred_in: int | None = None
         self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
@@ -249,7 +243,6 @@ class Unit:
         twin.inner, twin.has_model_axes, twin.groups = [], self.has_model_axes, []
         twin._known_records = []
         twin.reshards_after_backward = self.reshards_after_backward
-        twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
         twin._failure, twin._told = None, None
