@@ -531,88 +531,6 @@ def unshard_inside_accumulate() -> object:
             return None
 
 
-def _as_one_graph(model: nn.Module) -> object:
-    """The error of a compilation, without the lines of code that the compiler adds to it."""
-    torch._dynamo.reset()
-    try:
-        return torch.compile(model, backend="eager", fullgraph=True)(batch())
-    except ZeroError as error:
-        kind = type(error).__mro__[1]  # the compiler is handed a subclass
-        raise kind(error.summary, fix=error.fix, **error.facts) from error
-
-
-def one_graph_inside_accumulate() -> object:
-    with alone() as mesh:
-        model = zf.shard_params(Model(), mesh)
-        with zf.accumulate(model):
-            return _as_one_graph(model)
-
-
-def one_graph_with_other_placements() -> object:
-    class Swapped(nn.Module):
-        def __init__(self, model: nn.Module, value: Tensor) -> None:
-            super().__init__()
-            self.model, self.value = model, value
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = torch.func.functional_call(self.model, {"head.weight": self.value}, (x,))
-            return output
-
-    with pretended(2) as mesh:
-        model = zf.shard_params(Model(), mesh)
-        _as_one_graph(model)  # functional_call looks at all parameters, which the compiler can do once it knows them
-        return _as_one_graph(Swapped(model, distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])))
-
-
-def one_graph_inside_unsharded() -> object:
-    with alone() as mesh:
-        model = zf.shard_params(Model(), mesh)
-        with zf.unsharded(model):
-            return _as_one_graph(model)
-
-
-def one_graph_that_changes_statistics() -> object:
-    with pretended(2) as mesh:
-        return _as_one_graph(zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh))
-
-
-class _Counts(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-def one_graph_that_changed_a_buffer() -> object:
-    with pretended(2) as mesh:
-        model = zf.shard_params(_Counts(), mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch._dynamo.reset()
-        torch.compile(model, backend="eager", fullgraph=True)(batch())
-        return optimizer.step()
-
-
-def one_graph_with_parameters_in_a_list() -> object:
-    with alone() as mesh:
-        model = Model()
-        model.head.also = [model.head.weight]  # type: ignore[assignment]
-        return _as_one_graph(zf.shard_params(model, mesh))
-
-
-def one_graph_with_offloaded_parameters() -> object:
-    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
-        return _as_one_graph(zf.offload(zf.shard_params(Model(), mesh), params=zf.nvme(folder)))
-
-
-def one_graph_with_offloaded_activations() -> object:
-    with alone() as mesh:
-        model = zf.checkpoint_activations(Model(), units="layers.*", offload=zf.cpu())
-        return _as_one_graph(zf.shard_params(model, mesh))
-
-
 def checkpoints_of_nothing() -> object:
     return zf.checkpoint_activations(nn.Linear(2, 2))
 
@@ -1424,7 +1342,6 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
-        one_graph_with_other_placements,
         streamed_in_pieces_of_a_matrix,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned, view_of_many_ranges_is_written,
@@ -1460,13 +1377,6 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         gradient_of_a_whole_parameter, streamed_states_are_cleared,
-        one_graph_inside_accumulate,
-        one_graph_inside_unsharded,
-        one_graph_that_changes_statistics,
-        one_graph_that_changed_a_buffer,
-        one_graph_with_parameters_in_a_list,
-        one_graph_with_offloaded_activations,
-        one_graph_with_offloaded_parameters,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,

@@ -290,13 +290,6 @@ BUGS: tuple[Bug, ...] = (
         "property_tests/test_training_laws.py",
     ),
     Bug(
-        "another-ranks-rows",
-        "runtime/slot.py",
-        "every rank keeps the rows of rank 0",
-        "whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank))",
-        "whole.narrow(self.layout.dim, *self.layout.owned_rows(0))",
-    ),
-    Bug(
         "gathered-freed-under-a-holder",
         "runtime/gathered.py",
         "who holds a part of a gathered buffer keeps it",
@@ -312,44 +305,7 @@ BUGS: tuple[Bug, ...] = (
         "if self.is_shown:",
         "tests/test_gathered.py",
     ),
-    Bug(
-        "gather-range-of-rank-0",
-        "runtime/gathered.py",
-        "where the own shard lies in the gathered buffer",
-        "(slot.local_numel,), (1,), slot.offset + slot.start)",
-        "(slot.local_numel,), (1,), slot.offset)",
-    ),
     # -- gradients --------------------------------------------------------------------------------------------------
-    Bug(
-        "gradient-settled-twice",
-        "runtime/settling.py",
-        "sharded gradients are added once more",
-        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
-        "if has_any else None",
-    ),
-    Bug(
-        "has-grad-bits-ignored",
-        "runtime/settling.py",
-        "a gradient that no rank has stays None",
-        "if has_any and not (has_local and slot.is_reduced_at_once) else None",
-        "if not (has_local and slot.is_reduced_at_once) else None",
-    ),
-    Bug(
-        "zeros-not-contributed",
-        "runtime/gradients.py",
-        "a parameter unused on some rank",
-        "if slot not in memory.ranges or not slot.numel:",
-        "if slot not in memory.ranges or not slot.numel or grad is None:",
-        _PROGRAMS + "::test_a_program_gives_what_replicas_give",
-    ),
-    Bug(
-        "gradient-replaced",
-        "runtime/gradients.py",
-        "a second backward adds to the gradient of the first",
-        "resting.add_(on_host(added, slot.compute_dtype) if isinstance(resting, TierTensor) else added)",
-        "parameter.grad = grad",
-        _PROGRAMS,
-    ),
     Bug(
         "hooks-fire-twice",
         "runtime/gradients.py",
@@ -367,34 +323,11 @@ BUGS: tuple[Bug, ...] = (
         _VERBS,
     ),
     Bug(
-        "accumulated-in-16-bits",
-        "runtime/gradients.py",
-        "sums over microbatches of a bfloat16 computation",
-        "dtype=slot.sum_dtype, device=device)",
-        "dtype=slot.compute_dtype, device=device)",
-        "tests/test_promises.py",
-    ),
-    Bug(
-        "sum-travels-in-16-bits",
-        "runtime/gradients.py",
-        "the sum over microbatches keeps its dtype on the way",
-        "dtype = slot.sum_dtype if exact else slot.compute_dtype",
-        "dtype = slot.compute_dtype",
-        _VERBS,
-    ),
-    Bug(
         "local-sums-not-reset",
         "runtime/gradients.py",
         "gradients of one step leak into the next",
         "self.local, self._buffers, self._memory = [None] * len(self._slots), None, None",
         "self._buffers, self._memory = None, None",
-    ),
-    Bug(
-        "replicated-not-gathered",
-        "runtime/gradients.py",
-        "gradients that rest replicated: only the own piece is the mean",
-        "if slot.layout is None and slot.numel and slot.size > 1",
-        "if slot.layout is None and slot.numel > 1 and slot.size > 1",
     ),
     Bug(
         "regather-not-awaited",
@@ -410,14 +343,6 @@ BUGS: tuple[Bug, ...] = (
         "zip(self.slots, trained, strict=True) if flag], taken)",
         "zip(self.slots, trained, strict=True)], taken)",
         _PLAN,
-    ),
-    Bug(
-        "double-backward-divisor",
-        "runtime/gather.py",
-        "the gradient of a gradient: the transpose of the mean",
-        "whole if whole is None else whole.to(slot.compute_dtype)",
-        "whole if whole is None else (whole / slot.size).to(slot.compute_dtype)",
-        "tests/acceptance/test_functional.py",
     ),
     # -- gathering and freeing --------------------------------------------------------------------------------------
     Bug(
@@ -939,14 +864,6 @@ BUGS: tuple[Bug, ...] = (
         "tests/composition/test_penalties.py",
     ),
     Bug(
-        "assigned-gradients-lost",
-        "runtime/gather.py",
-        "that gradients which a function assigns itself are reduced",
-        "        if None in grads:",
-        "        if False:",
-        "tests/acceptance/test_functional.py",
-    ),
-    Bug(
         "tiles-are-no-units",
         "substitute.py",
         "a tiled weight is gathered in parts",
@@ -1115,14 +1032,6 @@ BUGS: tuple[Bug, ...] = (
         _ACCEPTANCE + "test_models.py",
     ),
     # -- plan -------------------------------------------------------------------------------------------------------
-    Bug(
-        "plan-of-gradient-bytes",
-        "plan/memory.py",
-        "bytes of whole gradients",
-        "slot.gradient_numel * slot.dtype.itemsize",
-        "slot.local_numel * slot.dtype.itemsize",
-        _PLAN,
-    ),
     Bug(
         "plan-of-sent-bytes",
         "plan/sent.py",
@@ -1319,14 +1228,6 @@ BUGS: tuple[Bug, ...] = (
         _COMPOSITION,
     ),
     Bug(
-        "hosted-part-never-expires",
-        "runtime/unit.py",
-        "gathering hosted parts anew after a step",
-        "        self.reshard()\n        self.rest.hosts.are_current = False",
-        "        self.reshard()",
-        _COMPOSITION,
-    ),
-    Bug(
         "second-axis-not-summed",
         "hierarchy.py",
         "gradients that the second axis does not cut",
@@ -1392,14 +1293,6 @@ BUGS: tuple[Bug, ...] = (
         _RECORD,
     ),
     Bug(
-        "what-is-away-is-kept",
-        "runtime/slot.py",
-        "freeing gathered parameters whose place is in another tier",
-        "self.is_kept = not self.is_away and (",
-        "self.is_kept = bool(",
-        _OFFLOAD,
-    ),
-    Bug(
         "foreach-all-at-once",
         "runtime/tier_tensor.py",
         "one tensor at a time in memory",
@@ -1447,14 +1340,6 @@ BUGS: tuple[Bug, ...] = (
         "weakref.ref(slot_of(parameter) or parameter)",
         "weakref.ref(parameter)",
         _VERBS,
-    ),
-    Bug(
-        "changes-lost",
-        "runtime/changes.py",
-        "what a forward changes in gathered parameters",
-        "                changed[slot] = gathered.whole(number)",
-        "                pass",
-        _CHANGES,
     ),
     Bug(
         "changes-lost-in-backward",
@@ -1505,27 +1390,11 @@ BUGS: tuple[Bug, ...] = (
         "tests/distributed/test_replaced_forwards.py",
     ),
     Bug(
-        "changes-lost-in-hosts",
-        "runtime/changes.py",
-        "what a forward changes in parameters that are hosted over two axes",
-        "slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)",
-        "slot.hosted.narrow(0, 0, 0).copy_(host[:0])",
-        _CHANGES,
-    ),
-    Bug(
         "changes-lost-of-leaves",
         "runtime/whole_step.py",
         "what forwards change in a block that gathers once",
         "    keep_whole(unit, leaves)\n",
         "",
-        _CHANGES,
-    ),
-    Bug(
-        "changes-of-casts-accepted",
-        "runtime/changes.py",
-        "that a change of a copy in another dtype is refused",
-        "    if slot.compute_dtype != slot.dtype:\n        raise",
-        "    if slot.compute_dtype == slot.dtype and slot.numel < 0:\n        raise",
         _CHANGES,
     ),
     Bug(
@@ -1551,14 +1420,6 @@ BUGS: tuple[Bug, ...] = (
         "        if version != packed.version:",
         "        if version < packed.version:",
         _CHANGES,
-    ),
-    Bug(
-        "entries-cannot-be-copied",
-        "runtime/slot.py",
-        "that a state_dict can be copied and pickled",
-        "            return alone(self.local_view(self.flat))",
-        "            return self.local_view(self.flat)",
-        "tests/acceptance/test_state_dict.py",
     ),
     Bug(
         "compiled-step-on-locals",
@@ -1591,14 +1452,6 @@ BUGS: tuple[Bug, ...] = (
         "            tensors.clear()  # memory",
         "            pass  # memory",
         "tests/test_gathered.py",
-    ),
-    Bug(
-        "hook-that-raises",
-        "runtime/entry.py",
-        "that a hook that raises before a forward leaves the unit",
-        "            self._end_before_forward(self._begun)",
-        "            pass",
-        "tests/acceptance/test_hooks.py",
     ),
     Bug(
         "writes-into-views-lost",
@@ -1647,14 +1500,6 @@ BUGS: tuple[Bug, ...] = (
         "given[at] = list(range(args[0].ndim))",
         "pass",
         "tests/composition/test_penalties.py",
-    ),
-    Bug(
-        "unused-in-a-graph-given-zeros",
-        "runtime/graph_operations.py",
-        "that a parameter which one graph does not use has no gradient",
-        "        ctx.spec = parameter._spec\n        ctx.set_materialize_grads(False)\n",
-        "        ctx.spec = parameter._spec\n",
-        "tests/acceptance/test_whole_graph.py",
     ),
     Bug(
         "plain-part-as-dtensor",
@@ -1777,14 +1622,6 @@ BUGS: tuple[Bug, ...] = (
         "fetch_s=0.0,",
         "tests/test_autoplan.py",
     ),
-    Bug(
-        "planned-parameters-still-in-memory",
-        "runtime/rest.py",
-        "parameters on `meta` that will be in a tier take no memory",
-        "own = (slot.flat for slot in slots if not slot.is_away)",
-        "own = (slot.flat for slot in slots)",
-        "tests/test_plan_tiers.py",
-    ),
     # -- steps that wait ----------------------------------------------------------------------------------------------
     Bug(
         "tensor-read-before-its-step",
@@ -1843,14 +1680,6 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_waiting.py",
     ),
     # -- plans for accelerators ---------------------------------------------------------------------------------------
-    Bug(
-        "meta-is-the-host",
-        "streamed/parcels.py",
-        "that states planned on meta are where the accelerator will have them",
-        "    return torch.device(slot.device_type) if local.is_meta and slot is not None else local.device\n",
-        "    return local.device\n",
-        "tests/test_autoplan.py",
-    ),
     Bug(
         "gradients-step-where-they-rest",
         "streamed/footprint.py",

@@ -44,7 +44,7 @@ def agree_on_units(transport: Links, axes: Sequence[Axis], units: Sequence[Unit]
         transport,
         axes,
         "initial values",
-        [(slot.along, f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
+        [([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
         device=device,
         why="each rank cut its shard from another tensor",
         fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
@@ -63,7 +63,7 @@ def agree_on_units(transport: Links, axes: Sequence[Axis], units: Sequence[Unit]
 
 def _held_alike(slot: Slot) -> list[Axis]:
     """The axes along which ranks hold the same elements of a parameter."""
-    return [axis for axis in slot.along if axis not in slot.cut_axes]
+    return [hop.axis for hop in slot.path.hops if hop.layout is None]
 
 
 def _held(slot: Slot) -> int:

@@ -232,11 +232,6 @@ class Step:
             if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
         }
 
-    def prepare_graph(self) -> None:
-        """Before a forward is traced as one graph: as `prepare`, which a forward around it has done already."""
-        if self._forward is None:
-            self.prepare()
-
     def _agree(self) -> None:
         """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True

@@ -82,7 +82,7 @@ def footprint(optimizer: Optimizer) -> Footprint:
         return _streamed(parameters, optimizer.rooms())
     slots = map(slot_of, parameters)
     planner = Planner(optimizer, None, 1.0, BUFFER_NBYTES)
-    if any(slot is not None and slot.must_be_streamed for slot in slots):
+    if any(slot is not None and slot.kind.must_be_streamed for slot in slots):
         return _streamed(parameters, planner.planned(parameters, 0).rooms)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     schemas = planner.schemas(trained)
@@ -133,8 +133,8 @@ def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            value = nbytes * ((slot is not None and slot.is_away) != on_host)
-            gradient = nbytes * ((slot is not None and slot.is_gradient_away) != on_host)
+            value = nbytes * ((slot is not None and slot.kind.is_away) != on_host)
+            gradient = nbytes * ((slot is not None and slot.kind.is_gradient_away) != on_host)
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
             # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY

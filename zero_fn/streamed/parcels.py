@@ -62,17 +62,18 @@ def place_of(parameter: Tensor) -> Place | None:
         return Place(away.record, away.number, away.record.parcels, away.record.device)
     slot = slot_of(parameter)
     unit = slot.unit() if slot is not None and slot.unit is not None else None
-    what = next(slot.shelved(), None) if slot is not None else None
+    what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
-    members = [other for other in unit.slots if what in other.shelved()]
-    return Place((unit, what), members.index(slot), parcels_of(unit.forms_away()[what]), device_of(parameter))
+    group = unit.group_of(slot)
+    forms = dict(group.forms_away())[what]
+    return Place((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
 
 
 def device_of(parameter: Tensor) -> torch.device:
     """The device that computes with a parameter; of one on `meta`, if that is known, the one that will."""
     slot, local = slot_of(parameter), local_of(parameter)
-    return torch.device(slot.device_type) if local.is_meta and slot is not None else local.device
+    return torch.device(slot.kind.device_type) if local.is_meta and slot is not None else local.device
 
 
 def _away(parameter: Tensor) -> TierTensor | None:
@@ -80,14 +81,14 @@ def _away(parameter: Tensor) -> TierTensor | None:
     if isinstance(local, TierTensor):
         return local
     slot = slot_of(parameter)
-    return slot.gradient_away if slot is not None else None
+    return slot.gradient_place if slot is not None else None
 
 
 def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     slot = slot_of(parameter)
     unit = slot.unit() if slot is not None and slot.unit is not None else None
-    if unit is not None and (unit.is_away or unit.rest.gradient_records):
+    if unit is not None and any(group.records() for group in unit.groups):
         unit.readopt()
 
 
@@ -97,14 +98,17 @@ def parcels_away(parameters: Iterable[Tensor]) -> dict[str, dict[Hashable, tuple
     for parameter in parameters:
         slot = slot_of(parameter)
         unit = slot.unit() if slot is not None and slot.unit is not None else None
-        for what in slot.shelved() if slot is not None and unit is not None else ():
+        if slot is None or unit is None:
+            continue
+        for what in slot.kind.shelved():
             kind, tier = what
-            if (unit, tier) not in found[kind] and unit is not None:
-                forms = unit.forms_away()
-                found[kind][unit, tier] = tier, parcels_of(forms[what])
+            group = unit.group_of(slot)
+            if group not in found[kind]:
+                forms = dict(group.forms_away())
+                found[kind][group] = tier, parcels_of(forms[what])
                 copies = forms.get(("compute copies", tier))
                 if kind == "parameters" and copies:
-                    found["compute copies"][unit, tier] = tier, parcels_of(copies)
+                    found["compute copies"][group] = tier, parcels_of(copies)
     return found
 
 

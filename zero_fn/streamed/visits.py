@@ -44,7 +44,7 @@ def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
 def _visiting(parameter: Tensor) -> tuple[bool, bool]:
     """Whether there is room for visits of a parameter, and of its gradient: if they do not rest in a tier."""
     slot = slot_of(parameter)
-    return slot is None or not slot.is_away, slot is None or not slot.is_gradient_away
+    return slot is None or not slot.kind.is_away, slot is None or not slot.kind.is_gradient_away
 
 
 def sizes_of_visits(chunks: Iterable[Chunk], parameters: Sequence[Tensor]) -> list[int]:

@@ -61,7 +61,8 @@ def materialize(module: M, device: torch.device | str) -> M:
     target = torch.empty(0, device=device).device  # with its index
     for unit in units_of(module):
         unit.reshard()
-        unit.allocate([target] * len(unit.slots), [slot.parameter.requires_grad for slot in unit.slots])
+        unit.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+        unit.allocate([slot.parameter.requires_grad for slot in unit.slots])
     pending = {id(child) for _, child in owners}
     for unit in units_of(module):
         inside = unit.modules()
@@ -93,7 +94,7 @@ def _empty(slot: Slot, device: torch.device) -> Tensor:
     """The parameter on all axes: on model axes too, so that its values do not depend on them."""
     if slot.model is not None:
         return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
-    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=device)
+    return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.dtype, device=device)
 
 
 def _reset(module: nn.Module, device: torch.device) -> None:
