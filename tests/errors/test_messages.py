@@ -616,6 +616,18 @@ def meta_without_reset_parameters() -> object:
         return zf.materialize(zf.shard_params(model, mesh), "cpu")
 
 
+class LeavesOut(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def meta_that_nobody_wrote() -> object:
+    with alone() as mesh:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), LeavesOut(4, 4))
+        return zf.materialize(zf.shard_params(model, mesh), "cpu")
+
+
 def forward_is_traced() -> object:
     with alone() as mesh:
         return torch.jit.trace(zf.shard_params(Model(), mesh), batch())  # type: ignore[no-untyped-call]
@@ -1379,7 +1391,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_of_a_whole_parameter, streamed_states_are_cleared,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
-        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
+        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters,
+        meta_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
