@@ -41,7 +41,7 @@ from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.names import Names
-from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.record import Form, Record, record_of
 from zero_fn.runtime.replaced import on_other_memory, resting_successor
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
@@ -52,7 +52,7 @@ from zero_fn.tiled import is_tile
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
 
-__all__ = ["Phase", "Unit"]
+__all__ = ["Phase", "Unit", "unit_of"]
 
 
 class Phase(Enum):
@@ -127,7 +127,7 @@ class Unit:
         self._gathering, self._reducing = f"parameters of {self}", f"gradients of {self}"
         step.units.append(weakref.ref(self))
         for slot in slots:
-            slot.unit = weakref.ref(self)
+            slot.owner = weakref.ref(self)
 
     # -- memory at rest ---------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class Unit:
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients, twin._names, twin.changes = Gradients(twin.slots), Names(twin.slots), Changes()
         for slot in twin.slots:
-            slot.unit = weakref.ref(twin)
+            slot.owner = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
         twin.step.units[self.index] = weakref.ref(twin)
         return twin
@@ -525,7 +525,7 @@ class Unit:
         for slot in self.slots:
             own = slot.flat
             if isinstance(own, TierTensor):
-                own = own.record.values(own.number)
+                own = record_of(own).values(own.number)
             if slot.path.layout is None:
                 wholes.append(slot.path.whole_view(own).to(slot.flat.device, copy=True))
                 continue
@@ -596,6 +596,13 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def unit_of(slot: Slot | None) -> Unit | None:
+    """The unit of a parameter; None if it is gone, or if there is no parameter."""
+    unit = slot.owner() if slot is not None else None
+    assert unit is None or isinstance(unit, Unit)
+    return unit
 
 
 def _no_anchor() -> nn.Module | None:

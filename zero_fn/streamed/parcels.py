@@ -10,9 +10,10 @@ from torch import Tensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.record import Parcel, Record, parcels_of
+from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.unit import unit_of
 from zero_fn.storage import Transfer, Waited
 from zero_fn.streamed.chunk import Chunk
 from zero_fn.streamed.store import Ring
@@ -59,9 +60,10 @@ def place_of(parameter: Tensor) -> Place | None:
     """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
     away = _away(parameter)
     if away is not None:
-        return Place(away.record, away.number, away.record.parcels, away.record.device)
+        record = record_of(away)
+        return Place(record, away.number, record.parcels, record.device)
     slot = slot_of(parameter)
-    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    unit = unit_of(slot)
     what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
@@ -87,7 +89,7 @@ def _away(parameter: Tensor) -> TierTensor | None:
 def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     slot = slot_of(parameter)
-    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    unit = unit_of(slot)
     if unit is not None and any(group.records() for group in unit.groups):
         unit.readopt()
 
@@ -97,7 +99,7 @@ def parcels_away(parameters: Iterable[Tensor]) -> dict[str, dict[Hashable, tuple
     found: dict[str, dict[Hashable, tuple[Tier, Sequence[Parcel]]]] = {kind: {} for kind in KINDS}
     for parameter in parameters:
         slot = slot_of(parameter)
-        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        unit = unit_of(slot)
         if slot is None or unit is None:
             continue
         for what in slot.kind.shelved():
@@ -160,8 +162,9 @@ def records_of(chunk: Chunk, known: Sequence[Tensor], grads: Mapping[int, Tensor
     for number in {cut.piece.parameter for cut in chunk.cuts}:
         for local in [local_of(known[number]), *([local_of(grads[number])] if number in grads else [])]:
             if isinstance(local, TierTensor):
-                found[local.record] = None
-                copies = local.record.copies if isinstance(local.record, ParameterRecord) else None
+                record = record_of(local)
+                found[record] = None
+                copies = record.copies if isinstance(record, ParameterRecord) else None
                 found.update({copies: None} if copies is not None else {})
     return list(found)
 
@@ -233,9 +236,9 @@ class Gradients(_Parcels):
             place = _away(self._known[number])
             if not isinstance(grad, TierTensor):
                 continue
-            if place is None or grad.number != place.number or not grad.record.is_like(place.record):
+            if place is None or grad.number != place.number or not record_of(grad).is_like(record_of(place)):
                 return _NOTHING, None
-            found.add(grad.record)
+            found.add(record_of(grad))
         return self._fetched(found.pop(), chunk.parcel) if len(found) == 1 else (_NOTHING, None)
 
     def keep(self, chunk: Chunk, memory: Tensor) -> Transfer | None:
