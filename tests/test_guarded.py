@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -204,3 +205,37 @@ def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
     with pytest.raises(PeerLost) as error:
         wait_for(Work(), 1)
     assert error.value.is_late == is_late
+
+
+def _says_at_the_transform() -> None:
+    with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
+        with pytest.warns(UserWarning, match="The deadline of guard does not act on an accelerator") as said:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        assert said[0].filename == __file__
+        assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
+        assert "timeout=timedelta" in str(said[0].message)
+
+
+def _says_at_guard() -> None:
+    with pretended(2, device_type="cuda") as mesh:
+        transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        with zf.guard(compare=False):
+            pass
+        with pytest.warns(UserWarning, match="does not act on an accelerator") as said, zf.guard(deadline_s=60):
+            del transport
+        assert len(said) == 1
+        with zf.guard(deadline_s=60):  # once
+            pass
+
+
+@pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_guard])
+def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
+    says: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL the device waits: `guard(deadline_s=)` did nothing there, without a word."""
+    monkeypatch.setattr("zero_fn.errors._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with zf.guard(deadline_s=60), pretended(2) as mesh:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
+        says()

@@ -32,7 +32,7 @@ from torch import Tensor
 from zero_fn.agreement import agree
 from zero_fn.collectives import Contribution, Contributions, Pending, Segment, Transport
 from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
-from zero_fn.errors import DisagreementError, LostRankError, ZeroError
+from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
 from zero_fn.mesh import Axis
 from zero_fn.traffic import name_axis
 
@@ -44,8 +44,10 @@ _SHOWN_RANKS = 8
 LAST_WORDS_S = 0.6  # until the last words of the others must be there
 
 _compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
-if "ZERO_FN_DEADLINE_S" in os.environ:
+_is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
+if _is_deadline_asked:
     set_deadline(float(os.environ["ZERO_FN_DEADLINE_S"]))
+_on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # groups whose results the device waits for, not the host
 
 
 @contextmanager
@@ -60,8 +62,9 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     The environment variables `ZERO_FN_DEADLINE_S` and `ZERO_FN_COMPARE=1` set the same for a whole program.
 
     Args:
-        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the device waits instead of the host
-            (NCCL) the timeout of the process group holds.
+        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. It acts where the host waits: on CPU
+            tensors. **On an accelerator (NCCL) it does nothing**, since there the device waits; a warning says so once.
+            The timeout of the process group holds: `init_process_group(timeout=)`, with the watchdog of the backend.
         compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that
             differs, with its unit and operation. Slow; for finding out why ranks part. All ranks set it alike.
 
@@ -71,17 +74,31 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     Raises:
         ValueError: `deadline_s` is not positive.
     """
-    global _compares
+    global _compares, _is_deadline_asked
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
-    before = deadline(), _compares
+    before = deadline(), _compares, _is_deadline_asked
+    _is_deadline_asked |= deadline_s is not None
+    _say_where_no_deadline_acts()
     set_deadline(before[0] if deadline_s is None else deadline_s)
     _compares = before[1] if compare is None else compare
     try:
         yield
     finally:
         set_deadline(before[0])
-        _compares = before[1]
+        _compares, _is_deadline_asked = before[1:]
+
+
+def _say_where_no_deadline_acts() -> None:
+    """Once, as soon as somebody has asked for a deadline and there is an axis of an accelerator."""
+    found = next(iter(_on_device.values()), None)
+    if _is_deadline_asked and found is not None:
+        warn_once(
+            "The deadline of guard does not act on an accelerator.",
+            axis=found,
+            why="there the device waits for a collective, not the host; the timeout of the process group holds",
+            fix='init_process_group("nccl", timeout=timedelta(seconds=60)): its watchdog then ends the process',
+        )
 
 
 class _Event:
@@ -180,6 +197,9 @@ class Guarded:
             self._history = _History(None)
         else:
             self._history = _histories.setdefault(axis.group, _History(_store_of(axis)))
+            if axis.size > 1 and axis.device_type != "cpu":
+                _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}"
+                _say_where_no_deadline_acts()
 
     @property
     def pads(self) -> bool:

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
@@ -309,6 +310,29 @@ def module_is_scripted() -> object:
 def embedding_is_sparse() -> object:
     with pretended(2) as mesh:
         return zf.shard_params(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh)
+
+
+def parameter_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    with pretended(2) as mesh:
+        return zf.shard_params(model, mesh)
+
+
+def assigned_values_of_a_tie_differ() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        return sharded.load_state_dict({**model.state_dict(), "1.weight": torch.full((4, 4), 7.0)}, assign=True)
+
+
+def assigned_value_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        weight = TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
+        return sharded.load_state_dict({**model.state_dict(), "0.weight": weight}, assign=True)
 
 
 def method_is_missing() -> object:
@@ -1313,6 +1337,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        parameter_is_of_a_subclass,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
@@ -1327,6 +1352,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,
         entry_of_another_rank,

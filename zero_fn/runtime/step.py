@@ -237,7 +237,10 @@ class Step:
         self.has_agreed = True
         if self.assignment.axis is not None:
             agree_on_units(
-                self.transport, [unit for unit in self.live_units() if not unit.is_gone], self._control.device
+                self.transport,
+                self.assignment.axes,
+                [unit for unit in self.live_units() if not unit.is_gone],
+                self._control.device,
             )
             self.buffers.begin(self._control.device)
 

@@ -7,6 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.grid import local_part
 from zero_fn.runtime.entry import steps_of, units_of
@@ -29,7 +30,7 @@ def materialize(module: M, device: torch.device | str) -> M:
     `reset_parameters()` in the same order, whatever the stage, the axes and the number of ranks. Buffers are allocated and
     must be set by `reset_parameters()` too.
 
-    Communicates nothing.
+    Communicates nothing; the next forward compares over ranks what was drawn, and raises `DisagreementError` if it differs.
 
     Args:
         module: A transformed module whose parameters are on `meta`. It is materialized in place and returned; parameters
@@ -43,7 +44,8 @@ def materialize(module: M, device: torch.device | str) -> M:
         StateError: `module` was not transformed; or a module owns parameters or buffers on `meta` and has no
             `reset_parameters()`, so its values would be garbage.
     """
-    steps_of(module, verb="materialize")
+    for step in steps_of(module, verb="materialize"):
+        step.note_loaded()
     owners = [
         (name, child)
         for name, child in module.named_modules()
@@ -80,6 +82,8 @@ def materialize(module: M, device: torch.device | str) -> M:
         with torch.no_grad():
             parts = [local_part(whole, slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
             unit.scatter_whole(dict(zip(unit.slots, parts, strict=True)))
+        for slot, whole in zip(unit.slots, wholes, strict=True):
+            slot.initial = content_digest(whole)
     for _, child in owners:
         if id(child) in pending:
             _reset(child, target)

@@ -119,9 +119,10 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
     if unit.axis is not None:
         agree_on_values(
             unit.transport,
+            unit.step.assignment.axes,
             "edits",
             [
-                (slot, f"{slot}, sum of bits {content_digest(whole)}")
+                ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
                 for slot, whole in zip(unit.slots, wholes, strict=True)
             ],
             device=wholes[0].device if wholes else torch.device("cpu"),
