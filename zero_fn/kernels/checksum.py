@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.loaded import library
+from zero_fn.kernels.compiler import library
 
 __all__ = ["SECTOR_NBYTES", "digests"]
 
