@@ -1,11 +1,10 @@
 """Loops in C, compiled by the machine's compiler when they are first needed.
 
 compiler    finds the compiler, keeps what it made, and hands out the functions or says why there are none
-checksum    a digest of blocks of memory
 adam        a step of Adam and AdamW in one pass
 nontemporal copies and means that are written past the caches
 
-Who calls a kernel has the same result without it, from torch or numpy: a machine without a compiler is slower, never
+Who calls a kernel has the same result without it, from torch: a machine without a compiler is slower, never
 different. `library()` says which of the two it is; whatever prints itself repeats it.
 
 [Note: why not a library for this] `torch.utils.cpp_extension.load` needs ninja and a C++ compiler and takes 20 to 40 s

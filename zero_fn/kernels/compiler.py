@@ -65,13 +65,10 @@ class Library:
 
     Attributes:
         functions: The loaded library; its calls do not hold the interpreter. None if there is none.
-        kept: The same for calls that do hold it, because they are shorter than the 5 ms that it may take to have it back
-            from a thread that runs Python.
         says: Who compiled it, or why nobody did.
     """
 
     functions: ctypes.CDLL | None
-    kept: ctypes.PyDLL | None
     says: str
 
     def __str__(self) -> str:
@@ -83,10 +80,9 @@ def library() -> Library:
     """The kernels, compiled and loaded at the first call of the process. Never raises: without them all goes on, slower."""
     try:
         compiler = found_compiler()
-        functions = _loaded(compiler)
-        return Library(functions, ctypes.PyDLL(functions._name, handle=functions._handle), compiler.version)
+        return Library(_loaded(compiler), compiler.version)
     except CompilerError as error:
-        return Library(None, None, str(error))
+        return Library(None, str(error))
 
 
 def _loaded(compiler: Compiler) -> ctypes.CDLL:
