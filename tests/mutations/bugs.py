@@ -1083,14 +1083,6 @@ BUGS: tuple[Bug, ...] = (
         "tests/test_accelerator.py",
     ),
     Bug(
-        "numa-policy-overridden",
-        "storage/numa.py",
-        "a memory policy that somebody chose stands",
-        "if chosen.value == _DEFAULT:",
-        "if chosen.value >= _DEFAULT:",
-        "tests/storage/test_numa.py",
-    ),
-    Bug(
         "stripes-overlap",
         "storage/stripes.py",
         "every byte has one place on several disks",
