@@ -24,9 +24,6 @@ from torch.nn.parameter import UninitializedParameter
 from zero_fn.errors import LayoutError, PlacementError, UnitError
 from zero_fn.tiled import Tiled, is_tile
 
-<<<<<<< HEAD
-__all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters", "subclass_of"]
-=======
 __all__ = [
     "LARGE_NBYTES",
     "BySize",
@@ -37,11 +34,11 @@ __all__ = [
     "innermost_common",
     "repeated_blocks",
     "shared_parameters",
+    "subclass_of",
 ]
 
 LARGE_NBYTES = 64 * 2**20
 """A module beside the repeated blocks is a unit of its own if its parameters take more bytes than these at rest."""
->>>>>>> keys
 
 
 @dataclass(frozen=True, slots=True)
