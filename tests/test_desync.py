@@ -112,7 +112,7 @@ def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
         assert report is not None
         assert report.text.splitlines()[0] == "Ranks 0 and 1 hold different collectives."
         assert "rank_0 : #23 agreement on what the backward runs through (8 elements, check " in report.text
-        assert "the last collective that agreed was #21 all-gather of parameters of unit layers.2" in report.text
+        assert "the last collective that agreed was #22 all-gather of parameters of unit layers.2" in report.text
 
 
 def test_a_lost_group_stays_lost() -> None:

@@ -71,6 +71,8 @@ class Unit:
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
         groups: Its parameters by kind, and the buffers they have.
+        is_away: Whether any resting parameter is in another tier.
+        is_transient: Whether any gathered parameter is freed between uses.
         watched: Which parameters were trained when hooks on their nodes were looked for.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
@@ -111,6 +113,7 @@ class Unit:
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
         self.groups: list[Group] = []
+        self.is_away = self.is_transient = False
         self._known_records: list[Record] = []
         self._failure: StorageError | None = None
         self._told: Told | None = None
@@ -241,7 +244,7 @@ class Unit:
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
         twin.anchor = _no_anchor
         twin.inner, twin.has_model_axes, twin.groups = [], self.has_model_axes, []
-        twin._known_records = []
+        twin._known_records, twin.is_away, twin.is_transient = [], False, False
         twin.reshards_after_backward = self.reshards_after_backward
         twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
@@ -268,6 +271,8 @@ class Unit:
         self.watched = []
         for group in self.groups:
             group.lay_out(self._record_for)
+        self.is_away = any(group.record is not None for group in self.groups)
+        self.is_transient = any(group.is_transient for group in self.groups)
         self._known_records = []
 
     def group_of(self, slot: Slot) -> Group:
@@ -318,16 +323,6 @@ class Unit:
         if self.is_away:
             self._let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any resting parameter is in another tier."""
-        return any(group.record is not None for group in self.groups)
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether any gathered parameter is freed between uses."""
-        return any(group.is_transient for group in self.groups)
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
