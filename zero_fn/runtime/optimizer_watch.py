@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import StaleError, StateError
+from zero_fn.runtime.advice import say_if_rounded
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.local_step import steps_locally
@@ -52,6 +53,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it settles what it loads itself
     if _LOADS not in optimizer.__dict__ and not is_streamed:
+        say_if_rounded(optimizer)
         settle_states(optimizer)  # loaded before the first step
         optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(settle_states)
     for group in optimizer.param_groups:
