@@ -44,8 +44,8 @@ from tests.versions import not_in_2_11
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.file import config_of
 from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.settings import sharding_of
 from zero_fn.deepspeed.setup import _sharded
-from zero_fn.deepspeed.sharding import sharding_of
 from zero_fn.errors import (
     CheckpointError,
     ConfigError,
@@ -1251,6 +1251,26 @@ def config_waits_for_the_trainer() -> None:
     from_config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
+def config_has_no_auto_where_one_is_filled_in() -> None:
+    with alone() as mesh:
+        config = {"train_batch_size": 2, "gradient_clipping": "auto"}
+        zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"optimizer.params.lr": 1e-3})
+
+
+def config_is_wrong_in_many_ways() -> None:
+    from_config(
+        gradient_cliping=1.0,
+        gradient_clipping="1.0",
+        zero_optimization={"stage": 3, "zero_quantized_weights": True, "prefetch_bucket_size": "many"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        train_micro_batch_size_per_gpu=4,
+    )
+
+
+def config_has_a_name_twice() -> None:
+    from_config(zero_optimization={"max_live_parameters": 1e9, "stage3_max_live_parameters": 1e9})
+
+
 def config_wants_quantized_messages() -> None:
     from_config(zero_optimization={"stage": 3, "zero_quantized_weights": True})
 
@@ -1297,7 +1317,7 @@ def config_sends_what_is_not_computed() -> None:
 def config_of_second_shards_on_one_axis() -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     with pretended(4) as mesh:
-        _sharded(nn.Linear(2, 2), sharding_of(Entries(zero)), mesh, None, donate=False)
+        _sharded(nn.Linear(2, 2), sharding_of(Entries({"zero_optimization": zero})), mesh, None, donate=False)
 
 
 def scale_of_the_loss_is_at_its_least() -> None:
@@ -1361,6 +1381,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ConfigError: (
         config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
         config_has_no_number, config_is_misspelt, config_has_text_for_a_number, config_waits_for_the_trainer,
+        config_has_no_auto_where_one_is_filled_in, config_is_wrong_in_many_ways, config_has_a_name_twice,
         config_wants_quantized_messages, config_wants_a_log, config_of_contradicting_batches, config_of_two_dtypes,
         config_offloads_replicas, config_offloads_parameters_at_stage_2, config_of_a_negative_rate,
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,
