@@ -21,6 +21,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.loaded import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.unit import unit_of
 from zero_fn.tiled import Tiled
 from zero_fn.units import subclass_of
 
@@ -185,7 +186,7 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
             continue
         is_whole = not isinstance(entry, DTensor)
         slot.initial = content_digest(in_memory(entry)) if is_whole else None
-        unit = slot.unit() if slot.unit is not None else None
+        unit = unit_of(slot)
         if unit is not None:
             unit.generation += 1
             unit.step.note_loaded()

@@ -51,7 +51,7 @@ from zero_fn.runtime.registry import Replacement, call_site, note_replacement, r
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.whole_edits import edit_wholes
 from zero_fn.runtime.whole_views import view_uneven_shards, write_through_views
 from zero_fn.saving import check_entries_saved
@@ -298,7 +298,7 @@ class _Wholes:
     def of(self, source: Tensor) -> Tensor:
         """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
         slot = slot_of(source)
-        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        unit = unit_of(slot)
         assert slot is not None and unit is not None, "a resting parameter has no unit"
         if source.is_meta:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")

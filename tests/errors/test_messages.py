@@ -44,8 +44,8 @@ from tests.versions import not_in_2_11
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.file import config_of
 from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.settings import sharding_of
 from zero_fn.deepspeed.setup import _sharded
-from zero_fn.deepspeed.sharding import sharding_of
 from zero_fn.errors import (
     CheckpointError,
     ConfigError,
@@ -66,7 +66,7 @@ from zero_fn.runtime.entry import NoCodeError
 from zero_fn.storage import Slab, Spill
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
-from zero_fn.streamed.kept_states import MissingStateError
+from zero_fn.streamed.states import MissingStateError
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
@@ -494,6 +494,16 @@ def streamed_optimizer_that_clips() -> object:
     return zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu())
 
 
+class _Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+def streamed_optimizer_that_counts() -> object:
+    return zf.streamed(_Counting(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True)
+
+
 def parameters_share_memory() -> object:
     model = Model()
     model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)
@@ -869,7 +879,7 @@ def streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
     """An optimizer whose second step meets requests with other answers."""
     optimizer = zf.streamed(stepped()[1], zf.nvme("."), buffer="16KiB")
     optimizer.step()
-    for store in optimizer._stores.values():
+    for store in optimizer.states.stores.values():
         store.forget()  # the second step reads what the first one wrote
     with pytest.MonkeyPatch.context() as patch:
         answers(patch, change)
@@ -975,7 +985,8 @@ def streamed_lbfgs() -> object:
 
 
 def streamed_matrix_is_cut() -> object:
-    return zf.streamed(torch.optim.Muon(nn.Linear(64, 64, bias=False).parameters()), zf.nvme("."), buffer="8KiB")
+    matrix = nn.Parameter(torch.ones(64, 128)[:, ::2])
+    return zf.streamed(torch.optim.AdamW([matrix]), zf.nvme("."), buffer="8KiB")
 
 
 def evicted_model_runs() -> object:
@@ -1101,9 +1112,8 @@ def streamed_in_too_small_a_buffer() -> None:
     zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu(), buffer=64)
 
 
-def streamed_in_pieces_of_a_matrix() -> None:
-    model = zf.offload(nn.Linear(1 << 20, 2, bias=False), params=zf.nvme("/tmp"))
-    zf.streamed(torch.optim.Muon(model.parameters()), zf.cpu())
+def streamed_optimizer_of_whole_matrices() -> None:
+    zf.streamed(torch.optim.Muon(nn.Linear(4, 4, bias=False).parameters()), zf.cpu(), elementwise=True)
 
 
 def planned_with_two_optimizers() -> object:
@@ -1203,7 +1213,7 @@ def step_that_waits_is_interrupted() -> None:
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        patch.setattr(importlib.import_module("zero_fn.streamed.stepped"), "steps_in_one_pass", interrupted)
+        patch.setattr(importlib.import_module("zero_fn.streamed.stepping"), "steps_in_one_pass", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(2))
         optimizer.step()
@@ -1263,6 +1273,26 @@ def config_waits_for_the_trainer() -> None:
     from_config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
+def config_has_no_auto_where_one_is_filled_in() -> None:
+    with alone() as mesh:
+        config = {"train_batch_size": 2, "gradient_clipping": "auto"}
+        zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"optimizer.params.lr": 1e-3})
+
+
+def config_is_wrong_in_many_ways() -> None:
+    from_config(
+        gradient_cliping=1.0,
+        gradient_clipping="1.0",
+        zero_optimization={"stage": 3, "zero_quantized_weights": True, "prefetch_bucket_size": "many"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        train_micro_batch_size_per_gpu=4,
+    )
+
+
+def config_has_a_name_twice() -> None:
+    from_config(zero_optimization={"max_live_parameters": 1e9, "stage3_max_live_parameters": 1e9})
+
+
 def config_wants_quantized_messages() -> None:
     from_config(zero_optimization={"stage": 3, "zero_quantized_weights": True})
 
@@ -1309,7 +1339,7 @@ def config_sends_what_is_not_computed() -> None:
 def config_of_second_shards_on_one_axis() -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     with pretended(4) as mesh:
-        _sharded(nn.Linear(2, 2), sharding_of(Entries(zero)), mesh, None, donate=False)
+        _sharded(nn.Linear(2, 2), sharding_of(Entries({"zero_optimization": zero})), mesh, None, donate=False)
 
 
 def scale_of_the_loss_is_at_its_least() -> None:
@@ -1354,7 +1384,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
-        streamed_in_pieces_of_a_matrix,
+                streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned, view_of_many_ranges_is_written,
         wide_matrix_is_made_orthogonal,
@@ -1373,6 +1403,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ConfigError: (
         config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
         config_has_no_number, config_is_misspelt, config_has_text_for_a_number, config_waits_for_the_trainer,
+        config_has_no_auto_where_one_is_filled_in, config_is_wrong_in_many_ways, config_has_a_name_twice,
         config_wants_quantized_messages, config_wants_a_log, config_of_contradicting_batches, config_of_two_dtypes,
         config_offloads_replicas, config_offloads_parameters_at_stage_2, config_of_a_negative_rate,
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,

@@ -17,7 +17,7 @@ from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.record import Form, Record, record_nbytes
+from zero_fn.runtime.record import Form, Record, record_nbytes, record_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.tiers import Tier
@@ -142,7 +142,7 @@ def _take_gradients(unit: Unit) -> dict[Record, tuple[dict[int, Tensor], dict[in
             local = torch.empty_strided(
                 slot.path.local_shape, slot.path.local_stride, dtype=local.dtype, device=local.device
             ).copy_(local)
-        values, computed = found.setdefault(place.record, ({}, {}))
+        values, computed = found.setdefault(record_of(place), ({}, {}))
         values[place.number] = local.as_strided((local.numel(),), (1,))
         computed[place.number] = slot.kind.compute_dtype
         away = slot.path.local_view(place)

@@ -31,7 +31,7 @@ from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, unit_of
 
 __all__ = ["watch_optimizers"]
 
@@ -59,7 +59,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            unit = _unit_of(slot) if slot is not None else None
+            unit = unit_of(slot) if slot is not None else None
             if slot is not None and slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
@@ -119,13 +119,9 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            unit = _unit_of(slot) if slot is not None else None
+            unit = unit_of(slot) if slot is not None else None
             if unit is not None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
         unit.step.note_optimizer_step()
-
-
-def _unit_of(slot: Slot | None) -> Unit | None:
-    return slot.unit() if slot is not None and slot.unit is not None else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ from zero_fn.layout import ShardLayout
 from zero_fn.path import Path, path_of
 from zero_fn.resting import alone, local_of, on_spec, spec_on
 from zero_fn.runtime.kind import Kind
-from zero_fn.runtime.registry import note_slot, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
+__all__ = ["Place", "Slot", "model_of", "slot_of"]
 
-__all__ = ["Place", "Slot", "model_of"]
+_slots: dict[
+    int, weakref.ref[Slot]
+] = {}  # by the identity of the resting parameter. [Note: no weak references to DTensors]
 
 
 _NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # stands for one that was not adopted yet
@@ -145,7 +145,7 @@ class Slot:
         gradient_place: Where its gradient rests, if that is in another tier than the memory of the device; flat.
         is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
-        unit: Its unit, weakly.
+        owner: Its unit, weakly.
         node, node_hooks: What accumulates gradients of the resting parameter, and hooks on it. [Note: hooks on the node]
     """
 
@@ -171,7 +171,7 @@ class Slot:
         self.spec: DTensorSpec | None = None
         self.is_recast = False
         self.initial: int | None = None
-        self.unit: Callable[[], Unit | None] | None = None
+        self.owner: Callable[[], object] = _no_owner
         self.node: Node | None = None
         self.node_hooks: dict[int, Any] | None = None
         self.parameter: nn.Parameter
@@ -219,7 +219,8 @@ class Slot:
         self.node, self.node_hooks = None, None
         # Held, so that no other storage comes to have its address.
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
-        note_slot(parameter, self)
+        key = id(parameter)
+        _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
 
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""
@@ -288,6 +289,17 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"{self.fqn}  {str(self.dtype).removeprefix('torch.')}{list(self.full_shape)}"
+
+
+def _no_owner() -> None:
+    """Of a slot that belongs to no unit yet."""
+
+
+def slot_of(parameter: object) -> Slot | None:
+    """The slot of a resting parameter; None for any other tensor."""
+    reference = _slots.get(id(parameter))
+    slot = reference() if reference is not None else None
+    return slot if slot is not None and slot.parameter is parameter else None
 
 
 def model_of(source: Tensor) -> DTensorSpec | None:

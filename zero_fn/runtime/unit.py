@@ -41,7 +41,7 @@ from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
 from zero_fn.runtime.group import Group, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.names import Names
-from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.record import Form, Record, record_of
 from zero_fn.runtime.replaced import on_other_memory, resting_successor
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
@@ -52,7 +52,7 @@ from zero_fn.tiled import is_tile
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step
 
-__all__ = ["Phase", "Unit"]
+__all__ = ["Phase", "Unit", "unit_of"]
 
 
 class Phase(Enum):
@@ -71,6 +71,8 @@ class Unit:
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
         groups: Its parameters by kind, and the buffers they have.
+        is_away: Whether any resting parameter is in another tier.
+        is_transient: Whether any gathered parameter is freed between uses.
         watched: Which parameters were trained when hooks on their nodes were looked for.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
@@ -111,6 +113,7 @@ class Unit:
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
         self.groups: list[Group] = []
+        self.is_away = self.is_transient = False
         self._known_records: list[Record] = []
         self._failure: StorageError | None = None
         self._told: Told | None = None
@@ -127,7 +130,7 @@ class Unit:
         self._gathering, self._reducing = f"parameters of {self}", f"gradients of {self}"
         step.units.append(weakref.ref(self))
         for slot in slots:
-            slot.unit = weakref.ref(self)
+            slot.owner = weakref.ref(self)
 
     # -- memory at rest ---------------------------------------------------------------------------------------------
 
@@ -241,7 +244,7 @@ class Unit:
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
         twin.anchor = _no_anchor
         twin.inner, twin.has_model_axes, twin.groups = [], self.has_model_axes, []
-        twin._known_records = []
+        twin._known_records, twin.is_away, twin.is_transient = [], False, False
         twin.reshards_after_backward = self.reshards_after_backward
         twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
@@ -252,7 +255,7 @@ class Unit:
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients, twin._names, twin.changes = Gradients(twin.slots), Names(twin.slots), Changes()
         for slot in twin.slots:
-            slot.unit = weakref.ref(twin)
+            slot.owner = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
         twin.step.units[self.index] = weakref.ref(twin)
         return twin
@@ -268,6 +271,8 @@ class Unit:
         self.watched = []
         for group in self.groups:
             group.lay_out(self._record_for)
+        self.is_away = any(group.record is not None for group in self.groups)
+        self.is_transient = any(group.is_transient for group in self.groups)
         self._known_records = []
 
     def group_of(self, slot: Slot) -> Group:
@@ -318,16 +323,6 @@ class Unit:
         if self.is_away:
             self._let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any resting parameter is in another tier."""
-        return any(group.record is not None for group in self.groups)
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether any gathered parameter is freed between uses."""
-        return any(group.is_transient for group in self.groups)
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
@@ -525,7 +520,7 @@ class Unit:
         for slot in self.slots:
             own = slot.flat
             if isinstance(own, TierTensor):
-                own = own.record.values(own.number)
+                own = record_of(own).values(own.number)
             if slot.path.layout is None:
                 wholes.append(slot.path.whole_view(own).to(slot.flat.device, copy=True))
                 continue
@@ -596,6 +591,13 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def unit_of(slot: Slot | None) -> Unit | None:
+    """The unit of a parameter; None if it is gone, or if there is no parameter."""
+    unit = slot.owner() if slot is not None else None
+    assert unit is None or isinstance(unit, Unit)
+    return unit
 
 
 def _no_anchor() -> nn.Module | None:
