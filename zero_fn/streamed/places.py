@@ -76,7 +76,7 @@ def follow(parameter: Tensor) -> None:
 
 
 def parcels_away(parameters: Iterable[Tensor]) -> dict[str, list[tuple[Tier, Sequence[Parcel]]]]:
-    """The parcels of groups that have any of these parameters, or their gradients, in another tier: by kind, for each group."""
+    """The parcels of groups that have any of these parameters, or their gradients, in another tier, by kind and group."""
     found: dict[str, list[tuple[Tier, Sequence[Parcel]]]] = {kind: [] for kind in KINDS}
     seen = set()
     for parameter in parameters:
