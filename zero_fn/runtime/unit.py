@@ -86,7 +86,7 @@ class Unit:
         changes: What forwards have changed in gathered parameters.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         anchor: The anchor module, weakly.
-        inner: Modules below the anchor whose entries are taken out while the unit runs.
+        inner: Modules below the anchor whose hooks are taken out while the unit runs.
         reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
@@ -99,8 +99,8 @@ class Unit:
         self.generation = 0
         self.open = 0
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
-        self.inner: list[weakref.ref[nn.Module]] = []
         self.lenders: tuple[int, ...] = ()
+        self.inner: list[weakref.ref[nn.Module]] = []
         self.deferred_in: int | None = None
         self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
@@ -241,8 +241,8 @@ class Unit:
         twin.name, twin.index, twin.axis, twin.transport = self.name, self.index, self.axis, self.transport
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
-        twin.anchor = _no_anchor
-        twin.inner, twin.has_model_axes, twin.rest = [], self.has_model_axes, Rest()
+        twin.anchor, twin.inner = _no_anchor, []
+        twin.has_model_axes, twin.rest = self.has_model_axes, Rest()
         twin.reshards_after_backward = self.reshards_after_backward
         twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
