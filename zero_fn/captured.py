@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError
-from zero_fn.runtime.entry import Entry
 
-__all__ = ["Captured", "entries_in"]
+__all__ = ["Captured"]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
@@ -70,8 +69,6 @@ class Captured:
             return self._function(value)
         if isinstance(value, MethodType):
             return MethodType(self.rebound(value.__func__), self.rebound(value.__self__))
-        if isinstance(value, Entry):
-            return self._plain(value)
         if isinstance(value, functools.partial):
             arguments = (self.rebound(argument) for argument in value.args)
             named = {key: self.rebound(argument) for key, argument in value.keywords.items()}
@@ -95,13 +92,6 @@ class Captured:
         for attribute in ("__qualname__", "__module__", "__doc__", "__annotations__"):
             setattr(twin, attribute, getattr(function, attribute))
         return twin
-
-    def _plain(self, entry: Entry) -> Any:
-        """The method that an entry stands for: the copy of its module gets an entry of its own."""
-        own = entry.innermost
-        if own is not None:
-            return self.rebound(copy.deepcopy(own, self._memo))
-        return getattr(type(entry.module), entry.attribute).__get__(self._copies[id(entry.module)])
 
     def _is_stale(self, cell: CellType) -> bool:
         return any(id(found) in self._copies for content in _content(cell) for found in _reached(content))
@@ -131,16 +121,6 @@ class Captured:
                     fix="read it where it is used: lambda x: F.linear(x, self.layer.weight); a flat list or dict of the "
                     "module that registers the parameters follows them",
                 )
-
-
-def entries_in(module: nn.Module) -> list[Entry]:
-    """The entries that functions in the attributes of a module and below it refer to."""
-    found: list[Entry] = []
-    for child in module.modules():
-        for attribute, value in child.__dict__.items():
-            if type(value) not in _ATOMS and attribute not in _REGISTERED and not _is_empty(value):
-                found.extend(part for part in _held(value) if isinstance(part, Entry))
-    return found
 
 
 def _is_empty(value: object) -> bool:
@@ -184,6 +164,4 @@ def _parts(value: object) -> list[Any]:
         return list(value)
     if isinstance(value, SimpleNamespace):
         return list(vars(value).values())
-    if isinstance(value, Entry):
-        return [value.own if value.own is not None else value.module]
     return []

@@ -8,7 +8,6 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
@@ -21,7 +20,7 @@ from torch.jit import ScriptModule
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
-from zero_fn.captured import Captured, entries_in
+from zero_fn.captured import Captured
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
@@ -30,12 +29,13 @@ from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
+from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.dtensor_operations import note_mesh
 from zero_fn.runtime.empty_dims import reduce_all_dims
 from zero_fn.runtime.empty_shards import pass_over_empty_shards
-from zero_fn.runtime.entry import Entry, entries, forget_entries, methods_of, units_of
+from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.mean_losses import take_means_over_wholes
@@ -75,8 +75,8 @@ def assignment_of(module: nn.Module) -> Assignment:
         module.forward()
     joined = Assignment()
     steps: dict[int, tuple[str, Step]] = {}
-    for name, entry in entries(module):
-        steps.setdefault(id(entry.unit.step), (name, entry.unit.step))
+    for name, attached in attached_below(module):
+        steps.setdefault(id(attached.unit.step), (name, attached.unit.step))
     anchors: list[str] = []
     for name, step in steps.values():
         below = step.assignment.below(name)
@@ -151,6 +151,7 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
+        watch_redistribution()
         read_values_whole()
         write_through_views()
         edit_wholes()
@@ -188,10 +189,11 @@ def _substitute(
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
     _note_lenders(units, modules)
-    for method in assignment.methods:
-        name, _, attribute = method.rpartition(".")
+    for path in assignment.methods:
+        name, _, attribute = path.rpartition(".")
         if name in modules:
-            _enter(modules[name], units[innermost_common(units, [name])], attribute=attribute)
+            method = Method(modules[name], units[innermost_common(units, [name])], attribute=attribute)
+            modules[name].__dict__[attribute] = method
     note_members(modules)
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
@@ -199,7 +201,7 @@ def _substitute(
             check_entries_saved(child)
     refuse_ddp(twin)
     if donate:
-        forget_entries(module)
+        detach(module)
         module.__dict__["forward"] = Donated(site)
     return twin
 
@@ -309,26 +311,16 @@ class _Wholes:
 
 
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
-    """Puts the entries of a unit in place."""
+    """Lets the anchor of a unit, and whatever module holds a parameter of it, enter it."""
     computes = {
         slot.kind.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
     }
-    _enter(
-        anchor,
-        unit,
-        input_dtype=computes.pop() if len(computes) == 1 else None,
-        output_dtype=output,
-    )
+    compute = computes.pop() if len(computes) == 1 else None
+    attach(Attached(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
+    unit.step.buffers.watch(anchor)
     for module in unit.modules():
         if module is not anchor:
-            _enter(module, unit, is_inner=True)
-
-
-def _enter(module: nn.Module, unit: Unit, **options: Any) -> None:
-    entry = Entry(module, unit, **options)
-    if entry.is_hidden:
-        unit.inner.append(weakref.ref(module))
-    unit.step.buffers.watch(module)
+            attach(Attached(module, unit))
 
 
 def _source(shared: Shared, assignment: Assignment) -> Tensor:
@@ -420,11 +412,10 @@ def _addresses(tensor: Tensor) -> range:
 
 
 def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
-    """A deep copy that shares the parameters and has no entries."""
+    """A deep copy that shares the parameters and enters no units."""
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
-    memo.update((id(entry), entry) for _, entry in entries(module))
-    memo.update((id(entry), entry) for entry in methods_of(module))
-    memo.update((id(entry), entry) for entry in entries_in(module))
+    memo.update((id(attached), attached) for _, attached in attached_below(module))
+    memo.update((id(method), method) for method in methods_of(module))
     memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`
     for child in module.modules():
         for value in vars(child).values():
@@ -442,14 +433,10 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
             fix=f"remove or replace {path}, or give its class a __deepcopy__ that returns self to share it",
         ) from error
     for child in twin.modules():
-        forget_entries(child)
+        detach(child)
         for attribute, value in list(child.__dict__.items()):
-            if isinstance(value, Entry) and value.attribute == attribute and memo.get(id(value.module)) is child:
-                own = value.innermost
-                if own is None:
-                    del child.__dict__[attribute]
-                else:
-                    child.__dict__[attribute] = copy.deepcopy(own, memo)
+            if isinstance(value, Method):
+                del child.__dict__[attribute]
     captured = Captured(
         {id(child): memo[id(child)] for child in module.modules() if id(child) in memo},
         {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad},

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -250,6 +251,73 @@ def _of_the_root(world: World, *, refreshed: bool) -> None:
 
 def test_another_forward_of_the_root_gathers_after_refresh(ranks: Ranks) -> None:
     assert ranks(2).run(differences, partial(_of_the_root, refreshed=True)) == [[]] * 2
+
+
+class Head(nn.Module):
+    """A model with a head that a trainer replaces by a fused loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.lm_head = nn.Linear(WIDTH, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        output: Tensor = self.lm_head(x)
+        return output
+
+
+def _fused(self: Head, x: Tensor) -> Tensor:
+    """As trl's `add_fused_lm_head`: it never calls the old forward, nor the head, and takes the whole weight by itself."""
+    for block in self.blocks:
+        x = block(x)
+    weight: Any = self.lm_head.weight
+    if isinstance(weight, DTensor):
+        weight = weight.full_tensor()
+    output: Tensor = x @ weight.t()
+    return output
+
+
+def _fused_head(world: World, *, units: Any, runs_before: bool) -> None:
+    model = world.build(Head, units=units)
+    if runs_before:
+        _train(world, model)
+    model.forward = MethodType(_fused, model)  # type: ignore[method-assign]
+    _train(world, model, seed=10)
+
+
+@pytest.mark.parametrize("runs_before", [False, True])
+@pytest.mark.parametrize("units", [Block, []])
+def test_a_replaced_forward_that_takes_the_whole_weight_has_the_gradients_of_all_ranks(
+    ranks: Ranks, units: Any, runs_before: bool
+) -> None:
+    """The gradient of the head was that of one rank, silently."""
+    assert ranks(2).run(differences, partial(_fused_head, units=units, runs_before=runs_before)) == [[]] * 2
+
+
+def _by_hand(stage: str, *, past_call: bool) -> list[str]:
+    """The head is a unit of its own, which nothing enters; or nothing at all is entered."""
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Head(), axis(), units=[Block, nn.Linear] if not past_call else Block)
+    model.forward = MethodType(_fused, model)
+    x, said = noise(4, WIDTH, seed=0), []
+    for _ in range(2):
+        try:
+            (model.forward if past_call else model)(x).square().mean().backward()
+        except zf.ShardedAccessError as error:
+            said.append(error.summary)
+    with torch.no_grad():
+        (model.forward if past_call else model)(x)
+    return said
+
+
+@pytest.mark.parametrize("past_call", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_weight_that_a_forward_makes_whole_by_hand_is_refused(ranks: Ranks, stage: str, past_call: bool) -> None:
+    """Its gradient was that of one rank, silently."""
+    said = "'lm_head.weight' was made whole by hand in a forward, where its gradient would be that of one rank."
+    assert ranks(2).run(partial(_by_hand, past_call=past_call), stage) == [[said] * 2] * 2
 
 
 def _described(stage: str, way: str) -> bool:

@@ -62,7 +62,6 @@ from zero_fn.errors import (
     ZeroError,
 )
 from zero_fn.mesh import mesh_axis
-from zero_fn.runtime.entry import NoCodeError
 from zero_fn.storage import Slab, Spill
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
@@ -739,14 +738,29 @@ def forward_changes_a_copy_of_a_weight() -> object:
 class Peeking(Model):
     """Reads a weight of the first layer outside the forward of its unit."""
 
+    def __init__(self, *, gathers: bool) -> None:
+        super().__init__()
+        self.gathers = gathers
+
     def forward(self, x: Tensor) -> Tensor:
-        weight: Tensor = self.layers[0].weight  # type: ignore[assignment]
-        return super().forward(x @ weight.T)
+        weight: Any = self.layers[0].weight
+        return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
 
 
-def weight_of_another_unit_is_read() -> object:
+def weight_is_made_whole_in_a_forward() -> object:
     with alone() as mesh:
-        return zf.shard_params(Peeking(), mesh)(batch())
+        return zf.shard_params(Peeking(gathers=True), mesh)(batch())
+
+
+def test_an_operation_that_torch_refuses_in_a_forward_has_a_note() -> None:
+    with alone() as mesh, pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor") as caught:
+        zf.shard_params(nn.Sequential(Peeking(gathers=False)), mesh)(batch())
+    assert caught.value.__notes__ == [
+        "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
+        "  inside : the forward of unit root\n"
+        "  fix    : call the module that owns the weight, put both modules in one unit (units=), or read it inside "
+        "`with zf.unsharded(module):`"
+    ]
 
 
 def parameter_is_late() -> None:
@@ -1351,7 +1365,6 @@ def scale_of_the_loss_is_at_its_least() -> None:
 
 
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
-    NoCodeError: (forward_is_exported,),
     MissingStateError: (streamed_state_is_in_its_tier,),
     MeshError: (
         config_of_second_shards_on_one_axis,
@@ -1424,7 +1437,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters,
         meta_that_nobody_wrote, forward_is_pickled,
-        forward_is_traced, gradients_are_vectorized,
+        forward_is_traced, forward_is_exported, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
@@ -1441,7 +1454,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
         disk_is_missing_on_another_rank,
     ),
-    ShardedAccessError: (weight_of_another_unit_is_read,),
+    ShardedAccessError: (weight_is_made_whole_in_a_forward,),
     StaleError: (
         check_optimizer_of_the_module_before, check_optimizer_of_another_module,
         check_optimizer_that_lacks_parameters, step_of_the_optimizer_before,

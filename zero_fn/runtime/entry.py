@@ -1,27 +1,29 @@
-"""The forward of a transformed module: enters its unit, runs the module's own forward, leaves.
+"""The door of a transformed module: two hooks, before and after each call, at which units are entered and left.
 
-An `Entry` stands in the instance under the name `forward`, or under that of another method (`gather_in`). The anchor of a
-unit has one, and so does every other module that holds a parameter of it: called alone it enters the unit itself, called
-inside the unit it steps aside. So any module of a transformed model may be called directly.
+The anchor of a unit has them, and so does every other module that holds a parameter of the unit: called alone it enters the
+unit itself, called while the unit runs it steps aside. So any module of a transformed model may be called directly, and
+whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
+name, with the same door.
 
-[Note: hooks before a forward] torch calls them before `forward`, and the old `spectral_norm`, `weight_norm` and pruning
-compute a weight there. So where a module has such hooks when it is transformed, one more stands before them: it enters the
-unit, and the entry goes on from there. One that is called even if another hook raises leaves the unit then.
+[Note: our hook comes first] The hook before a call stands before those of the user: the old `spectral_norm`, `weight_norm`
+and pruning compute a weight there, from parameters that must be whole. The hook after it stands behind those that were there
+when the module was transformed, and is called after an exception too.
 
-[Note: hidden entries] While a unit runs, entries below its anchor are taken out of their modules: they would do nothing,
-and `torch.compile` would see another one in every block and compile each block anew.
+[Note: nothing inside a unit] While a unit runs, hooks at modules below its anchor would do nothing but cost 4 us a call, and
+the compiler would make a graph of each module of torch that has hooks. So they are taken out until the unit is left.
 
-[Note: replaced forwards] Users and profilers put a forward of their own in the place of an entry, around it or not. A module
-remembers its entry under another name, too; before a forward of the whole, and in every verb, an entry is put around what
-was found in its place. One that is called below it steps aside.
+[Note: interrupted forwards] torch calls no hook after a KeyboardInterrupt. So a call that has begun and does not stand on the
+stack any more is found where it would be in the way: when its module is called again, by verbs, backwards and optimizers.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from threading import get_ident
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +32,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.access import explained, is_about_shards
+from zero_fn.runtime.access import explain
 from zero_fn.runtime.changes import Probe, require_untouched_casts
 from zero_fn.runtime.gather import UnitUse, gather
-from zero_fn.runtime.saved import packing_gathered
+from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
 from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import called_outside, is_transforming
@@ -41,10 +43,10 @@ from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
-__all__ = ["Entry", "NoCodeError", "entries", "entry_of", "forget_entries", "methods_of", "steps_of", "units_of"]
+__all__ = ["Attached", "Method", "attach", "attached_below", "detach", "methods_of", "steps_of", "units_of"]
 
 
-_ENTRY = "_zero_fn_entry"  # in the `__dict__` of a module: its entry, whatever stands at `forward`
+_ATTACHED = "_zero_fn_attached"  # in the `__dict__` of a module: the units that are entered at it, in this order
 
 _EXPORT = (
     "export the plain module with the whole values: plain.load_state_dict(get_model_state_dict(model, options="
@@ -52,52 +54,48 @@ _EXPORT = (
 )
 
 
-class NoCodeError(StateError, AttributeError):
-    """So that whoever only asks whether there is code is answered no."""
-
-
 class _Begun:
-    """A forward that entered its unit.
+    """A call that entered its unit.
 
     Attributes:
-        use: What the unit was entered for.
-        hidden: Entries inside that were taken out. [Note: hidden entries]
-        tensors: The whole parameters.
+        use: What the unit was entered for; None in a block in which it is whole.
+        tensors: The whole parameters, as modules see them.
+        error_before: The exception that was being handled when it began.
+        has_backward: Whether what autograd saves is packed, and the output is watched.
+        is_packing: Whether that was begun here.
         is_watched: Whether changes of `tensors` are kept.
         probe: What finds such changes.
     """
 
-    __slots__ = ("hidden", "is_watched", "probe", "tensors", "use")
+    __slots__ = ("error_before", "has_backward", "is_packing", "is_watched", "probe", "tensors", "use")
 
-    def __init__(self, use: UnitUse, hidden: list[tuple[dict[str, Any], Entry]]) -> None:
-        self.use, self.hidden = use, hidden
+    def __init__(self, use: UnitUse | None) -> None:
+        self.use = use
         self.tensors: list[Tensor] = []
-        self.is_watched = False
+        self.error_before = sys.exception()
+        self.has_backward = self.is_packing = self.is_watched = False
         self.probe: Probe | None = None
 
 
-class Entry:
-    """Callable in place of `module.forward`, or of another method.
+class Attached:
+    """A unit and one of the modules at which it is entered.
 
     Attributes:
-        unit: The unit to enter.
-        attribute: The name of the method.
-        own: A method that the instance had before (set by a library that wraps modules), else None.
+        unit: The unit.
+        attribute: The name of the method: "forward" stands for calls of the module.
+        is_anchor: Whether the module is the anchor of the unit.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
-        is_hidden: Whether it is taken out while the unit runs. [Note: hidden entries]
     """
 
-    # No `__dict__`: `functools.wraps` would copy what it holds into functions around the entry, which would keep the unit.
     __slots__ = (
         "__weakref__",
         "_begun",
-        "_is_inner",
+        "_depth",
         "_module",
         "attribute",
         "input_dtype",
-        "is_hidden",
+        "is_anchor",
         "output_dtype",
-        "own",
         "unit",
     )
 
@@ -107,71 +105,125 @@ class Entry:
         unit: Unit,
         *,
         attribute: str = "forward",
-        is_inner: bool = False,
+        is_anchor: bool = False,
         input_dtype: torch.dtype | None = None,
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self.attribute = attribute
-        self.own: Callable[..., Any] | None = module.__dict__.get(attribute)
-        self.unit = unit
+        self.unit, self.attribute, self.is_anchor = unit, attribute, is_anchor
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        self._begun: _Begun | None = None  # by a hook, and not yet taken over
-        module.__dict__[attribute] = self
-        if attribute == "forward":
-            module.__dict__[_ENTRY] = self
-            if module._forward_pre_hooks:
-                _enter_before_hooks(module)
-            if not is_inner:
-                unit.anchor = weakref.ref(module)
-        self._is_inner, self.is_hidden = is_inner, is_inner and self.own is None
+        self._begun: _Begun | None = None
+        self._depth = 0  # calls of the module inside the one that has begun
+        if is_anchor:
+            unit.anchor = self._module
 
     @property
     def module(self) -> nn.Module:
-        """The module whose forward this is."""
+        """The module."""
         module = self._module()
-        assert module is not None, "a forward outlived its module"
+        assert module is not None, "a module is called that is gone"
         return module
 
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """The module's own method, bound: what `inspect.signature` reads."""
-        if self.own is not None:
-            return self.own
-        method: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
-        return method
-
-    @property
-    def innermost(self) -> Callable[..., Any] | None:
-        """What the instance had before all entries, else None."""
-        own: Callable[..., Any] | None = self
-        while isinstance(own, Entry):
-            own = own.own
-        return own
-
-    @property
-    def __name__(self) -> str:
-        return self.attribute
-
-    @property
-    def __doc__(self) -> str | None:  # type: ignore[override]
-        return self.__wrapped__.__doc__
-
-    def __getattr__(self, name: str) -> Any:
-        """Called for attributes that are not there: torch.export and torch.jit.script look for the code of a forward."""
-        if name in ("__code__", "__globals__"):
-            raise NoCodeError(
-                "A transformed module has no forward that could be exported or scripted.",
-                why="its forward gathers parameters from other ranks, which no file can hold",
-                fix=_EXPORT,
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @left_alone
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @uncompiled
+    def begin(self) -> bool:
+        """Enters the unit, whose whole parameters stand under their names until `end`. Returns False if it runs already."""
         unit = self.unit
+        if self._begun is not None:
+            if self.is_on_stack(get_ident(), times=2):
+                self._depth += 1
+                return False
+            self._forget()
+        if unit.open:
+            return False
         if unit.leaves is not None:
-            return self._call_with_leaves(*args, **kwargs)
+            self._begin_with_leaves()
+            return True
+        if unit.step.is_recomputing(unit, self):
+            return False
+        self._require_run()
+        with outside_selection():
+            use = called_outside(unit.step.enter, unit, self)
+            begun = self._begun = _Begun(use)
+            _take_hooks_inside(unit, self._module())
+            begun.tensors = gather(use)
+            unit.shadow(begun.tensors)
+            if unit.gathered is not None and not is_transforming():
+                begun.is_watched, begun.probe = True, unit.changes.probe(unit)
+        begun.has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
+        begun.is_packing = begun.has_backward and begin_packing()
+        return True
+
+    @uncompiled
+    def end(self, output: Any, error: BaseException | None) -> Any:
+        """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it.
+
+        Args:
+            output: Of the call.
+            error: The exception that is being handled: if it is not that of before, the call has failed.
+        """
+        begun = self._begun
+        if begun is None:
+            return output
+        if self._depth:
+            self._depth -= 1
+            return output
+        self._begun = None
+        _put_hooks_inside(self.unit)
+        if begun.is_packing:
+            end_packing()
+        failed = error is not begun.error_before
+        if failed:
+            explain(error, self.unit)
+        if begun.use is None:
+            return self._end_with_leaves(begun, output, failed=failed)
+        is_done = False
+        try:
+            if not failed:
+                output = self._finished(begun, begun.use, output)
+            is_done = not failed
+        finally:
+            self.unit.unshadow()
+            with outside_selection():
+                _leave(begun.use, begun.tensors if begun.is_watched else None, failed=not is_done)
+        return output
+
+    def _finished(self, begun: _Begun, use: UnitUse, output: Any) -> Any:
+        """What is done with the output of a call that did not fail, while the unit is still entered."""
+        if self.output_dtype is not None:
+            output = _cast(output, self.output_dtype)
+        if begun.has_backward:
+            _watch(output, use)
+        elif use.node is not None:
+            use.has_graph = True
+        if begun.probe is not None:
+            with outside_selection():
+                begun.probe.check(begun.tensors)
+        return output
+
+    def _begin_with_leaves(self) -> None:
+        """A forward of the plain module that the unit is for a while. (whole_step.py)"""
+        begun = self._begun = _Begun(None)
+        self.unit.open += 1
+        _take_hooks_inside(self.unit, self._module())
+        begun.tensors = cast_leaves(self.unit)
+        self.unit.shadow(begun.tensors)
+
+    def _end_with_leaves(self, begun: _Begun, output: Any, *, failed: bool) -> Any:
+        unit = self.unit
+        try:
+            if failed:
+                return output
+            require_untouched_casts(unit, begun.tensors)
+            if self.output_dtype is not None:
+                output = _cast(output, self.output_dtype)
+            show_in_backward(unit, begun.tensors, _tensors_in(output))
+            return output
+        finally:
+            unit.open -= 1
+            unit.unshadow()
+
+    def _require_run(self) -> None:
+        """Raises where a call would be recorded, rather than run."""
         if torch._C._is_tracing():
             raise StateError(
                 "A transformed module cannot be traced by torch.jit.",
@@ -179,116 +231,48 @@ class Entry:
                 why="the trace would hold gathered parameters as constants",
                 fix=_EXPORT,
             )
-        begun, self._begun = self._begun, None
-        if begun is None:
-            if unit.open or unit.step.is_recomputing(unit, self):
-                return self.__wrapped__(*args, **kwargs)
-            begun = self._begin()
-        failed = True
-        try:
-            if self.input_dtype is not None:
-                args, kwargs = _cast((args, kwargs), self.input_dtype)
-            has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
-            if has_backward:
-                with packing_gathered():
-                    output = self.__wrapped__(*args, **kwargs)
-            else:
-                output = self.__wrapped__(*args, **kwargs)
-            if self.output_dtype is not None:
-                output = _cast(output, self.output_dtype)
-            if has_backward:
-                _watch(output, begun.use)
-            elif begun.use.node is not None:
-                begun.use.has_graph = True
-            if begun.probe is not None:
-                with outside_selection():
-                    begun.probe.check(begun.tensors)
-            failed = False
-        except RuntimeError as error:
-            if not is_about_shards(error) or any(other.has_model_axes for other in unit.step.live_units()):
-                raise  # under tensor parallelism torch's own words fit: activations are DTensors too
-            raise explained(error, unit.name) from error  # a variable of this frame would make a cycle
-        finally:
-            self._end(begun, failed=failed)
-        return output
+        if torch.compiler.is_exporting():
+            raise StateError(
+                "A transformed module cannot be exported.",
+                module=type(self.module).__name__,
+                why="its forward gathers parameters from other ranks, which no file can hold",
+                fix=_EXPORT,
+            )
 
-    @left_alone
-    def _begin(self) -> _Begun:
-        """Enters the unit: its whole parameters stand under their names until `_end`."""
-        unit = self.unit
-        if unit.step.begins_forward:
-            _follow_anchors(unit.step)
-        with outside_selection():
-            begun = _Begun(called_outside(unit.step.enter, unit, self), _hide(unit))
-            try:
-                begun.tensors = gather(begun.use)
-                unit.shadow(begun.tensors)
-                if unit.gathered is not None and not is_transforming():
-                    begun.is_watched, begun.probe = True, unit.changes.probe(unit)
-            except BaseException:
-                self._end(begun, failed=True)
-                raise
-        return begun
+    def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
+        """Whether calls of the module are running in a thread: as many at least. [Note: interrupted forwards]"""
+        module, found = self._module(), 0
+        frame = sys._current_frames().get(thread)
+        while frame is not None and found < times:
+            if frame.f_code is _CALL and frame.f_locals["self"] is module:
+                found += 1
+            frame = frame.f_back
+        return found >= times
 
-    @left_alone
-    def _end(self, begun: _Begun, *, failed: bool) -> None:
-        self.unit.unshadow()
-        for names, entry in begun.hidden:
-            names.setdefault("forward", entry)  # unless the forward put another one there
-        with outside_selection():
-            _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
+    def _forget(self) -> None:
+        """Leaves what an interrupted call has entered. [Note: interrupted forwards]"""
+        is_with_leaves = self._begun is not None and self._begun.use is None
+        self._begun, self._depth = None, 0
+        drop_packing()
+        _put_hooks_inside(self.unit)
+        if is_with_leaves:
+            self.unit.open = 0
+            self.unit.unshadow()
+        self.unit.step.abandon()
 
-    @left_alone
-    def begin_before_hooks(self) -> None:
-        """Enters the unit where the forward is about to. [Note: hooks before a forward]"""
-        unit = self.unit
-        if unit.leaves is None and not unit.open and not unit.step.is_recomputing(unit, self):
-            self._begun = self._begin()
-
-    @left_alone
-    def end_after_hooks(self) -> None:
-        """Leaves the unit if a hook raised before the forward."""
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            self._end(begun, failed=True)
-
-    @left_alone
-    def _call_with_leaves(self, *args: Any, **kwargs: Any) -> Any:
-        """A forward of the plain module that the unit is for a while. (whole_step.py)"""
-        unit = self.unit
-        if unit.open:
-            return self.__wrapped__(*args, **kwargs)
-        unit.open += 1
-        try:
-            tensors = cast_leaves(unit)
-            unit.shadow(tensors)
-            if self.input_dtype is not None:
-                args, kwargs = _cast((args, kwargs), self.input_dtype)
-            output = self.__wrapped__(*args, **kwargs)
-            require_untouched_casts(unit, tensors)
-            if self.output_dtype is not None:
-                output = _cast(output, self.output_dtype)
-            show_in_backward(unit, tensors, _tensors_in(output))
-            return output
-        finally:
-            unit.open -= 1
-            unit.unshadow()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         module = copy.deepcopy(self.module, memo)
-        twin = object.__new__(Entry)
+        twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin._module = weakref.ref(module)
-        twin.attribute = self.attribute
-        twin.own = copy.deepcopy(self.own, memo)
+        twin.attribute, twin.is_anchor = self.attribute, self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._begun = None
+        twin._begun, twin._depth = None, 0
         twin.unit = copy.deepcopy(self.unit, memo)
-        twin._is_inner, twin.is_hidden = self._is_inner, self.is_hidden
-        if self.attribute == "forward" and not self._is_inner:
-            twin.unit.anchor = weakref.ref(module)
-        if twin.is_hidden:
-            twin.unit.inner.append(weakref.ref(module))
+        if twin.is_anchor:
+            twin.unit.anchor = twin._module
+        elif any(reference is self._module for reference in self.unit.inner):
+            twin.unit.inner.append(twin._module)
         copy.deepcopy(self.unit.step, memo).buffers.watch(module)
         return twin
 
@@ -299,35 +283,125 @@ class Entry:
         )
 
 
-def _enter_before_hooks(module: nn.Module) -> None:
-    """[Note: hooks before a forward]"""
-    if _before_hooks not in module._forward_pre_hooks.values():  # an earlier transform put them there
-        hooks = module._forward_pre_hooks
-        others = list(hooks)
-        module.register_forward_pre_hook(_before_hooks)
-        # Not `prepend=True`, which leaves the order of the `dict` below as it was: the compiler reads that in 2.11.
-        for key in others:
-            hooks[key] = hooks.pop(key)
-        module.register_forward_hook(_after_hooks, always_call=True)
+class Method(Attached):
+    """Callable in place of a method of a module, which enters a unit."""
+
+    __slots__ = ()
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The module's own method, bound: what `inspect.signature` reads."""
+        method: Callable[..., Any] = getattr(type(self.module), self.attribute).__get__(self.module)
+        return method
+
+    @property
+    def __name__(self) -> str:
+        return self.attribute
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.__wrapped__.__doc__
+
+    @left_alone
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            self.begin()
+            output = self.__wrapped__(*args, **kwargs)
+        except BaseException as error:
+            self.end(None, error)
+            raise
+        return self.end(output, sys.exception())
+
+    def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
+        """A call has left the unit after any exception."""
+        return True
 
 
-@left_alone
-def _before_hooks(module: nn.Module, _args: object) -> None:
-    entry = module.__dict__.get("forward")
-    while isinstance(entry, Entry):
-        entry.begin_before_hooks()
-        entry = entry.own
+# -- hooks ----------------------------------------------------------------------------------------------------------
+
+_KEY = "zero_fn"  # of our hooks, in the dicts where torch keeps the hooks of a module
+_CALL = nn.Module._call_impl.__code__
 
 
-@left_alone
-def _after_hooks(module: nn.Module, _args: object, _output: object) -> None:
-    entry = module.__dict__.get("forward")
-    while isinstance(entry, Entry):
-        entry.end_after_hooks()
-        entry = entry.own
+def attach(attached: Attached) -> None:
+    """Lets calls of a module enter a unit, before what was attached to the module earlier."""
+    module = attached.module
+    earlier = module.__dict__.get(_ATTACHED, ())
+    module.__dict__[_ATTACHED] = (attached, *earlier)
+    if not earlier:
+        _put_hooks(module)
+    for other in earlier:  # at this module two units are entered: its hooks stay
+        other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
+    if not attached.is_anchor and not earlier:
+        attached.unit.inner.append(attached._module)
+
+
+def detach(module: nn.Module) -> None:
+    """Lets calls of a module enter no unit any more."""
+    if module.__dict__.pop(_ATTACHED, None) is not None:
+        hooks: Any
+        for hooks in (
+            module._forward_pre_hooks,
+            module._forward_pre_hooks_with_kwargs,
+            module._forward_hooks,
+            module._forward_hooks_always_called,
+        ):
+            hooks.pop(_KEY, None)
+
+
+def _put_hooks(module: nn.Module) -> None:
+    """What `register_forward_pre_hook(_before, prepend=True, with_kwargs=True)` does, and `register_forward_hook(_after,
+    always_call=True)`, with a key that is known. [Note: our hook comes first]"""
+    torchs: Any = module
+    torchs._forward_pre_hooks[_KEY] = _before
+    torchs._forward_pre_hooks.move_to_end(_KEY, last=False)
+    torchs._forward_pre_hooks_with_kwargs[_KEY] = True
+    torchs._forward_hooks[_KEY] = _after
+    torchs._forward_hooks_always_called[_KEY] = True
+
+
+def _take_hooks_inside(unit: Unit, called: nn.Module | None) -> None:
+    """While a unit runs, no module below its anchor has hooks of ours, but the one that is called."""
+    for reference in unit.inner:
+        module: Any = reference()
+        if module is not None and module is not called:
+            module._forward_pre_hooks.pop(_KEY, None)
+            module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
+            module._forward_hooks.pop(_KEY, None)
+
+
+def _put_hooks_inside(unit: Unit) -> None:
+    for reference in unit.inner:
+        module = reference()
+        if module is not None and _ATTACHED in module.__dict__:
+            _put_hooks(module)
 
 
 @uncompiled
+def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Before a call of a module at which units are entered. [Note: our hook comes first]"""
+    given = None
+    for attached in module.__dict__[_ATTACHED]:
+        if attached.begin() and attached.input_dtype is not None:
+            given = args, kwargs = _cast((args, kwargs), attached.input_dtype)
+    return given
+
+
+@uncompiled
+def _after(module: nn.Module, _args: object, output: Any) -> Any:
+    """After a call of a module at which a unit may have been entered."""
+    error = sys.exception()
+    chain = module.__dict__[_ATTACHED][::-1]
+    try:
+        for attached in chain:
+            output = attached.end(output, error)
+    except BaseException as raised:
+        for attached in chain:
+            attached.end(None, raised)
+        raise
+    return output
+
+
 def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
     """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
     is_kept = False
@@ -341,89 +415,24 @@ def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
         called_outside(use.unit.step.leave, use, failed=failed or not is_kept)
 
 
-@uncompiled
-def _hide(unit: Unit) -> list[tuple[dict[str, Any], Entry]]:
-    """Takes out the entries inside a unit that begins. [Note: hidden entries]"""
-    hidden = []
-    for reference in unit.inner:
-        module = reference()
-        names = module.__dict__ if module is not None else {}
-        if module is not None and _ENTRY in names:
-            entry: Entry = names[_ENTRY]
-            if names.get("forward") is not entry:
-                entry = _follow(module, entry)
-            if entry.unit is unit and entry.is_hidden:
-                del names["forward"]
-                hidden.append((names, entry))
-    return hidden
+# -- what a model has ----------------------------------------------------------------------------------------------
 
 
-def entry_of(module: nn.Module) -> Entry | None:
-    """The entry of this module, if any, where it belongs. [Note: replaced forwards]"""
-    names = module.__dict__
-    entry: Entry | None = names.get(_ENTRY)
-    if entry is None or names.get("forward") is entry or (entry.is_hidden and entry.unit.open):
-        return entry
-    return _follow(module, entry)
-
-
-def forget_entries(module: nn.Module) -> None:
-    """Lets a module have no entry any more."""
-    module.__dict__.pop(_ENTRY, None)
-
-
-@uncompiled
-def _follow_anchors(step: Step) -> None:
-    for unit in step.live_units():
-        anchor = unit.anchor()
-        if anchor is not None:
-            entry_of(anchor)
-
-
-def _follow(module: nn.Module, entry: Entry) -> Entry:
-    """Puts entries like those of a module around its new forward. [Note: replaced forwards]"""
-    forward = module.__dict__.get("forward")
-    if isinstance(forward, Entry) and forward._module() is module:  # one of before was put back
-        module.__dict__[_ENTRY] = forward
-        return forward
-    chain = [entry]
-    while isinstance(own := chain[-1].own, Entry):
-        chain.append(own)
-    for earlier in reversed(chain):
-        entry = Entry(
-            module,
-            earlier.unit,
-            is_inner=earlier._is_inner,
-            input_dtype=earlier.input_dtype,
-            output_dtype=earlier.output_dtype,
-        )
-    return entry
-
-
-def entries(module: nn.Module) -> list[tuple[str, Entry]]:
-    """All entries below a module, by module name. The anchor of a unit that holds a parameter of another one has two."""
-    found: list[tuple[str, Entry]] = []
-    for name, child in module.named_modules():
-        entry: object = entry_of(child)
-        while isinstance(entry, Entry):
-            found.append((name, entry))
-            entry = entry.own
-    return found
-
-
-def methods_of(module: nn.Module) -> list[Entry]:
-    """All entries below a module that stand for other methods than `forward`."""
+def attached_below(module: nn.Module) -> list[tuple[str, Attached]]:
+    """What is attached below a module, by module name. The anchor of a unit that holds a parameter of another one has two."""
     return [
-        value
-        for child in module.modules()
-        for value in child.__dict__.values()
-        if isinstance(value, Entry) and value.attribute != "forward"
+        (name, attached) for name, child in module.named_modules() for attached in child.__dict__.get(_ATTACHED, ())
     ]
+
+
+def methods_of(module: nn.Module) -> list[Method]:
+    """All methods below a module that enter a unit."""
+    return [value for child in module.modules() for value in child.__dict__.values() if isinstance(value, Method)]
 
 
 def units_of(module: nn.Module) -> list[Unit]:
     """The units of a module and of everything below it, each once."""
-    return list({id(entry.unit): entry.unit for _, entry in entries(module)}.values())
+    return list({id(attached.unit): attached.unit for _, attached in attached_below(module)}.values())
 
 
 def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
@@ -445,7 +454,6 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
     return list(steps.values())
 
 
-@uncompiled
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
@@ -453,7 +461,6 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     )
 
 
-@uncompiled
 def _watch(output: Any, use: UnitUse) -> None:
     """Tells the step when backward reaches the outputs, before any gradient of the unit is computed."""
     tensors = (output,) if isinstance(output, Tensor) else _tensors_in(output)

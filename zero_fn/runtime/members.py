@@ -17,13 +17,12 @@ from torch.nn.modules.module import (
 )
 
 from zero_fn.errors import PlacementError
+from zero_fn.runtime.access import MEMBER
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 
 __all__ = ["note_members", "refuse_unregistered", "watch_registrations"]
-
-_MEMBER = "_zero_fn_name"  # in the `__dict__` of every module of a transformed model: its name there; survives deepcopy
 
 _installed: list[Any] = []
 
@@ -38,20 +37,20 @@ def watch_registrations() -> None:
 def note_members(modules: Mapping[str, nn.Module]) -> None:
     """Remembers that these modules, by name, make up a transformed model."""
     for name, module in modules.items():
-        module.__dict__[_MEMBER] = name
+        module.__dict__[MEMBER] = name
 
 
 @uncompiled
 def _before_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    if _MEMBER in module.__dict__ and module._parameters.get(name) is None:  # else it replaces one: see `Unit.readopt`
-        _refuse_late(f"{module.__dict__[_MEMBER]}.{name}".lstrip("."), parameter)
+    if MEMBER in module.__dict__ and module._parameters.get(name) is None:  # else it replaces one: see `Unit.readopt`
+        _refuse_late(f"{module.__dict__[MEMBER]}.{name}".lstrip("."), parameter)
 
 
 @uncompiled
 def _before_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
-    if child is None or _MEMBER not in module.__dict__:
+    if child is None or MEMBER not in module.__dict__:
         return
-    path = f"{module.__dict__[_MEMBER]}.{name}".lstrip(".")
+    path = f"{module.__dict__[MEMBER]}.{name}".lstrip(".")
     late = [(fqn, parameter) for fqn, parameter in child.named_parameters() if slot_of(parameter) is None]
     if late:
         for unit in units_of(child):  # of a deep copy that did not run yet
@@ -60,8 +59,8 @@ def _before_module(module: nn.Module, name: str, child: nn.Module | None) -> Non
             if slot_of(parameter) is None:
                 _refuse_late(f"{path}.{fqn}", parameter)
     for inner, grandchild in child.named_modules():
-        if _MEMBER not in grandchild.__dict__:
-            grandchild.__dict__[_MEMBER] = f"{path}.{inner}".rstrip(".")
+        if MEMBER not in grandchild.__dict__:
+            grandchild.__dict__[MEMBER] = f"{path}.{inner}".rstrip(".")
 
 
 def refuse_unregistered(module: nn.Module) -> None:
@@ -71,7 +70,7 @@ def refuse_unregistered(module: nn.Module) -> None:
         PlacementError: There is one.
     """
     for name, child in module.named_modules():
-        if _MEMBER in child.__dict__:
+        if MEMBER in child.__dict__:
             for attribute, parameter in child._parameters.items():
                 if parameter is not None and slot_of(parameter) is None:
                     _refuse_late(f"{name}.{attribute}".lstrip("."), parameter)

@@ -24,7 +24,7 @@ from zero_fn.agreement import agree, content_digest
 from zero_fn.collectives import Segment
 from zero_fn.errors import StorageError, TierError
 from zero_fn.guarded import Guarded
-from zero_fn.runtime.entry import Entry, units_of
+from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone
 
@@ -90,8 +90,7 @@ class Recomputed:
         """The disk or the memory of this rank failed: the others would wait for it."""
         module = self._module()
         units = units_of(module) if module is not None else []
-        own = [self.own.unit] if isinstance(self.own, Entry) else []
-        for step in {unit.step for unit in (*units, *own)}:
+        for step in {unit.step for unit in units}:
             step.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -32,9 +30,11 @@ if TYPE_CHECKING:
     from zero_fn.runtime.gathered import Gathered
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["packing_gathered", "remember_buffer"]
+__all__ = ["begin_packing", "drop_packing", "end_packing", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_push = torch._C._autograd._push_saved_tensors_default_hooks
+_pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 _live: dict[int, tuple[weakref.ref[Unit], int, torch.dtype]] = {}  # by storage, whether or not it has memory now
 
@@ -125,14 +125,37 @@ def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
 
 
 @uncompiled
-def packing_gathered() -> AbstractContextManager[Any]:
-    """The context in which the forward of a unit runs. [Note: only the innermost hooks apply]"""
+def begin_packing() -> bool:
+    """What autograd saves from now on is packed, until `end_packing`. [Note: only the innermost hooks apply]
+
+    Returns:
+        False if it is already: then there is nothing to end.
+    """
     top = _top_hooks(False)
     if top is None:
-        return saved_tensors_hooks(_pack, _unpack)
-    if top[0] is _pack or isinstance(top[0], _PackOr):
-        return nullcontext()
-    return saved_tensors_hooks(_PackOr(top[0]), _UnpackOr(top[1]))
+        _push(_pack, _unpack)
+    elif _is_ours(top):
+        return False
+    else:
+        _push(_PackOr(top[0]), _UnpackOr(top[1]))
+    return True
+
+
+@uncompiled
+def end_packing() -> None:
+    """Undoes `begin_packing`."""
+    _pop()
+
+
+@uncompiled
+def drop_packing() -> None:
+    """Undoes every `begin_packing` whose end never came."""
+    while (top := _top_hooks(False)) is not None and _is_ours(top):
+        _pop()
+
+
+def _is_ours(top: tuple[object, object]) -> bool:
+    return top[0] is _pack or isinstance(top[0], _PackOr)
 
 
 class _PackOr:

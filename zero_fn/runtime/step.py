@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from math import prod
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import torch
@@ -65,12 +65,25 @@ from zero_fn.schedule import (
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Step"]
+__all__ = ["Door", "Step"]
 
 PREFETCH_DEPTH = 1
 FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 
 _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Door(Protocol):
+    """Where a unit is entered.
+
+    Attributes:
+        attribute: The name of the method that is called.
+    """
+
+    attribute: str
+
+    def is_on_stack(self, thread: int) -> bool:
+        """Whether a call of it is running in a thread."""
 
 
 class Step:
@@ -96,6 +109,7 @@ class Step:
         self._is_fresh = True  # nothing was gathered yet in this accumulate block
         self._updates = 0  # of units, by optimizers
         self._forward: ForwardPass | None = None
+        self._forward_door: Door | None = None  # at which it began
         self._backward: BackwardPass | None = None
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
         self._present = 0  # units whose modules were there in the last forward
@@ -127,15 +141,16 @@ class Step:
         traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
         return max(traces, key=len, default=None)
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the module runs."""
+        self.abandon()
+        return self._forward is not None
+
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    @property
-    def begins_forward(self) -> bool:
-        """Whether a unit that is entered now begins a forward of the whole, rather than being a part of one."""
-        return self._forward is None and current_graph_task() == -1
-
     @uncompiled
-    def enter(self, unit: Unit, entry: object) -> UnitUse:
+    def enter(self, unit: Unit, entry: Door) -> UnitUse:
         """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
         if current_graph_task() != -1:
             return self._enter_recomputation(unit, entry)
@@ -187,14 +202,15 @@ class Step:
         if is_outermost:
             self._end_forward(forward)
 
-    def _begin_forward(self, unit: Unit, entry: object) -> None:
+    def _begin_forward(self, unit: Unit, entry: Door) -> None:
         is_swapped = self.prepare()
         self._is_fresh = False
         self._graphs.limit()
         grad = torch.is_grad_enabled()
-        begun_at = (unit.index, getattr(entry, "attribute", "forward"))
+        begun_at = (unit.index, entry.attribute)
         recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
         self._forward = ForwardPass(begun_at, recorded[1] if recorded else None, self._graphs.offsets(), grad=grad)
+        self._forward_door = entry
         self._forward.is_swapped = is_swapped
 
     def prepare(self) -> bool:
@@ -260,7 +276,7 @@ class Step:
             unit.reshard()
 
     def _end_forward(self, forward: ForwardPass) -> None:
-        self._forward = None
+        self._forward = self._forward_door = None
         if self.buffers.is_active:
             self.buffers.note()
         if forward.is_swapped:
@@ -376,6 +392,7 @@ class Step:
             return None  # a saved tensor was read outside backward
         if self._backward is not None and self._backward.is_alive:
             return self._backward
+        self.abandon()
         self._recover()
         uses = self._graphs.entered()
         alive = [self._graphs.use(use) for use in uses]
@@ -453,7 +470,7 @@ class Step:
     def _recomputed(self) -> list[UnitUse]:
         return self._backward.recomputed if self._backward is not None else []
 
-    def is_recomputing(self, unit: Unit, entry: object) -> bool:
+    def is_recomputing(self, unit: Unit, entry: Door) -> bool:
         """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
         if current_graph_task() == -1:
             return False
@@ -467,7 +484,7 @@ class Step:
             self._demand_lenders(unit)
         return found
 
-    def _enter_recomputation(self, unit: Unit, entry: object) -> UnitUse:
+    def _enter_recomputation(self, unit: Unit, entry: Door) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self._open_backward()
         assert backward is not None
@@ -558,14 +575,27 @@ class Step:
 
     def note_optimizer_step(self) -> None:
         """Graphs of forwards before it can have no backward any more."""
+        self.abandon()
         self._updates += 1
         if self._backward is None and self._forward is None:
             self._graphs.forget()
 
     def recover(self) -> None:
-        """Puts the module at rest if its last backward raised; verbs call it first. Ranks that raised alike stay in step."""
+        """Puts the module at rest if its last pass raised; verbs call it first. Ranks that raised alike stay in step."""
+        self.abandon()
         if self._backward is not None and not self._backward.is_alive:
             self._recover()
+
+    def abandon(self) -> None:
+        """Ends a forward that was interrupted and left nothing. [Note: interrupted forwards] (entry.py)"""
+        forward, door = self._forward, self._forward_door
+        if forward is None or door is None or door.is_on_stack(self.caller):
+            return
+        forward.failed = True
+        for unit in self.live_units():
+            unit.open = 0
+            unit.unshadow()
+        self._end_forward(forward)
 
     def _recover(self) -> None:
         """Drops what a forward or backward that raised left behind. Ranks that raised alike stay in step."""

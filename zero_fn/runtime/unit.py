@@ -89,7 +89,7 @@ class Unit:
         changes: What forwards have changed in gathered parameters.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         anchor: The anchor module, weakly.
-        inner: Modules below the anchor whose entries are taken out while the unit runs.
+        inner: Modules below the anchor whose hooks are taken out while the unit runs.
         reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
@@ -102,8 +102,8 @@ class Unit:
         self.generation = 0
         self.open = 0
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
-        self.inner: list[weakref.ref[nn.Module]] = []
         self.lenders: tuple[int, ...] = ()
+        self.inner: list[weakref.ref[nn.Module]] = []
         self.deferred_in: int | None = None
         self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
