@@ -40,7 +40,6 @@ __all__ = [
     "TierError",
     "UnitError",
     "ZeroError",
-    "warn_once",
 ]
 
 _PACKAGE_FOLDER = str(Path(__file__).parent)
