@@ -93,7 +93,7 @@ def planned_and_made(case: Planned, path: str) -> tuple[zf.Plan, zf.Plan, zf.Hel
         return error.summary
     model = zf.materialize(model, "cpu")
     optimizer = OPTIMIZERS[case.optimizer](model.parameters())
-    if any(slot_of(parameter).must_be_streamed for parameter in model.parameters()):  # type: ignore[union-attr]
+    if any(slot_of(parameter).kind.must_be_streamed for parameter in model.parameters()):  # type: ignore[union-attr]
         optimizer = zf.streamed(optimizer)
     made = zf.plan(model, optimizer)
     for _ in range(2):

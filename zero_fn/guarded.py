@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
@@ -84,7 +85,10 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
 
 def _say_where_no_deadline_acts() -> None:
     """Once, as soon as somebody has asked for a deadline and there is an axis of an accelerator."""
-    found = next(iter(_on_device.values()), None)
+    alive = (
+        said for group, said in _on_device.items() if group in c10d._world.pg_map
+    )  # not of a group that was destroyed
+    found = next(alive, None)
     if _is_deadline_asked and found is not None:
         warn_once(
             "The deadline of guard does not act on an accelerator.",

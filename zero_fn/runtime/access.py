@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.unit import unit_of
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -54,7 +55,7 @@ def watch_redistribution() -> None:
 def _redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """[Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
-    unit = slot.unit() if slot is not None and slot.unit is not None else None
+    unit = unit_of(slot)
     if slot is not None and unit is not None and (unit.step.is_in_forward or _is_past_call()):
         raise ShardedAccessError(
             f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
