@@ -21,7 +21,7 @@ BUDGET = {
     "kernels": 1000,
     "local": 1320,
     "plan": 1300,
-    "runtime": 8950,
+    "runtime": 8960,
     "storage": 1680,
     "streamed": 2990,
     "transforms": 1680,
