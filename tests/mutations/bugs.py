@@ -1342,6 +1342,22 @@ BUGS: tuple[Bug, ...] = (
         "tests/distributed/test_whole_steps.py",
     ),
     Bug(
+        "hooks-around-a-unit-lost",
+        "runtime/saved.py",
+        "save_on_cpu and checkpoints around a unit",
+        "        _push(_PackOr(top[0]), _UnpackOr(top[1]))",
+        "        _push(_pack, _unpack)",
+        "tests/test_promises.py",
+    ),
+    Bug(
+        "interrupted-forwards-stay-open",
+        "runtime/step.py",
+        "that a forward after an interrupted one begins anew",
+        "        if forward is None or door is None or door.is_on_stack(self.caller):",
+        "        if forward is None or door is None or door is not None:",
+        "tests/distributed/test_door.py",
+    ),
+    Bug(
         "changes-lost-of-leaves",
         "runtime/whole_step.py",
         "what forwards change in a block that gathers once",
