@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -323,3 +324,12 @@ def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
 
 def test_rows_say_what_to_write_or_mend() -> None:
     assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
+
+
+def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> None:
+    """A view that conjugates has no place in a tier: without its flag it would be the parameter itself."""
+    plain = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+    weight = zf.offload(Holder(plain), params=zf.nvme(str(tmp_path))).weight
+    for view in (torch.conj, torch.adjoint):
+        with pytest.raises(zf.StateError, match="viewed as another dtype"):
+            view(weight)
