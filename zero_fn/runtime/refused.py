@@ -243,7 +243,8 @@ def _is_in_tiers(call: Call) -> bool:
 def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
     """[Note: tiers]"""
     mesh = call.ours[0].device_mesh
-    what = "The norm of gradients" if "norm" in _name(call.operation) else "Scaling gradients"
+    act = "The norm of" if "norm" in _name(call.operation) else "Scaling"
+    what = f"{act} {'a gradient' if isinstance(call.args[0], Tensor) else 'gradients'}"
     return done_along(mesh, range(mesh.ndim), partial(go_on, *call.args, **call.kwargs), what)
 
 
