@@ -18,8 +18,7 @@ from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.local_tensor import LocalTensors, World
 from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.resting import on_spec, resting_parameter, resting_spec
-from zero_fn.runtime.dtensor_operations import note_mesh
-from zero_fn.runtime.empty_shards import pass_over_empty_shards
+from zero_fn.runtime.refused import note_mesh
 
 SIZES = st.sampled_from([8, 8, 8, 9, 12, 16, 16, 31])  # a case takes n * n copies; 64 ranks are among the examples
 LARGE = Leaf((65, 2), (1, 0))  # cut along the second dim: the outermost in memory
@@ -146,7 +145,6 @@ def test_clipping_sees_the_norm_of_the_whole_and_no_padding(
 ) -> None:
     grads = [leaf.values() for leaf in group]
     layouts = [cut(grad, n) for grad in grads]
-    pass_over_empty_shards()
     exact = torch.linalg.vector_norm(torch.cat([grad.double().reshape(-1) for grad in grads]), p).item()
     with local_tensor(n) as world:
         note_mesh(world.mesh)

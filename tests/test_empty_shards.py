@@ -57,7 +57,6 @@ READS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax(0)": lambda p: p.amax(0),
     "amax(1)": lambda p: p.amax(1),
     "amin(0, keepdim)": lambda p: p.amin(0, keepdim=True),
-    "aminmax": lambda p: torch.aminmax(p.detach(), keepdim=True).max,
     "of integers": lambda p: (p * 100).int().max(),
     "of bools": lambda p: (p > 0.4).amax(0),
     "argmax": lambda p: p.argmax(),

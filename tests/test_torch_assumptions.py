@@ -623,7 +623,7 @@ def test_a_node_without_saved_tensors_runs_in_any_number_of_backwards() -> None:
 def test_redistributions_of_dtensors_meet_in_one_function_of_two_modules(
     mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`runtime.tier_redistribution` stands before it: explicit ones look it up in one, those of operands in the other."""
+    """`runtime.refused` stands before it: explicit ones look it up in one, those of operands in the other."""
     seen: list[str] = []
     for module in (_redistribute, _dispatch):
         stock = vars(module)["redistribute_local_tensor"]

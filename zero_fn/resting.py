@@ -8,16 +8,12 @@ checks what is relied on here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from math import prod
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from zero_fn.errors import PlacementError
 from zero_fn.mesh import Axis
 
 __all__ = [
@@ -25,10 +21,8 @@ __all__ = [
     "at_same_address",
     "detached",
     "is_dense",
-    "lies_in_blocks",
     "local_of",
     "on_spec",
-    "part_of",
     "rest_gradient",
     "resting_parameter",
     "resting_spec",
@@ -138,47 +132,6 @@ def rest_gradient(parameter: Tensor) -> None:
 def local_of(tensor: Tensor) -> Tensor:
     """The memory of this rank behind a resting parameter or gradient, outside autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def lies_in_blocks(tensor: DTensor) -> bool:
-    """Whether what each rank holds is one range of rows and columns of the whole tensor.
-
-    A strided placement says that axes further right cut its dim before it does, into `split_factor` pieces. If these are
-    pieces of those axes each rank has one range. If not, as after flattening rows that were cut by columns, it has many.
-    """
-    for i, placement in enumerate(tensor.placements):
-        if isinstance(placement, _StridedShard):
-            right = range(i + 1, tensor.device_mesh.ndim)
-            before = [j for j in right if getattr(tensor.placements[j], "dim", None) == placement.dim]
-            if placement.split_factor != prod(tensor.device_mesh.size(j) for j in before):
-                return False
-    return True
-
-
-def part_of(whole: Tensor, tensor: DTensor, placements: Sequence[Placement] | None = None) -> Tensor:
-    """What this rank holds of a tensor, out of a tensor that lies in full on some axes of its mesh.
-
-    Args:
-        whole: The local tensor there.
-        tensor: Says how it is cut.
-        placements: Of `whole`; None if it is in full on all axes.
-
-    Raises:
-        PlacementError: This rank holds more than one range of it.
-    """
-    if not lies_in_blocks(tensor):
-        raise PlacementError(
-            "What each rank holds of this view is not one range of the whole tensor, so it can be read only.",
-            view=f"{list(tensor.shape)} {', '.join(map(str, tensor.placements))}",
-            fix="edit the parameter in its own shape, or inside `with zf.unsharded(model, writeback=True):`",
-        )
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if placements is not None:
-        _, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
-        offset = tuple(own - of_whole for own, of_whole in zip(offset, first, strict=True))
-    for dim, (numel, start) in enumerate(zip(shape, offset, strict=True)):
-        whole = whole.narrow(dim, start, numel)
-    return whole
 
 
 def set_local(parameter: nn.Parameter, local: Tensor) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -32,28 +31,18 @@ from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
-from zero_fn.runtime.dtensor_operations import note_mesh
-from zero_fn.runtime.empty_dims import reduce_all_dims
-from zero_fn.runtime.empty_shards import pass_over_empty_shards
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.runtime.mean_losses import take_means_over_wholes
 from zero_fn.runtime.members import note_members, watch_registrations
-from zero_fn.runtime.mixed_losses import allow_mixed_losses
-from zero_fn.runtime.mixed_norms import watch_stacks_of_norms
-from zero_fn.runtime.negative_dims import count_dims_from_the_front
 from zero_fn.runtime.optimizer_watch import watch_optimizers
-from zero_fn.runtime.partial_values import read_values_whole
-from zero_fn.runtime.random_shards import draw_shards_from_wholes
 from zero_fn.runtime.record import Form
+from zero_fn.runtime.refused import note_mesh
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
-from zero_fn.runtime.whole_edits import edit_wholes
-from zero_fn.runtime.whole_views import view_uneven_shards, write_through_views
 from zero_fn.saving import check_entries_saved
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
@@ -125,10 +114,7 @@ def substitute(
     """
     _require_rest(module, verb)
     watch_optimizers()
-    pass_over_empty_shards()
-    watch_stacks_of_norms()
     watch_registrations()
-    draw_shards_from_wholes()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
 
@@ -152,13 +138,6 @@ def _substitute(
     if grid.mesh is not None:
         note_mesh(grid.mesh)
         watch_redistribution()
-        read_values_whole()
-        write_through_views()
-        edit_wholes()
-        allow_mixed_losses()
-        take_means_over_wholes()
-        reduce_all_dims()
-        count_dims_from_the_front()
     twin, captured = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
@@ -175,8 +154,6 @@ def _substitute(
         if members[anchor] or not anchor:
             chosen = [shared[i] for i in members[anchor]]
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid)
-    if any(_is_uneven(slot) for unit in units.values() for slot in unit.slots):
-        view_uneven_shards()
     if reserves:
         _reserve(step, site)
     for anchor, unit in units.items():
@@ -225,12 +202,6 @@ def _unit_of(
     unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
     unit.form_groups([source.dtype for source in sources], [source.device for source in sources])
     return unit
-
-
-def _is_uneven(slot: Slot) -> bool:
-    """Whether some ranks hold fewer rows than others."""
-    layout = slot.path.layout
-    return layout is not None and layout.rows % prod(axis.size for axis in slot.path.axes) > 0
 
 
 def _reserve(step: Step, site: str) -> None:

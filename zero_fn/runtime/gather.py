@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from zero_fn.collectives import Segment
-from zero_fn.errors import StateError
+from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks, watch_nodes
@@ -203,6 +204,8 @@ class _Gather(torch.autograd.Function):
             )
         if unit.has_model_axes:
             grads = tuple(map(arrived, grads))
+        if DTensor in map(type, grads):
+            raise _in_shards(unit)
         if any(grad is None for grad in grads):  # not `None in grads`: that compares tensors, 9 us each
             grads = _with_assigned(unit, grads)
         nothing = (None, None, None, None)
@@ -213,6 +216,15 @@ class _Gather(torch.autograd.Function):
         _require_single(unit, grads)
         unit.step.arrive(use, None)
         return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
+
+
+def _in_shards(unit: Unit) -> ShardedAccessError:
+    return ShardedAccessError(
+        "A plain loss was mixed with a resting parameter: its gradient came back in shards.",
+        unit=unit.name or "root",
+        why="DTensor gives a plain tensor beside one of its own such a gradient; nothing was summed",
+        fix="bring the resting part together: loss * penalty.full_tensor()",
+    )
 
 
 def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:

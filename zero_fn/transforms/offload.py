@@ -9,8 +9,7 @@ from torch import nn
 from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
 from zero_fn.home import Home, ReshardAfter
-from zero_fn.runtime.tier_norms import agree_on_norms
-from zero_fn.runtime.tier_redistribution import agree_on_redistribution
+from zero_fn.runtime.refused import agree_in_tiers
 from zero_fn.substitute import assignment_of, substitute
 from zero_fn.tiers import Cpu, Nvme, Tier, Tiers
 from zero_fn.transforms.selection import Where, selected
@@ -123,8 +122,7 @@ def offloaded(
         reserves: Make room in the tiers. Without, for a module on `meta` that will only be planned, no path is looked at.
     """
     if home.tiers.grads is not None or home.tiers.params is not None:
-        agree_on_norms()
-        agree_on_redistribution()
+        agree_in_tiers()
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)

@@ -1,0 +1,335 @@
+"""Operations that DTensor does wrong without a word: refused or mended here, and still wrong in torch alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.torch_version import TorchVersion
+
+import zero_fn as zf
+from tests.composition.grids import composed
+from tests.ranks import Ranks, axis
+from tests.wholes import full
+from zero_fn.runtime.refused import ROWS, Row
+
+aten = torch.ops.aten
+
+Act = Callable[[Any, Any], Any]
+"""Takes a tensor of 8 or 7 rows and 6 columns, and one placed alike. What it returns is compared, and its gradient; if it
+returns None, the tensor."""
+
+
+def _left(edit: Callable[[Any], object]) -> Act:
+    def left(t: Any, _: Any) -> None:
+        edit(t.detach())
+
+    return left
+
+
+def _written(view: Callable[[Any], Any]) -> Act:
+    return _left(lambda t: view(t).mul_(2))
+
+
+def _drawn(draw: Callable[[Any], Any]) -> Act:
+    def drawn(t: Any, _: Any) -> Any:
+        torch.manual_seed(3)
+        return draw(t.detach())
+
+    return drawn
+
+
+WRONG: dict[str, Act] = {
+    "normal_": _drawn(lambda t: t.normal_()),
+    "uniform_": _drawn(lambda t: t.uniform_()),
+    "bernoulli_": _drawn(lambda t: t.bernoulli_(0.5)),
+    "exponential_": _drawn(lambda t: t.exponential_()),
+    "log_normal_": _drawn(lambda t: t.log_normal_()),
+    "cauchy_": _drawn(lambda t: t.cauchy_()),
+    "geometric_": _drawn(lambda t: t.geometric_(0.5)),
+    "bernoulli": _drawn(lambda t: torch.bernoulli(t.abs().clamp(0, 1))),
+    "multinomial": _drawn(lambda t: torch.multinomial(t.abs(), 2)),
+    "rand_like": _drawn(torch.rand_like),
+    "randn_like": _drawn(torch.randn_like),
+    "randint_like": _drawn(lambda t: torch.randint_like(t, 100)),
+    "native_dropout": _drawn(lambda t: F.dropout(t, 0.5)),
+    "rrelu_with_noise": _drawn(lambda t: F.rrelu(t, training=True)),
+    "eye.m_out": _drawn(nn.init.eye_),
+    "mse_loss": F.mse_loss,
+    "smooth_l1_loss": F.smooth_l1_loss,
+    "huber_loss": F.huber_loss,
+    "soft_margin_loss": lambda t, anchor: F.soft_margin_loss(t, anchor.sign()),
+    "binary_cross_entropy": lambda t, anchor: F.binary_cross_entropy(t.sigmoid(), anchor.sigmoid()),
+    "binary_cross_entropy_with_logits": lambda t, a: F.binary_cross_entropy_with_logits(t, a.sigmoid()),
+    "aminmax.default": lambda t, _: torch.aminmax(t, keepdim=True).max,
+    "fill_.Scalar": lambda t, _: t.detach().sum(0).fill_(2),
+    "cumsum.default": lambda t, _: t.cumsum(-2),
+    "cumprod.default": lambda t, _: t.detach().cumprod(-2),
+    "logcumsumexp.default": lambda t, _: t.logcumsumexp(-2),
+    "sum.dim_IntList": lambda t, _: t.sum([], keepdim=True),
+    "mean.dim": lambda t, _: t.mean((), keepdim=True),
+    "amax.default": lambda t, _: t.amax(keepdim=True),
+    "amin.default": lambda t, _: (-t).amin(keepdim=True),
+    "_local_scalar_dense.default": lambda t, _: torch.tensor(t.sum().item()),
+    "linalg_vector_norm.default": lambda t, _: t.norm(dim=0).sum(),
+    "any.default": lambda t, _: (t > -5).any() * 2,
+    "any.dim": lambda t, _: (t > -1).any(0) * 2,
+    "any.dims": lambda t, _: torch.any(t > -5, (0, 1)) * 2,
+    "select.int": _written(lambda t: t[-1]),
+    "slice.Tensor": _written(lambda t: t[1:3]),
+    "split.Tensor": _written(lambda t: t.split(3)[1]),
+    "split_with_sizes.default": _written(lambda t: t.split([1, len(t) - 1])[1]),
+    "diagonal.default": _written(lambda t: t.diagonal()),
+}
+"""By operation, as `ROWS` names it."""
+
+MORE: dict[str, Act] = {
+    "the backward of amax": lambda t, _: t.amax(),
+    "the backward of the largest": lambda t, _: (2 * t).norm(torch.inf),
+    "a slice of a slice": _written(lambda t: t[1:][-1:]),
+    "a row of `data`": _written(lambda t: t.data[0]),
+    "a block": _written(lambda t: t[:2, 1:]),
+    "a column of the transpose": _written(lambda t: t.t()[:, 1]),
+    "nn.init of a slice": _written(lambda t: nn.init.ones_(t.data[1:3])),
+    "many at once": _left(lambda t: torch._foreach_mul_([t[0], t[1]], 2.0)),
+    "a row as out": _left(lambda t: torch.add(t[0], 1, out=t[0])),
+    "a row by a row": _left(lambda t: t[0].copy_(t[1])),
+}
+"""More of the same."""
+
+ELSEWHERE = {
+    *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
+    *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
+}
+"""What other tests here, and `test_empty_shards.py`, look at."""
+
+
+def _is_of_this_torch(row: Row) -> bool:
+    return row.until is None or TorchVersion(torch.__version__) < row.until
+
+
+def test_every_operation_in_the_table_has_an_example() -> None:
+    names = {name for row in ROWS if _is_of_this_torch(row) for name in row.names.split()}
+    assert names == WRONG.keys() | ELSEWHERE
+
+
+def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
+    """What an example gives and leaves, whole."""
+    value = act(tensor, anchor)
+    found = [full(tensor.detach())] if value is None else [full(value.detach())]
+    if value is not None and value.requires_grad:
+        value.square().sum().backward()
+        found.append(full(tensor.grad))
+    return found
+
+
+def _plain(rows: int) -> tuple[nn.Parameter, Tensor]:
+    torch.manual_seed(1)
+    return nn.Parameter(torch.randn(rows, 6)), torch.randn(rows, 6)
+
+
+def _is_as_plain(name: str, act: Act, tensor: Any, anchor: Any) -> bool:
+    expected = _outcome(act, *_plain(7))
+    found = _outcome(act, tensor, anchor)
+    return all(
+        one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+        for one, other in zip(found, expected, strict=True)
+    )
+
+
+def _alone(name: str) -> bool:
+    plain, anchor = _plain(7)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))  # no transform is given it
+    tensor = distribute_tensor(plain.detach().clone(), mesh, [Shard(0)]).requires_grad_()
+    return _is_as_plain(name, {**WRONG, **MORE}[name], tensor, distribute_tensor(anchor, mesh, [Shard(0)]))
+
+
+@pytest.mark.parametrize("name", [*WRONG, *MORE])
+def test_torch_alone_is_still_wrong(ranks: Ranks, name: str) -> None:
+    """Once it is right or raises, its row can leave."""
+    assert ranks(2).run(_alone, name) == [False] * 2
+
+
+def _reshaped_alone() -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+    tensor = distribute_tensor(torch.ones(4, 6), mesh, [Shard(1)])
+    tensor.view(2, -1).zero_()
+    return bool(tensor.full_tensor().all())
+
+
+def _reshaped() -> None:
+    model, _ = composed("tp")
+    weight = model.get_parameter("blocks.0.down.weight").detach()
+    assert weight.placements[-1] == Shard(1)  # type: ignore[attr-defined]
+    before = full(weight)
+    view = weight.view(2, -1)
+    assert torch.equal(full(view), before.view(2, -1))
+    with pytest.raises(zf.ShardedAccessError, match=r"zero_ of a view"):
+        view.zero_()
+    assert torch.equal(full(weight), before)
+
+
+def test_a_view_in_another_shape_that_gathers_is_not_written(ranks: Ranks) -> None:
+    assert ranks(2).run(_reshaped_alone) == [True] * 2
+    ranks(4).run(_reshaped)
+
+
+class Holder(nn.Module):
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+def _resting(rows: int, composition: str) -> tuple[Any, Any]:
+    plain, anchor = _plain(rows)
+    weight: Any = getattr(zf, composition)(Holder(plain), axis()).weight
+    return weight, distribute_tensor(anchor, weight.device_mesh, weight.placements)
+
+
+def _ours(name: str, composition: str) -> bool | str:
+    weight, anchor = _resting(7, composition)
+    before = full(weight.detach())
+    try:
+        return _is_as_plain(name, {**WRONG, **MORE}[name], weight, anchor)
+    except zf.ShardedAccessError as error:
+        assert torch.equal(full(weight.detach()), before), "it raised after the damage"
+        return error.fix
+
+
+def _fix(name: str) -> str:
+    """What the table says of an operation."""
+    return next((row.fix for row in ROWS if name in row.names.split() and (row.fix or row.until is None)), "")
+
+
+@pytest.mark.parametrize("composition", ["zero1", "zero3"])
+@pytest.mark.parametrize("name", [*WRONG, *MORE])
+def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, composition: str) -> None:
+    view = _fix("select.int")
+    fix = _fix(name) if name in WRONG else "" if name.startswith("the backward") else view
+    assert ranks(2).run(_ours, name, composition) == [fix or True] * 2
+
+
+def _mixed() -> list[str]:
+    """How a plain loss beside a penalty is refused."""
+    found = []
+    for mix in (lambda a, b: a + b, lambda a, b: b - a, lambda a, b: a * b, lambda a, b: b / a):
+        weight, _ = _resting(7, "zero3")
+        plain = torch.ones(3, requires_grad=True)
+        try:
+            mix(plain.sum(), weight.square().sum())
+        except zf.ShardedAccessError as error:
+            found.append(error.fix)
+    return found
+
+
+def test_a_sum_of_a_plain_loss_and_a_penalty_is_refused_where_it_is_made(ranks: Ranks) -> None:
+    (fix,) = {row.fix for row in ROWS if "add.Tensor" in row.names}
+    assert ranks(2).run(_mixed) == [[fix] * 4] * 2
+
+
+def _mixed_alone() -> bool:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+    tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    plain = torch.ones(3, requires_grad=True)
+    (plain.sum() + tensor.sum()).backward()
+    return isinstance(plain.grad, DTensor)
+
+
+def test_torch_alone_gives_the_plain_part_of_a_sum_a_gradient_in_shards(ranks: Ranks) -> None:
+    assert ranks(2).run(_mixed_alone) == [True] * 2
+
+
+def _clipped(own: str) -> tuple[bool, str]:
+    """Whether gradients were clipped before it raised, and how."""
+    if own == "zero_fn":
+        weight, _ = _resting(7, "zero3")
+    else:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("alone",))
+        weight = nn.Parameter(distribute_tensor(torch.ones(7, 6), mesh, [Shard(0)]))
+    other = nn.Parameter(torch.ones(3))
+    weight.grad, other.grad = weight.detach() + 5, torch.ones(3)
+    before = full(weight.grad)
+    try:
+        torch.nn.utils.clip_grad_norm_([weight, other], 1.0, foreach=False)
+    except (RuntimeError, ValueError) as error:
+        return not torch.equal(full(weight.grad), before), type(error).__name__
+    return True, "nothing"
+
+
+def test_clipping_gradients_beside_plain_ones_is_refused_before_damage(ranks: Ranks) -> None:
+    assert ranks(2).run(_clipped, "zero_fn") == [(False, "PlacementError")] * 2
+    assert ranks(2).run(_clipped, "torch") == [(True, "RuntimeError")] * 2
+
+
+def _read() -> None:
+    """Views are read, copied and saved as those of the plain tensor."""
+    weight, _ = _resting(7, "zero3")
+    whole = full(weight.detach())
+    rows = weight.detach()[1:3]
+    assert rows.full_tensor().numpy().tolist() == whole[1:3].tolist()
+    assert rows.to_local().tolist() == whole[1:3].tolist()
+    assert type(copy.deepcopy(rows.to_local())) is Tensor
+    assert (rows.sum().item(), rows[0, 1].item()) == (whole[1:3].sum().item(), whole[1, 1].item())
+    file = io.BytesIO()
+    torch.save(rows.to_local(), file)
+    file.seek(0)
+    assert torch.equal(torch.load(file), whole[1:3])
+    weight[1:3].square().sum().backward()  # a penalty
+    assert torch.equal(full(weight.grad), torch.zeros(7, 6).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
+
+
+def test_views_are_read_as_plain_ones(ranks: Ranks) -> None:
+    ranks(2).run(_read)
+
+
+def _fixes() -> None:
+    """What the errors say to write instead works."""
+    weight, _ = _resting(7, "zero3")
+    noise = distribute_tensor(torch.randn(weight.shape), weight.device_mesh, weight.placements)
+    before = full(weight.detach())
+    with torch.no_grad():
+        weight.add_(noise)
+    assert torch.equal(full(weight.detach()), before + full(noise))
+    weight.grad = torch.ones_like(weight)
+    mask = (torch.arange(7) > 2).float()[:, None]
+    weight.grad.mul_(distribute_tensor(mask.expand(7, 6), weight.device_mesh, weight.placements))
+    assert torch.equal(full(weight.grad), mask.expand(7, 6))
+
+
+def test_noise_and_masks_of_whole_tensors_are_placed_by_hand(ranks: Ranks) -> None:
+    ranks(2).run(_fixes)
+
+
+def _one_rank_reads() -> None:
+    model = zf.zero3(nn.Linear(4, 4), axis())
+    if torch.distributed.get_rank() == 0:
+        model.weight.sum().item()
+    else:
+        model(torch.ones(1, 4))
+
+
+def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
+    with pytest.raises(zf.DisagreementError, match="Reading the value of a sum over shards"):
+        ranks(2).run(_one_rank_reads)
+
+
+def test_rows_say_what_to_write_or_mend() -> None:
+    assert all(row.why and bool(row.fix or row.mend) for row in ROWS)
+
+
+def test_the_conjugate_of_a_parameter_in_a_tier_is_refused(tmp_path: Path) -> None:
+    """A view that conjugates has no place in a tier: without its flag it would be the parameter itself."""
+    plain = nn.Parameter(torch.randn(3, 4, dtype=torch.complex64))
+    weight = zf.offload(Holder(plain), params=zf.nvme(str(tmp_path))).weight
+    for view in (torch.conj, torch.adjoint):
+        with pytest.raises(zf.StateError, match="viewed as another dtype"):
+            view(weight)

@@ -1,0 +1,534 @@
+"""Operations on resting tensors that DTensor does wrong without a word: each is refused, or put right in one expression.
+
+The one place where this package stands between torch and its operations. `ROWS` says which, when, and why; a row leaves when
+torch does the operation right, which `tests/test_refused.py` looks at. What torch refuses itself has no row. Looked at are
+tensors that lie on a mesh that a transform was given (parameters, gradients, states, and what is computed of them); others
+pass through at a cost of 3 us for each operation that stands here.
+
+[Note: copies] A view along a dim that is cut is one of a copy that DTensor gathers. Reading it is right, what is written into
+it would be lost. So its local tensor is one that refuses to be written.
+
+[Note: parts that are no terms] Norms along a dim that is cut, and `any`, are parts of a result, but not terms of a sum.
+DTensor goes on with them as if they were: `p.norm(dim=0).sum()` adds up norms of shards. They are brought together at once.
+
+[Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
+another first whether a disk has failed. DTensor has no table for redistributions; their one function is replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from math import inf, prod
+from typing import Any, NamedTuple, NoReturn, TypeGuard
+
+import torch
+from torch import Tensor
+from torch._guards import TracingContext
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, _dispatch, _redistribute
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zero_fn.errors import PlacementError, ShardedAccessError
+from zero_fn.mesh import axes_text
+from zero_fn.resting import detached, local_of, on_spec
+from zero_fn.runtime.everywhere import done_along
+from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
+
+__all__ = ["ROWS", "Row", "agree_in_tiers", "note_mesh"]
+
+_aten = torch.ops.aten
+_MEAN = 1  # as losses number their reductions
+_EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
+
+
+class Call(NamedTuple):
+    """An operation on tensors of ours.
+
+    Attributes:
+        ours: Those of its arguments, also out of a list, that lie on a mesh of ours.
+    """
+
+    operation: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ours: list[DTensor]
+
+    def named(self, name: str) -> Any:
+        """The argument of this name; its default if it was not given, None if there is none of the name."""
+        at, defaults = _places_of(self.operation).get(name, (len(self.args), ()))
+        if at < len(self.args):
+            return self.args[at]
+        return self.kwargs.get(name, defaults[at] if defaults else None)
+
+    def with_(self, name: str, value: object) -> tuple[Any, ...]:
+        """The arguments by position, with another one of this name."""
+        at, defaults = _places_of(self.operation)[name]
+        args = [*self.args, *defaults[len(self.args) :]]
+        args[at] = value
+        return tuple(args)
+
+
+Mend = Callable[[Call, Callable[..., Any]], object]
+"""Takes a call, and what does the operation with any arguments as the rows below this one and torch do it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What torch does wrong.
+
+    Attributes:
+        names: Of operations: overloads, or names of which all overloads are meant.
+        when: Whether the result would be wrong.
+        why: What torch does.
+        fix: What to write instead; empty if the row mends it.
+        mend: The right result in its place; or, beside a fix, one that refuses later.
+        until: The version of torch that mended it, where it has been.
+    """
+
+    names: str
+    when: Callable[[Call], bool]
+    why: str
+    fix: str = ""
+    mend: Mend | None = None
+    until: str | None = None
+
+
+def _cut(tensor: DTensor) -> list[int]:
+    """The axes over which it is cut."""
+    sizes = tensor.device_mesh.shape
+    return [axis for axis, p in enumerate(tensor.placements) if getattr(p, "dim", None) is not None and sizes[axis] > 1]
+
+
+def _dims_cut(tensor: DTensor) -> set[int]:
+    return {tensor.placements[axis].dim for axis in _cut(tensor)}  # type: ignore[attr-defined]
+
+
+def _is_any_cut(call: Call) -> bool:
+    return any(map(_cut, call.ours))
+
+
+def _whole(tensor: DTensor, axes: Sequence[int]) -> DTensor:
+    """The tensor in full on some axes, outside autograd."""
+    wanted = [Replicate() if i in axes else placement for i, placement in enumerate(tensor.placements)]
+    with torch.no_grad():
+        return detached(tensor).redistribute(placements=wanted)
+
+
+# -- when, and the right result ---------------------------------------------------------------------------------------
+
+
+def _draws_alike(call: Call) -> bool:
+    knows_offsets = (
+        call.ours[0].device_mesh.device_type != "cpu" and call.operation in DTensor._op_dispatcher._random_ops
+    )
+    is_off = call.named("train") is False or call.named("training") is False
+    return not (knows_offsets or is_off) and any(_cut(t) and not local_of(t).is_meta for t in call.ours)
+
+
+def _is_mean(call: Call) -> bool:
+    return call.named("reduction") == _MEAN and _is_any_cut(call)
+
+
+def _stacks_plain(call: Call) -> bool:
+    return not all(isinstance(tensor, DTensor) for tensor in call.args[0])
+
+
+def _refuse_mixed(call: Call, _: Callable[..., Any]) -> NoReturn:
+    """`clip_grad_norm_` would clip some gradients, and raise at the first plain one."""
+    summary = "Gradients of a transformed model and of a plain one cannot share a norm."
+    raise PlacementError(summary, why=_NORMS.why, fix=_NORMS.fix)
+
+
+def _meets_plain(call: Call) -> bool:
+    return any(isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.requires_grad for arg in call.args)
+
+
+def _is_from_the_end(call: Call) -> bool:
+    return bool(call.named("dim") < 0 and call.ours[0].ndim)
+
+
+def _from_the_front(call: Call, go_on: Callable[..., Any]) -> Any:
+    ndim = call.ours[0].ndim + (call.operation is _aten.stack.default)
+    return go_on(*call.with_("dim", call.named("dim") % ndim), **call.kwargs)
+
+
+def _has_no_dims(call: Call) -> bool:
+    return call.named("dim") == [] and bool(call.ours[0].ndim)
+
+
+def _with_all_dims(call: Call, go_on: Callable[..., Any]) -> Any:
+    return go_on(*call.with_("dim", list(range(call.ours[0].ndim))), **call.kwargs)
+
+
+def _keeps_all_dims(call: Call) -> bool:
+    return bool(call.named("dim") is None and call.named("keepdim") and _is_any_cut(call))
+
+
+def _is_in_parts(call: Call) -> bool:
+    return any(placement.is_partial() for placement in call.ours[0].placements)
+
+
+def _read_whole(call: Call, go_on: Callable[..., Any]) -> Any:
+    (tensor,) = call.ours
+    parts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial()]
+    done_along(tensor.device_mesh, parts, lambda: None, "Reading the value of a sum over shards")
+    return go_on(_whole(tensor, parts))
+
+
+def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
+    """[Note: parts that are no terms]"""
+    found = go_on(*call.args, **call.kwargs)
+    if found.is_floating_point() and not found.ndim:
+        return found  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
+    return _whole(found, [axis for axis, placement in enumerate(found.placements) if placement.is_partial()])
+
+
+def _is_strided(call: Call) -> bool:
+    return any(type(placement).__name__ == "_StridedShard" for placement in call.ours[0].placements)
+
+
+def _divides_by_parts(call: Call) -> bool:
+    return isinstance(call.args[1], DTensor) and any(p.is_partial() for p in call.args[1].placements)
+
+
+def _of_wholes(call: Call, go_on: Callable[..., Any]) -> Any:
+    def whole(value: Any) -> Any:
+        return _whole(value, range(value.device_mesh.ndim)) if isinstance(value, DTensor) else value
+
+    return go_on(*tree_map(whole, call.args), **call.kwargs)
+
+
+def _may_be_empty(tensor: DTensor) -> bool:
+    """Whether some rank may hold nothing of it: the same on every rank."""
+    shards = prod(tensor.device_mesh.size(axis) for axis in _cut(tensor))
+    # `torch.chunk` leaves a chunk out only of fewer rows than this.
+    return bool(tensor.numel()) and any(tensor.shape[dim] < shards * shards for dim in _dims_cut(tensor))
+
+
+def _has_no_least(call: Call) -> bool:
+    order = call.args[1] if len(call.args) > 1 and "norm" in call.operation._schema.name else inf
+    return (order < 0 or order == inf) and any(map(_may_be_empty, call.ours))
+
+
+def _is_cut_view(call: Call) -> bool:
+    """Not where a forward computed it: that is read, and seldom written; nor while a compiler traces."""
+    (tensor,) = call.ours
+    is_computed = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
+    return bool(_cut(tensor)) and not is_computed and TracingContext.try_get() is None
+
+
+def _read_only(call: Call, go_on: Callable[..., Any]) -> Any:
+    """[Note: copies]"""
+    given = _cut(call.ours[0])
+
+    def marked(view: DTensor) -> DTensor:
+        local = local_of(view)
+        if isinstance(local, AsyncCollectiveTensor):
+            local = local.wait()
+        is_copy = type(local) is Tensor and not set(given) <= set(_cut(view))
+        return on_spec(Copied(local), view._spec) if is_copy else view
+
+    return tree_map(marked, go_on(*call.args, **call.kwargs))
+
+
+def _is_in_tiers(call: Call) -> bool:
+    return any(isinstance(local_of(tensor), TierTensor) for tensor in call.ours)
+
+
+def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
+    """[Note: tiers]"""
+    mesh = call.ours[0].device_mesh
+    act = "The norm of" if "norm" in _name(call.operation) else "Scaling"
+    what = f"{act} {'a gradient' if isinstance(call.args[0], Tensor) else 'gradients'}"
+    return done_along(mesh, range(mesh.ndim), partial(go_on, *call.args, **call.kwargs), what)
+
+
+class Copied(Tensor):
+    """The local tensor of a view of a copy: it is read as a plain one. [Note: copies]
+
+    Attributes:
+        plain: The same view.
+    """
+
+    plain: Tensor
+
+    @staticmethod
+    def __new__(cls, plain: Tensor) -> Copied:
+        copied: Copied = torch.Tensor._make_subclass(cls, plain)
+        copied.plain = plain
+        return copied
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = written_by(func, args, kwargs)
+        if any(isinstance(leaf, Copied) and id(leaf) in written for leaf in tree_leaves((args, kwargs))):
+            raise ShardedAccessError(
+                f"{_name(func)} of a view of a resting tensor, along a dim that is cut.", why=_VIEWS.why, fix=_VIEWS.fix
+            )
+        given, named = tree_map(lambda leaf: leaf.plain if isinstance(leaf, Copied) else leaf, (args, kwargs))
+        found = func(*given, **named)
+        return tree_map(Copied, found) if func.is_view else found
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """As of a plain tensor."""
+        return self.plain.numpy(force=force)
+
+    def tolist(self) -> Any:
+        """As of a plain tensor."""
+        return self.plain.tolist()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copied = self.plain.clone()
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def _operations(names: str) -> tuple[Any, ...]:
+    """Of "sum.dim_IntList amax": an overload, and all overloads of a name."""
+    found: list[Any] = []
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        overloads = [overload] if overload else getattr(_aten, packet).overloads()
+        found += (getattr(getattr(_aten, packet), one) for one in overloads)
+    return tuple(found)
+
+
+_VIEWS = Row(
+    "select.int slice.Tensor split.Tensor split_with_sizes.default diagonal.default view.default",
+    when=_is_cut_view,
+    why="it is a view of a copy that was gathered: what is written into it does not reach the shards",
+    fix=f"{_EDIT_WHOLES}; gradients and states: t.mul_(distribute_tensor(mask, t.device_mesh, t.placements))",
+    mend=_read_only,
+)
+
+_NORMS = Row(
+    "stack.default _foreach_norm.Scalar",
+    when=_stacks_plain,
+    why="of a plain gradient nobody knows whether it is the same on every rank",
+    fix="transform the other model too: zf.replicate(model, mesh['dp']); or combine the norms of each yourself and call "
+    "clip_grads_with_norm_(parameters, max_norm, total) for each",
+    mend=_refuse_mixed,
+)
+
+ROWS = (
+    Row(
+        "normal_ uniform_ bernoulli_ exponential_ log_normal_ cauchy_ geometric_ bernoulli multinomial rand_like randn_like "
+        "randint_like native_dropout rrelu_with_noise",
+        when=_draws_alike,
+        why="each rank would draw the same numbers for its own part",
+        fix=f"zf.materialize(model, device) from meta; {_EDIT_WHOLES}; noise of a whole tensor, with one seed everywhere: "
+        "distribute_tensor(torch.randn(t.shape), t.device_mesh, t.placements)",
+    ),
+    Row("eye.m_out", when=_is_any_cut, why="ranks with fewer rows would get another diagonal", fix=_EDIT_WHOLES),
+    Row(
+        "mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy binary_cross_entropy_with_logits",
+        when=_is_mean,
+        why="its gradient would be divided by the elements of a part, not of the whole",
+        fix="divide the sum: F.mse_loss(p, anchor, reduction='sum') / p.numel()",
+    ),
+    Row(
+        "aminmax.default",
+        when=_keeps_all_dims,
+        why="it would be found in the part of this rank",
+        fix="p.amin(dims, keepdim=True), p.amax(dims, keepdim=True) with all dims",
+    ),
+    Row(
+        "fill_.Scalar",
+        when=_is_in_parts,
+        why="it is a sum over ranks, and each would fill its own term",
+        fix="bring it together before: t = t.full_tensor()",
+    ),
+    Row(
+        "add.Tensor sub.Tensor mul.Tensor div.Tensor",
+        when=_meets_plain,
+        why="in backward the plain tensor beside it would be given a gradient in shards",
+        fix="loss + penalty.full_tensor(), or two backwards: loss.backward(); penalty.backward()",
+    ),
+    _NORMS,
+    Row(
+        "cumsum.default cumprod.default logcumsumexp.default",
+        when=_is_from_the_end,
+        why="a dim counted from the end is not taken for the one that is cut",
+        mend=_from_the_front,
+    ),
+    Row(
+        "stack.default",
+        when=_is_from_the_end,
+        why="a dim counted from the end is not taken for the one that is cut",
+        mend=_from_the_front,
+        until="2.12",
+    ),
+    Row(
+        "sum.dim_IntList mean.dim amax.default amin.default",
+        when=_has_no_dims,
+        why="no dims are all dims, also in the backward of p.amax() and p.norm(inf); they are taken for none",
+        mend=_with_all_dims,
+    ),
+    Row(
+        "_local_scalar_dense.default",
+        when=_is_in_parts,
+        why="item(), float() and `if` read the part of this rank, so ranks take other branches",
+        mend=_read_whole,
+    ),
+    Row(
+        "linalg_vector_norm.default any.default any.dim any.dims",
+        when=_is_any_cut,
+        why="parts of a norm along a dim that is cut, and of `any`, are added up",
+        mend=_brought_together,
+    ),
+    Row(
+        "div.Tensor",
+        when=_divides_by_parts,
+        why="a quotient by a sum is taken for the sum of quotients",
+        mend=_of_wholes,
+        until="2.12",
+    ),
+    Row(
+        "mean.default mean.dim",
+        when=_is_strided,
+        why="parts below tensor parallelism are taken for even ones",
+        mend=_of_wholes,
+        until="2.12",
+    ),
+    Row(
+        "_foreach_norm.Scalar linalg_vector_norm.default amax.default amin.default max.default min.default argmax.default "
+        "argmin.default",
+        when=_has_no_least,
+        why="ranks that hold nothing of a tensor raise that it has no greatest element, and the others wait for them",
+        mend=_of_wholes,
+    ),
+    _VIEWS,
+)
+"""In their order: a row gets what those above it let through."""
+
+_IN_TIERS = (
+    Row(
+        "_foreach_norm.Scalar linalg_vector_norm.default _foreach_mul_.Tensor _foreach_mul_.Scalar mul_.Tensor",
+        when=_is_in_tiers,
+        why="ranks whose disk is well would wait for one that has raised, up to the deadline of their group",
+        mend=_agreed,
+    ),
+)
+
+
+# -- how they are put in place ----------------------------------------------------------------------------------------
+
+_meshes: set[DeviceMesh] = set()
+_rows: dict[Any, list[Row]] = {}
+_before: dict[Any, Callable[..., object]] = {}  # what stood in the table of DTensor
+
+
+def note_mesh(mesh: DeviceMesh) -> None:
+    """From now on tensors of this mesh are ours. The first time the rows are put in place."""
+    if not _meshes:
+        _install(ROWS)
+    _meshes.add(mesh)
+
+
+def agree_in_tiers() -> None:
+    """From now on ranks agree on operations of tensors in a tier. Does nothing the second time. [Note: tiers]"""
+    if _redistribute.redistribute_local_tensor is not _redistributed:
+        _install(_IN_TIERS)
+        _redistribute.redistribute_local_tensor = _redistributed
+        _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
+
+
+def _install(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.until is not None and TorchVersion(torch.__version__) >= row.until:
+            continue
+        for operation in _operations(row.names):
+            if operation not in _rows and operation in _table():
+                _before[operation] = _table()[operation]
+            _rows.setdefault(operation, []).append(row)
+            _table()[operation] = _run
+
+
+def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    return _from_row(0, operation, *args, **kwargs)
+
+
+def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> object:
+    """The operation as the rows from this one on, and at last torch, do it."""
+    given = (*args, *kwargs.values()) if kwargs else args
+    call = Call(operation, args, kwargs, [tensor for arg in given for tensor in _listed(arg) if _is_ours(tensor)])
+    if call.ours:
+        for number, row in enumerate(_rows[operation][first:], first):
+            if row.when(call):
+                if row.mend is None:
+                    raise _refusal(row, call)
+                return row.mend(call, partial(_from_row, number + 1, operation))
+    if operation in _before:
+        return _before[operation](operation, args, kwargs)
+    _table().pop(operation, None)  # from here on DTensor's own way
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        _table()[operation] = _run
+
+
+def _refusal(row: Row, call: Call) -> ShardedAccessError:
+    tensor = call.ours[0]
+    placements = ", ".join(map(str, tensor.placements))
+    return ShardedAccessError(
+        f"{_name(call.operation)} of a resting tensor: torch would give another result, and say nothing.",
+        tensor=f"{list(tensor.shape)}, {placements} over {axes_text(tensor.device_mesh)}",
+        why=row.why,
+        fix=row.fix,
+    )
+
+
+def _name(operation: Any) -> str:
+    return str(operation._schema.name.removeprefix("aten::"))
+
+
+def _listed(arg: object) -> Sequence[object]:
+    return arg if isinstance(arg, list | tuple) else (arg,)
+
+
+def _is_ours(tensor: object) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor) and tensor.device_mesh in _meshes
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+@cache  # reading a schema takes longer than the rest
+def _places_of(operation: Any) -> dict[str, tuple[int, tuple[Any, ...]]]:
+    """Where each argument stands, and the defaults up to there."""
+    arguments = operation._schema.arguments
+    defaults = tuple(argument.default_value for argument in arguments)
+    return {argument.name: (at, defaults[: at + 1]) for at, argument in enumerate(arguments)}
+
+
+# -- tiers ------------------------------------------------------------------------------------------------------------
+
+_stock = _redistribute.redistribute_local_tensor
+
+
+def _redistributed(local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any) -> Tensor:
+    """Along axes that do not cut the tensor every rank has what it needs, and one may be alone in asking."""
+    if isinstance(local_tensor, TierTensor) and current_spec.placements != target_spec.placements:
+        cut = [axis for axis, placement in enumerate(current_spec.placements) if not placement.is_replicate()]
+        read = partial(in_memory, local_tensor)
+        local_tensor = done_along(current_spec.mesh, cut, read, "Reading a tensor to redistribute it")
+    return _stock(local_tensor, current_spec, target_spec, **options)
