@@ -1117,7 +1117,7 @@ BUGS: tuple[Bug, ...] = (
     # -- plan -------------------------------------------------------------------------------------------------------
     Bug(
         "plan-of-gradient-bytes",
-        "plan/memory.py",
+        "plan/counted.py",
         "bytes of whole gradients",
         "slot.gradient_numel * slot.dtype.itemsize",
         "slot.local_numel * slot.dtype.itemsize",
@@ -1125,26 +1125,26 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "plan-of-sent-bytes",
-        "plan/sent.py",
+        "plan/counted.py",
         "bytes of gradients sent: the own piece stays",
-        "else numel - self.own_numel",
+        "else numel - own",
         "else numel",
         _PLAN,
     ),
     Bug(
         "plan-forgets-microbatches",
-        "plan/sent.py",
+        "plan/walked.py",
         "gathers of the microbatches after the first",
-        "for _ in range(backwards):",
-        "for _ in range(1):",
+        "((forward, True), (backward, False)) * backwards:",
+        "((forward, True), (backward, False)) * 1:",
         _VERBS,
     ),
     Bug(
         "plan-counts-frozen",
-        "plan/memory.py",
+        "plan/counted.py",
         "frozen parameters have no gradient and no optimizer state",
-        "if slot.parameter.requires_grad:",
-        "if slot.parameter is not None:",
+        "if slot.parameter.requires_grad:\n                gradients",
+        "if slot.parameter is not None:\n                gradients",
         _PLAN,
     ),
     # -- what users may do ------------------------------------------------------------------------------------------
