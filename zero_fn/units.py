@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
@@ -34,6 +34,7 @@ __all__ = [
     "innermost_common",
     "repeated_blocks",
     "shared_parameters",
+    "subclass_of",
 ]
 
 LARGE_NBYTES = 64 * 2**20
@@ -83,7 +84,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
-        PlacementError: The gradient of a parameter would be sparse.
+        PlacementError: The gradient of a parameter would be sparse, or it is of a class that shards would lose.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -99,6 +100,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
                     parameter=f"{module_name}.{attribute}".lstrip("."),
                     fix="run one forward with a sample batch, then transform",
                 )
+            _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((module_name, attribute))
     return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
@@ -110,6 +112,34 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
             "Sparse gradients cannot be reduced over an axis.",
             module=f"{name}: {module}",
             fix="build the embedding with sparse=False",
+        )
+
+
+_KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting, placed on a mesh, simulated, fake
+
+
+def subclass_of(tensor: Tensor) -> type | None:
+    """The class of a tensor, or of the local tensor in it, that is more than its memory; None if there is none.
+
+    A tensor of another class computes in its own way, or keeps more than one memory: quantized weights, several parts.
+    """
+    for each in (tensor, getattr(tensor, "_local_tensor", None)):
+        kind = type(each)
+        if each is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
+            return kind
+    return None
+
+
+def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
+    kind = subclass_of(parameter)
+    if kind is not None:
+        raise PlacementError(
+            f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
+            parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
+            why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
+            fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
+            "if it is not trained: self.register_buffer(name, weight); or train plain values: "
+            "nn.Parameter(weight.dequantize())",
         )
 
 

@@ -129,7 +129,7 @@ def a_step_that_waits(tier: Tier) -> None:
     trained(model, optimizer, batches(1))
     progress: list[str] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda *_: progress.append(optimizer._waiting.progress))
+        block.register_forward_pre_hook(lambda *_: progress.append(optimizer._steps.waiting.progress))
     model(next(batches()))
     assert len(set(progress)) > 1, progress
 

@@ -25,6 +25,8 @@ from typing import NamedTuple
 
 from zero_fn.held import Held
 from zero_fn.runtime.away import Shelved
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.kind import Lifetime
 from zero_fn.runtime.record import parcels_of, record_nbytes
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
@@ -49,7 +51,9 @@ class Moved(NamedTuple):
 
 def device_type_of(units: Sequence[Unit]) -> str:
     """The type of the device that computes; the CPU where that is not known yet."""
-    return next((slot.device_type for unit in units for slot in unit.slots if slot.device_type != "meta"), "cpu")
+    return next(
+        (slot.kind.device_type for unit in units for slot in unit.slots if slot.kind.device_type != "meta"), "cpu"
+    )
 
 
 def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
@@ -67,16 +71,16 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
     for unit in units:
-        for (kind, tier), forms in unit.forms_away().items():
+        for (kind, tier), forms in (away for group in unit.groups for away in group.forms_away()):
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
             largest[kind, tier] = max(nbytes, largest.get((kind, tier), 0))
         for slot in unit.slots:
-            parameters += slot.resting_nbytes
+            parameters += slot.kind.resting_nbytes(slot.path)
             if slot.parameter.requires_grad:
-                gradients += slot.gradient_numel * slot.dtype.itemsize if not slot.is_gradient_away else 0
-                states = slot.local_numel * optimizer_nbytes_per_element
-                away = slot.states_away_nbytes(states)
+                gradients += slot.path.gradient_numel * slot.dtype.itemsize if not slot.kind.is_gradient_away else 0
+                states = slot.path.local_numel * optimizer_nbytes_per_element
+                away = slot.kind.states_away_nbytes(states)
                 optimizer += states - away
                 if away:
                     tiers[str(slot.home.tiers.optim)] += away
@@ -98,49 +102,51 @@ def sent_nbytes(slot: Slot, *, times_gathered: int, is_exact: bool, pads: bool) 
         pads: Whether the transport sends padding.
     """
     total: Counter[str] = Counter()
-    numel, cuts = slot.numel, (slot.layout, slot.sublayout)
-    for axis, cut, is_first in zip(slot.along if numel else (), cuts, (True, False), strict=False):
-        rank, size = (slot.rank, slot.size) if is_first else (axis.rank, axis.size)
-        piece = slot.piece_numel if is_first else cut.shard_numel if cut is not None else -(-numel // size)
-        own = min(piece, numel - min(rank * piece, numel))
+    numel, kind = slot.path.numel, slot.kind
+    for number, hop in enumerate(slot.path.hops if numel else ()):
+        size = hop.axis.size
+        piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
+        own = min(piece, numel - min(hop.axis.rank * piece, numel))
         gathered = (piece if pads else own) * (size - 1)
         scattered = piece * (size - 1) if pads else numel - own
-        if cut is not None:
-            times = times_gathered if is_first or not slot.is_hosted else 1
-            total[axis.name] += times * gathered * slot.compute_dtype.itemsize
+        if hop.layout is not None:
+            times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
+            total[hop.axis.name] += times * gathered * kind.compute_dtype.itemsize
         if slot.parameter.requires_grad:
-            summed = slot.sum_dtype if is_exact or not is_first else slot.compute_dtype
-            total[axis.name] += scattered * summed.itemsize
-            total[axis.name] += gathered * slot.dtype.itemsize if cut is None else 0
+            summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
+            total[hop.axis.name] += scattered * summed.itemsize
+            total[hop.axis.name] += gathered * slot.dtype.itemsize if hop.layout is None else 0
         numel = own
     return +total
 
 
-def add_moved(unit: Unit, times_gathered: int, read: Counter[Tier], written: Counter[Tier]) -> None:
+def add_moved(group: Group, times_gathered: int, read: Counter[Tier], written: Counter[Tier]) -> None:
     """Adds what forward and backward move, by tier: parameters, or their compute copies, are read for each gather, gradients
     written once."""
-    away = unit.forms_away()
-    for (kind, tier), forms in away.items():
+    away = dict(group.forms_away())
+    trained = [slot.parameter.requires_grad for slot in group.slots]
+    for (what, tier), forms in away.items():
         parcels = parcels_of(forms)
-        if kind == "gradients":
-            trained = [slot.parameter.requires_grad for slot in unit.slots if (kind, tier) in slot.shelved()]
+        if what == "gradients":
             for parcel in parcels:
                 some = [trained[piece.parameter] for piece in parcel.pieces]
                 written[tier] += parcel.nbytes if any(some) else 0
                 read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
-        elif kind == "compute copies" or ("compute copies", tier) not in away:
+        elif what == "compute copies" or ("compute copies", tier) not in away:
             read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
 
 
-def link_of(unit: Unit, times_gathered: int) -> Link:
+def link_of(group: Group, times_gathered: int) -> Link:
     """What forward and backward move between the host and an accelerator: what comes from a tier passes the host, and so does
     what goes there. Gradients are counted as they rest, though those that a smaller dtype holds travel in it."""
-    there = back = 0
-    away = unit.forms_away()
-    for slot in unit.slots:
-        if is_accelerator(slot.device_type) and slot.is_away:
-            dtype = slot.compute_dtype if ("compute copies", slot.home.tiers.params) in away else slot.dtype
-            there += times_gathered * slot.local_numel * dtype.itemsize
-        if is_accelerator(slot.device_type) and slot.is_gradient_away and slot.parameter.requires_grad:
-            back += slot.local_numel * slot.dtype.itemsize
-    return Link(there, back)
+    kind = group.kind
+    if not is_accelerator(kind.device_type):
+        return Link(0, 0)
+    has_copies = any(what == "compute copies" for (what, _), _ in group.forms_away())
+    dtype = kind.compute_dtype if has_copies else kind.dtype
+    numel = sum(slot.path.local_numel for slot in group.slots)
+    trained_numel = sum(slot.path.local_numel for slot in group.slots if slot.parameter.requires_grad)
+    return Link(
+        times_gathered * numel * dtype.itemsize if kind.is_away else 0,
+        trained_numel * kind.dtype.itemsize if kind.is_gradient_away else 0,
+    )

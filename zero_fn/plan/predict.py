@@ -128,8 +128,10 @@ def plan(
         in_flight_nbytes = max(in_flight_nbytes, peak)
         for unit in step.live_units():
             times, pads = gathers[unit.index], step.transport.pads
-            add_moved(unit, times, states.read, states.written)
-            there, back = there + link_of(unit, times).to_device, back + link_of(unit, times).from_device
+            for group in unit.groups:
+                add_moved(group, times, states.read, states.written)
+                link = link_of(group, times)
+                there, back = there + link.to_device, back + link.from_device
             # What several uses or backwards give is summed before it travels.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             for slot in unit.slots:
