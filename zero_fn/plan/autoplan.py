@@ -32,8 +32,8 @@ from zero_fn.held import Held
 from zero_fn.home import Home
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.plan.choices import choices, ordered
+from zero_fn.plan.counted import Moved
 from zero_fn.plan.links import LinkSpeeds
-from zero_fn.plan.moved import Moved
 from zero_fn.plan.predict import Plan, plan
 from zero_fn.plan.proposals import STAGES, Proposal, Proposals, staged
 from zero_fn.runtime.entry import units_of

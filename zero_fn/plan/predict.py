@@ -11,14 +11,9 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
 from zero_fn.held import Held
-from zero_fn.plan.in_flight import in_flight_nbytes
-from zero_fn.plan.memory import at_rest, device_type_of
-from zero_fn.plan.moved import Moved, add_units, link_of_units
-from zero_fn.plan.sent import gathers, nested_trace, sent_nbytes
+from zero_fn.plan.counted import Moved, add_moved, at_rest, device_type_of, link_of, sent_nbytes
+from zero_fn.plan.walked import walk
 from zero_fn.runtime.entry import steps_of, units_of
-from zero_fn.runtime.step import Step
-from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import Enter, Trace
 from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
 
 __all__ = ["Plan", "plan"]
@@ -30,7 +25,7 @@ class Plan:
 
     Attributes:
         device_type: Of the device that computes.
-        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.memory`: in memory, and in
+        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.counted`: in memory, and in
             other tiers.
         padding: Bytes that uneven cuts and alignment add to them.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
@@ -125,73 +120,36 @@ def plan(
             fix="leave one of them out: plan(model, optimizer)",
         )
     per_element = optimizer_nbytes_per_element if optimizer_nbytes_per_element is not None else 8
-    held = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
+    rest = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
     states = footprint(optimizer) if optimizer is not None else Footprint()
-    there, back = states.link
+    (there, back), sent, in_flight_nbytes = states.link, Counter[str](), 0
     for step in steps:
-        times = _gathers(step, backwards)
-        add_units(step.live_units(), times, states.read, states.written)
-        to_device, from_device = link_of_units(step.live_units(), times)
-        there, back = there + to_device, back + from_device
-    sent = sum((_sent(step, backwards) for step in steps), Counter[str]())
-    return Plan(
-        device_type_of(units),
-        _with_states(held, states),
-        _padding(units),
-        sent.total(),
-        dict(sent),
-        max(in_flight_nbytes(step, _trace(step), backwards=backwards) for step in steps),
-        {str(tier): Moved(states.read[tier], states.written[tier]) for tier in states.read | states.written},
-        Link(there, back),
-    )
-
-
-def _with_states(held: Held, states: Footprint) -> Held:
-    tiers = Counter(held.tiers)
-    for tier, nbytes in states.tiers.items():
-        tiers[str(tier)] += nbytes
-    return replace(
-        held,
-        optimizer=held.optimizer + states.states_nbytes,
-        buffers=held.buffers + states.buffers_nbytes,
-        tiers=dict(tiers),
-    )
-
-
-def _sent(step: Step, backwards: int) -> Counter[str]:
-    units = step.live_units()
-    trace, times = _trace(step), _gathers(step, backwards)
-    uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
-    total: Counter[str] = Counter()
-    for unit in units:
-        total += sent_nbytes(
-            unit.slots,
-            times_gathered=times[unit.index],
+        gathers, uses, peak = walk(step, backwards=backwards)
+        in_flight_nbytes = max(in_flight_nbytes, peak)
+        for unit in step.live_units():
+            times, pads = gathers[unit.index], step.transport.pads
+            for group in unit.groups:
+                add_moved(group, times, states.read, states.written)
+                link = link_of(group, times)
+                there, back = there + link.to_device, back + link.from_device
             # What several uses or backwards give is summed before it travels.
-            is_exact=backwards > 1 or uses[unit.index] > 1 or step.transport.pads,
-            pads=step.transport.pads,
-        )
-    return total
-
-
-def _gathers(step: Step, backwards: int) -> Counter[int]:
-    return gathers(
-        _trace(step),
-        is_transient=lambda index: step.unit(index).is_transient,
-        stays=lambda index: step.unit(index).reshards_after_backward,
-        is_trained=lambda index: step.unit(index).requires_grad,
-        backwards=backwards,
+            is_exact = backwards > 1 or uses[unit.index] > 1 or pads
+            for slot in unit.slots:
+                sent += sent_nbytes(slot, times_gathered=times, is_exact=is_exact, pads=pads)
+    tiers = Counter(rest.tiers) + Counter({str(tier): nbytes for tier, nbytes in states.tiers.items()})
+    paddings = [unit.padding_nbytes() for unit in units]
+    return Plan(
+        device_type=device_type_of(units),
+        held=replace(
+            rest,
+            optimizer=rest.optimizer + states.states_nbytes,
+            buffers=rest.buffers + states.buffers_nbytes,
+            tiers=dict(tiers),
+        ),
+        padding=Held(sum(parameters for parameters, _ in paddings), sum(gradients for _, gradients in paddings), 0),
+        sent_nbytes=sent.total(),
+        sent_by_axis=dict(sent),
+        in_flight_nbytes=in_flight_nbytes,
+        moved={str(tier): Moved(states.read[tier], states.written[tier]) for tier in states.read | states.written},
+        link=Link(there, back),
     )
-
-
-def _trace(step: Step) -> Trace:
-    return step.recorded_trace() or nested_trace({unit.index: unit.name for unit in step.live_units()})
-
-
-def _padding(units: list[Unit]) -> Held:
-    parameters = gradients = 0
-    for unit in units:
-        resting, gradient = unit.padding_nbytes()
-        parameters += resting
-        gradients += gradient
-    return Held(parameters, gradients, 0)

@@ -1,0 +1,152 @@
+"""Bytes of units: at rest, sent, and moved from and to other tiers.
+
+With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of optimizer state, a rank that owns Ψ/n holds:
+
+    home       parameters                     gradients    optimizer
+    NOTHING    Ψ b          (+ Ψ c if cast)   Ψ b          Ψ k
+    OPTIMIZER  Ψ c          (+ Ψ/n b if cast) Ψ b          Ψ/n k
+    GRADS      Ψ c          (+ Ψ/n b if cast) Ψ/n b        Ψ/n k
+    PARAMS     Ψ/n b                          Ψ/n b        Ψ/n k
+
+In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n. A gather sends this rank's
+shard to n - 1 peers; a reduce-scatter sends every peer its piece: (n - 1)/n Ψ b each.
+
+What rests in another tier takes no memory of the device. It takes its bytes there, in whole pages for each unit, and for each
+kind (parameters, gradients) and disk a staging of host memory, as large as the largest unit; beside an accelerator two.
+
+Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from zero_fn.held import Held
+from zero_fn.runtime.away import Shelved
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.kind import Lifetime
+from zero_fn.runtime.record import parcels_of, record_nbytes
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.unit import Unit
+from zero_fn.storage import stagings_for
+from zero_fn.streamed import Link
+from zero_fn.tiers import Cpu, Tier, is_accelerator
+
+__all__ = ["Moved", "add_moved", "at_rest", "device_type_of", "link_of", "sent_nbytes"]
+
+
+class Moved(NamedTuple):
+    """Bytes per step, in whole pages.
+
+    Attributes:
+        read: From the tier.
+        written: To it.
+    """
+
+    read: int
+    written: int
+
+
+def device_type_of(units: Sequence[Unit]) -> str:
+    """The type of the device that computes; the CPU where that is not known yet."""
+    return next(
+        (slot.kind.device_type for unit in units for slot in unit.slots if slot.kind.device_type != "meta"), "cpu"
+    )
+
+
+def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
+    """Bytes of the elements that this rank holds between backward and `zero_grad`, without padding.
+
+    Args:
+        units: Those of a module.
+        optimizer_nbytes_per_element: Bytes of optimizer state per element of a trained parameter: 8 for Adam in float32,
+            4 for SGD with momentum.
+
+    Returns:
+        States that `offload(optim=...)` sends to another tier are counted there; the buffers of the streamed optimizer, which
+        depend on it, are not counted: `streamed.footprint` does.
+    """
+    parameters = gradients = optimizer = 0
+    tiers, largest = Counter[str](), dict[Shelved, int]()
+    for unit in units:
+        for (kind, tier), forms in (away for group in unit.groups for away in group.forms_away()):
+            nbytes = record_nbytes(forms)
+            tiers[str(tier)] += nbytes
+            largest[kind, tier] = max(nbytes, largest.get((kind, tier), 0))
+        for slot in unit.slots:
+            parameters += slot.kind.resting_nbytes(slot.path)
+            if slot.parameter.requires_grad:
+                gradients += slot.path.gradient_numel * slot.dtype.itemsize if not slot.kind.is_gradient_away else 0
+                states = slot.path.local_numel * optimizer_nbytes_per_element
+                away = slot.kind.states_away_nbytes(states)
+                optimizer += states - away
+                if away:
+                    tiers[str(slot.home.tiers.optim)] += away
+    stagings = stagings_for(device_type_of(units))
+    buffers = sum(nbytes * stagings for (_, tier), nbytes in largest.items() if not isinstance(tier, Cpu))
+    return Held(parameters, gradients, optimizer, buffers, dict(tiers))
+
+
+def sent_nbytes(slot: Slot, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
+    """Bytes this rank sends in a step for one parameter, by the name of the axis.
+
+    Over two axes the first carries what one axis would, and the second what is left to be gathered or summed of this rank's
+    piece on the first.
+
+    Args:
+        slot: The parameter.
+        times_gathered: How often its unit is gathered.
+        is_exact: Whether gradients travel in the dtype of their sum; along the second axis they always do.
+        pads: Whether the transport sends padding.
+    """
+    total: Counter[str] = Counter()
+    numel, kind = slot.path.numel, slot.kind
+    for number, hop in enumerate(slot.path.hops if numel else ()):
+        size = hop.axis.size
+        piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
+        own = min(piece, numel - min(hop.axis.rank * piece, numel))
+        gathered = (piece if pads else own) * (size - 1)
+        scattered = piece * (size - 1) if pads else numel - own
+        if hop.layout is not None:
+            times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
+            total[hop.axis.name] += times * gathered * kind.compute_dtype.itemsize
+        if slot.parameter.requires_grad:
+            summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
+            total[hop.axis.name] += scattered * summed.itemsize
+            total[hop.axis.name] += gathered * slot.dtype.itemsize if hop.layout is None else 0
+        numel = own
+    return +total
+
+
+def add_moved(group: Group, times_gathered: int, read: Counter[Tier], written: Counter[Tier]) -> None:
+    """Adds what forward and backward move, by tier: parameters, or their compute copies, are read for each gather, gradients
+    written once."""
+    away = dict(group.forms_away())
+    trained = [slot.parameter.requires_grad for slot in group.slots]
+    for (what, tier), forms in away.items():
+        parcels = parcels_of(forms)
+        if what == "gradients":
+            for parcel in parcels:
+                some = [trained[piece.parameter] for piece in parcel.pieces]
+                written[tier] += parcel.nbytes if any(some) else 0
+                read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
+        elif what == "compute copies" or ("compute copies", tier) not in away:
+            read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
+
+
+def link_of(group: Group, times_gathered: int) -> Link:
+    """What forward and backward move between the host and an accelerator: what comes from a tier passes the host, and so does
+    what goes there. Gradients are counted as they rest, though those that a smaller dtype holds travel in it."""
+    kind = group.kind
+    if not is_accelerator(kind.device_type):
+        return Link(0, 0)
+    has_copies = any(what == "compute copies" for (what, _), _ in group.forms_away())
+    dtype = kind.compute_dtype if has_copies else kind.dtype
+    numel = sum(slot.path.local_numel for slot in group.slots)
+    trained_numel = sum(slot.path.local_numel for slot in group.slots if slot.parameter.requires_grad)
+    return Link(
+        times_gathered * numel * dtype.itemsize if kind.is_away else 0,
+        trained_numel * kind.dtype.itemsize if kind.is_gradient_away else 0,
+    )

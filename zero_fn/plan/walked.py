@@ -1,0 +1,105 @@
+"""A step, run on a table: its events say how often each unit is gathered, and what is whole at each moment.
+
+    gathered     whole parameters, from the event that issues their gather to the one that frees them
+    gradients    whole local gradients of a unit, from when its backward begins until they were reduced
+
+Gathered parameters that stay in memory between uses are held, and are counted there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY
+from zero_fn.runtime.step import PREFETCH_DEPTH, Step
+from zero_fn.schedule import (
+    Enter,
+    Exit,
+    Reshard,
+    Settle,
+    Trace,
+    Unshard,
+    Use,
+    backward_schedule,
+    backward_trace,
+    forward_schedule,
+    limit_reductions,
+    prefetch,
+)
+
+__all__ = ["Walk", "walk"]
+
+
+class Walk(NamedTuple):
+    """What a step does with the units of a module.
+
+    Attributes:
+        gathers: How often each is gathered, by number.
+        uses: How often each runs in a forward.
+        in_flight_nbytes: Bytes of gathered parameters and whole gradients on this rank at the worst moment.
+    """
+
+    gathers: Counter[int]
+    uses: Counter[int]
+    in_flight_nbytes: int
+
+
+def walk(step: Step, *, backwards: int) -> Walk:
+    """Runs the schedule that was recorded last, or, before the first forward, that of units in registration order.
+
+    Args:
+        step: Of a transformed module.
+        backwards: Microbatches accumulated in the step: whole gradients of several wait for the last.
+    """
+    units = {unit.index: unit for unit in step.live_units()}
+    trace = step.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
+    forward = prefetch(forward_schedule(trace, keeps_last=True), depth=PREFETCH_DEPTH)
+    taking_part = backward_trace(_with_backward(trace, lambda index: units[index].requires_grad))
+    backward = backward_schedule(taking_part, reduces=lambda index: backwards == 1 and units[index].requires_grad)
+    backward = limit_reductions(prefetch(backward, depth=PREFETCH_DEPTH), limit=REDUCTIONS_UNDER_WAY)
+    uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
+    gathers = Counter({index: 1 for index in uses if not units[index].is_transient})
+    gathered: set[int] = set()
+    pending: set[int] = set()
+    peak = 0
+    for events, in_forward in ((forward, True), (backward, False)) * backwards:
+        for event in events:
+            if isinstance(event, Unshard):
+                gathers[event.unit] += units[event.unit].is_transient and event.unit not in gathered
+                gathered.add(event.unit)
+            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].reshards_after_backward):
+                gathered.discard(event.unit)
+            elif isinstance(event, Enter) and not in_forward:
+                pending.add(event.use.unit)
+            elif isinstance(event, Settle):
+                pending.discard(event.unit)
+            whole = sum(units[index].gathered_nbytes for index in gathered)
+            peak = max(peak, whole + sum(units[index].local_gradient_nbytes for index in pending))
+        if not in_forward:
+            gathered.clear()  # a backward ends with every transient unit at rest
+    return Walk(gathers, uses, peak)
+
+
+def _nested_trace(units: Mapping[int, str]) -> Trace:
+    """The trace of a model whose units run in order, each inside the one that contains it by name; the root is the first."""
+    trace: list[Enter | Exit] = []
+    around: list[int] = []
+    for unit, name in units.items():
+        while around and units[around[-1]] and not name.startswith(f"{units[around[-1]]}."):
+            trace.append(Exit(Use(around.pop())))
+        trace.append(Enter(Use(unit)))
+        around.append(unit)
+    return (*trace, *(Exit(Use(unit)) for unit in reversed(around)))
+
+
+def _with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
+    """The brackets of the uses whose outputs need gradients: those that end after a trained unit began."""
+    begun = False
+    taking_part: set[Use] = set()
+    for bracket in trace:
+        begun |= is_trained(bracket.use.unit)
+        if begun and isinstance(bracket, Exit):
+            taking_part.add(bracket.use)
+    return tuple(bracket for bracket in trace if bracket.use in taking_part)
