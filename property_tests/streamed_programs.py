@@ -135,8 +135,6 @@ class Training:
         if self.path is None:
             return optimizer
         how: dict[str, Any] = {"buffer": self.placed.buffer, "finish": self.placed.finish}
-        if type(optimizer) is torch.optim.ASGD:
-            how["finish"] = "step"  # its averages begin at a step count of the group
         if "optim" in self.placed.states and self.placed.where is None:
             return zf.streamed(optimizer, **how)  # each to the tier that offload said
         tier = zf.nvme(self.path) if self.placed.tier == "nvme" else zf.cpu()

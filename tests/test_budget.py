@@ -23,7 +23,7 @@ BUDGET = {
     "plan": 1300,
     "runtime": 8960,
     "storage": 1680,
-    "streamed": 2990,
+    "streamed": 2560,
     "transforms": 1680,
     "": 4990,
 }
@@ -39,7 +39,6 @@ WIDE = {
     "Record": "to be cut with the shelves",
     "Slot": "to be cut with hooks on nodes",
     "Step": "to be cut into Run",
-    "Streamed": "an optimizer of torch, whose interface is wide",
     "Unit": "to be cut with Run",
     "Uring": "one ring of the kernel's",
 }

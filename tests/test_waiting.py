@@ -47,7 +47,7 @@ class Pair:
 
     @property
     def waiting(self) -> Waiting | None:
-        return self.optimizer._waiting
+        return self.optimizer._steps.waiting
 
     def require_same(self) -> None:
         for one, other in zip(self.model.parameters(), self.plain.parameters(), strict=True):
@@ -65,7 +65,7 @@ def pair(tmp_path: Path) -> Pair:
 def test_a_step_is_taken_unit_by_unit_by_the_forward_that_reads_it(pair: Pair) -> None:
     pair.step()
     assert pair.waiting is not None
-    chunks = len(pair.optimizer._chunks)
+    chunks = len(pair.optimizer.states.chunks)
     assert pair.waiting.progress == f"0 of {chunks} chunks"
     seen: list[str] = []
     for block in pair.model.blocks:
@@ -273,7 +273,7 @@ def test_what_is_in_memory_is_stepped_at_once(tmp_path: Path) -> None:
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
         model(tokens(0)).sum().backward()
         optimizer.step()
-        assert optimizer._waiting is None
+        assert optimizer._steps.waiting is None
 
 
 def test_it_says_when_it_is_stepped(pair: Pair) -> None:

@@ -103,7 +103,8 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
 def _states(optimizer: Optimizer | None) -> Iterator[Tensor]:
     if optimizer is not None:
         for state in optimizer.state.values():
-            for name, value in state.items():
+            for name in state:
+                value = state.get(name)  # None if a streamed optimizer has it in a tier
                 if isinstance(value, Tensor) and name != "step":
                     yield local_of(value)
 

@@ -41,7 +41,7 @@ def main() -> None:
     both = zf.streamed(torch.optim.AdamW(parameters, fused=True), tier)
 
     def always_forth() -> None:
-        forth._is_backwards = False
+        forth._steps.is_backwards = False
         forth.step()
 
     ways: dict[str, Callable[[], object]] = {

@@ -63,7 +63,7 @@ from zero_fn.mesh import mesh_axis
 from zero_fn.storage import Slab, Spill
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
-from zero_fn.streamed.kept_states import MissingStateError
+from zero_fn.streamed.states import MissingStateError
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
@@ -491,6 +491,16 @@ def streamed_optimizer_that_clips() -> object:
     return zf.streamed(_Clipping(Model().parameters(), lr=0.1), zf.cpu())
 
 
+class _Counting(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        self.count = getattr(self, "count", 0) + 1
+        return super().step(closure)
+
+
+def streamed_optimizer_that_counts() -> object:
+    return zf.streamed(_Counting(Model().parameters(), lr=0.1), zf.cpu(), elementwise=True)
+
+
 def parameters_share_memory() -> object:
     model = Model()
     model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)
@@ -881,7 +891,7 @@ def streamed_and_damaged(change: Callable[[Request, int], int]) -> zf.Streamed:
     """An optimizer whose second step meets requests with other answers."""
     optimizer = zf.streamed(stepped()[1], zf.nvme("."), buffer="16KiB")
     optimizer.step()
-    for store in optimizer._stores.values():
+    for store in optimizer.states.stores.values():
         store.forget()  # the second step reads what the first one wrote
     with pytest.MonkeyPatch.context() as patch:
         answers(patch, change)
@@ -987,7 +997,8 @@ def streamed_lbfgs() -> object:
 
 
 def streamed_matrix_is_cut() -> object:
-    return zf.streamed(torch.optim.Muon(nn.Linear(64, 64, bias=False).parameters()), zf.nvme("."), buffer="8KiB")
+    matrix = nn.Parameter(torch.ones(64, 128)[:, ::2])
+    return zf.streamed(torch.optim.AdamW([matrix]), zf.nvme("."), buffer="8KiB")
 
 
 def evicted_model_runs() -> object:
@@ -1113,9 +1124,8 @@ def streamed_in_too_small_a_buffer() -> None:
     zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu(), buffer=64)
 
 
-def streamed_in_pieces_of_a_matrix() -> None:
-    model = zf.offload(nn.Linear(1 << 20, 2, bias=False), params=zf.nvme("/tmp"))
-    zf.streamed(torch.optim.Muon(model.parameters()), zf.cpu())
+def streamed_optimizer_of_whole_matrices() -> None:
+    zf.streamed(torch.optim.Muon(nn.Linear(4, 4, bias=False).parameters()), zf.cpu(), elementwise=True)
 
 
 def planned_with_two_optimizers() -> object:
@@ -1215,7 +1225,7 @@ def step_that_waits_is_interrupted() -> None:
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), finish="forward")
         model(torch.ones(2)).sum().backward()
         optimizer.step()
-        patch.setattr(importlib.import_module("zero_fn.streamed.stepped"), "steps_in_one_pass", interrupted)
+        patch.setattr(importlib.import_module("zero_fn.streamed.stepping"), "steps_in_one_pass", interrupted)
         with pytest.raises(KeyboardInterrupt):
             model(torch.ones(2))
         optimizer.step()
@@ -1385,7 +1395,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
-        streamed_in_pieces_of_a_matrix,
+                streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned,
                 forward_changes_a_weight_through_data, forward_changes_a_copy_of_a_weight,

@@ -7,12 +7,17 @@ without any error. They are known by name, because torch has no property to ask 
 
 from __future__ import annotations
 
-from torch.optim import Optimizer
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.registry import slot_of
 
-__all__ = ["looks_at_whole_tensors", "require_elementwise", "require_whole"]
+__all__ = ["TORCH_ELEMENTWISE", "looks_at_whole_tensors", "require_elementwise"]
+
+TORCH_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset((
+    Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop,
+))  # fmt: skip
+"""The optimizers of torch that treat every element alone. A class derived from one of them may not."""
 
 _WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
 _NAMES = frozenset({
@@ -45,16 +50,8 @@ def require_elementwise(optimizer: Optimizer) -> None:
     Raises:
         PlacementError: It does. Nothing was updated.
     """
-    if looks_at_whole_tensors(optimizer):
-        require_whole(optimizer)
-
-
-def require_whole(optimizer: Optimizer) -> None:
-    """The same of an optimizer of which that is known.
-
-    Raises:
-        PlacementError: It does. Nothing was updated.
-    """
+    if not looks_at_whole_tensors(optimizer):
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)

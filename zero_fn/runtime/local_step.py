@@ -20,31 +20,17 @@ from typing import Any
 
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
-from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch.optim import SGD, Optimizer
 
 from zero_fn.resting import local_of, on_spec
+from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 
 __all__ = ["steps_locally"]
-
-_ELEMENTWISE = frozenset((Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop))
 
 
 def steps_locally(optimizer: Optimizer) -> None:
     """From now on this optimizer steps on local tensors, if it is one of torch's elementwise ones. May be called again."""
-    if type(optimizer) in _ELEMENTWISE and "_init_group" not in optimizer.__dict__:
+    if type(optimizer) in TORCH_ELEMENTWISE and "_init_group" not in optimizer.__dict__:
         optimizer.__dict__["_init_group"] = _LocalGroups(optimizer)
         if type(optimizer) is SGD:
             hooks: Any = optimizer._optimizer_step_post_hooks

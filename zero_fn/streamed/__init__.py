@@ -1,17 +1,17 @@
 """Optimizers whose states rest in another tier and pass through a few buffers when they are needed.
 
-schema       which states an optimizer keeps per element, found out on a parameter of seven elements
-chunk        pieces of parameters with room for their states, and what a step sees of them
-store        where chunks rest, and the buffers they pass through
-planned      which chunks an optimizer is stepped in, and where their states are to rest
-parcels      the way of parameters and gradients that rest in another tier
-visits       the way of an accelerator's parameters and gradients to their states on the host, and back
+inner        the optimizer that is streamed: which states it keeps, and its step, borrowed for other parameters
+places       where the runtime rests parameters and gradients
+pieces       which pieces of parameters are stepped together, and where their states are to rest
+store        where chunks of states rest, and the buffers they pass through
+pipeline     fetches chunks ahead, computes and writes back
+windows      the parameters and gradients of a chunk: in memory, from their tier, or from an accelerator
+states       the states of an optimizer in its stores, and those of whole parameters
 one_pass     steps Adam and AdamW by a compiled kernel
-pipeline     fetches ahead, computes and writes back
-stepped      one step over chunks
-joined       states of whole parameters and of their pieces
-footprint    what an optimizer takes and moves, before it is streamed
+waiting      a step that is taken by the next forward
+stepping     a step over chunks, and what becomes of one that fails
 optimizer    the optimizer that does all this, and `streamed`, which makes it
+footprint    what an optimizer takes and moves, before it is streamed
 """
 
 from zero_fn.streamed.footprint import NO_LINK, Footprint, Link, footprint

@@ -7,28 +7,25 @@ begins with. It goes back and forth, so that is the first chunks in one step and
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.storage import whole_pages
-from zero_fn.streamed.chunk import Chunk
+from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
-from zero_fn.streamed.parcels import parcels_away
-from zero_fn.streamed.planned import BUFFER_NBYTES, Planner
+from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
+from zero_fn.streamed.places import parcels_away
 from zero_fn.streamed.store import BUFFERS, ring_form
-from zero_fn.streamed.visits import sizes_of_visits
+from zero_fn.streamed.windows import sizes_passing
 from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
-
-Rooms = Mapping[tuple[Tier | None, torch.device], Sequence[Chunk]]
 
 
 class Link(NamedTuple):
@@ -75,52 +72,51 @@ def footprint(optimizer: Optimizer) -> Footprint:
 
     Raises:
         TierError: Parameters or gradients rest in another tier, and nobody said where the states are to be.
-        PlacementError: The optimizer does not treat every element alone, and has to be streamed.
+        PlacementError: The optimizer has to be streamed and cannot be.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, Streamed):
-        return _streamed(parameters, optimizer.rooms())
-    slots = map(slot_of, parameters)
-    planner = Planner(optimizer, None, 1.0, BUFFER_NBYTES)
+        return _streamed(parameters, optimizer.states.chunks)
+    planner, slots = Planner(optimizer), map(slot_of, parameters)
     if any(slot is not None and slot.kind.must_be_streamed for slot in slots):
-        return _streamed(parameters, planner.planned(parameters, 0).rooms)
+        require_streamable(optimizer, elementwise=False)
+        return _streamed(parameters, planner.chunks(parameters))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    schemas = planner.schemas(trained)
-    sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in s) for p, s in zip(trained, schemas, strict=True))
+    rows = zip(trained, planner.kept(trained), strict=True)
+    sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in kept.schema) for p, kept in rows)
     return Footprint(states_nbytes=sum(sizes))
 
 
-def _streamed(parameters: Sequence[Tensor], rooms: Rooms) -> Footprint:
+def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprint:
     found = Footprint()
-    on_disk: dict[Tier, list[Chunk]] = {}
-    visiting: list[int] = []
-    for (tier, device), chunks in rooms.items():
-        nbytes = sum(chunk.nbytes for chunk in chunks)
+    rings = sizes_passing(chunks, parameters)
+    on_disk: dict[Tier, list[int]] = {}
+    for (tier, device), members in rooms_of(chunks).items():
+        sizes = [chunk.nbytes for chunk in members]
         if isinstance(tier, Nvme):
-            on_disk.setdefault(tier, []).extend(chunks)
+            on_disk.setdefault(tier, []).extend(map(whole_pages, sizes))
         elif tier is not None and is_away(tier, device.type):
-            found.tiers[tier] += _slab_nbytes(nbytes)
+            found.tiers[tier] += whole_pages(sum(sizes))
         else:
-            found.states_nbytes += nbytes if tier is None else _slab_nbytes(nbytes)
+            found.states_nbytes += sum(sizes) if tier is None else whole_pages(sum(sizes))
         if is_accelerator(device.type):
-            _add_visits(found, tier, parameters, chunks)
-        visiting += sizes_of_visits(chunks, parameters) if tier is not None else []
-    for tier, chunks in on_disk.items():
-        sizes = [whole_pages(chunk.nbytes) for chunk in chunks]
-        count, size = ring_form(len(sizes), max(sizes))
-        found.buffers_nbytes += count * size
-        found.tiers[tier] += sum(sizes)
-        found.written[tier] += sum(sizes)
+            _add_visits(found, tier, parameters, members)
+    for disk, sizes in on_disk.items():
+        rings.append(sizes)
+        found.tiers[disk] += sum(sizes)
+        found.written[disk] += sum(sizes)
         kept = sum(sizes[:BUFFERS]) + sum(sizes[-BUFFERS:])
-        found.read[tier] += sum(sizes) - min(kept // 2, sum(sizes))
-    _add_parcels(found, parameters)
-    count, size = ring_form(len(visiting), max(visiting, default=0))
-    found.buffers_nbytes += count * size
+        found.read[disk] += sum(sizes) - min(kept // 2, sum(sizes))
+    for kind, away in parcels_away(parameters).items():
+        for tier, parcels in away:
+            nbytes = sum(parcel.nbytes for parcel in parcels)
+            if not isinstance(tier, Cpu):  # where they are stepped in place
+                found.read[tier] += nbytes if kind != "compute copies" else 0
+                found.written[tier] += nbytes if kind != "gradients" else 0
+    for sizes in rings:
+        count, size = ring_form(len(sizes), max(sizes, default=0))
+        found.buffers_nbytes += count * size
     return found
-
-
-def _slab_nbytes(nbytes: int) -> int:
-    return max(whole_pages(nbytes), whole_pages(1))
 
 
 def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> None:
@@ -145,19 +141,3 @@ def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor
             if isinstance(of_gradient, Cpu):
                 (found.written if on_host else found.read)[of_gradient] += gradient
     found.link = Link(there, back)
-
-
-def _add_parcels(found: Footprint, parameters: Sequence[Tensor]) -> None:
-    """The way of parameters and gradients in other tiers through the step."""
-    for kind, by_record in parcels_away(parameters).items():
-        largest = count = 0
-        for tier, parcels in by_record.values():
-            if isinstance(tier, Cpu):
-                continue  # they are stepped where they are
-            nbytes = sum(parcel.nbytes for parcel in parcels)
-            found.read[tier] += nbytes if kind != "compute copies" else 0
-            found.written[tier] += nbytes if kind != "gradients" else 0
-            largest = max(largest, *(parcel.nbytes for parcel in parcels))
-            count += len(parcels)
-        count, size = ring_form(count, largest)
-        found.buffers_nbytes += count * size

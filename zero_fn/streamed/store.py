@@ -1,223 +1,145 @@
-"""Where chunks rest, and the memory they are stepped in."""
+"""Where chunks rest, and the memory they are stepped in.
+
+device    tensors of the device: nothing moves
+host      ranges of a slab, which are stepped where they are
+disk      ranges of a file, which pass through four buffers: one is computed in, one or two are being filled, one or two
+          written back
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Buffers, Slab, Spill, Transfer, chosen_carrier, whole_pages
-from zero_fn.tiers import Cpu, Nvme, Tier, bytes_text
+from zero_fn.storage import Buffers, Transfer, shelf_of, whole_pages
+from zero_fn.tiers import Cpu, Tier, bytes_text
 
-__all__ = ["BUFFERS", "NOWHERE", "Ring", "Store", "ring_form", "store_of"]
+__all__ = ["BUFFERS", "NOTHING", "Ring", "Store", "Stored", "ring_form"]
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-BUFFERS = 4  # one is computed in, one or two are being filled, one or two written back
-
-
-class Store(Protocol):
-    """Where chunks rest. Printed, it says how they get there.
-
-    Attributes:
-        is_on_host: Whether they are stepped on the host.
-    """
-
-    is_on_host: bool
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of host memory that chunks pass through."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it takes of its tier."""
-
-    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
-        """Makes room for chunks of these sizes in bytes, of parameters on a device, and returns the place of each. Not
-        while chunks are in memory.
-
-        Raises:
-            TierError: The tier, or memory for buffers, is too small.
-        """
-
-    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
-        """The memory in which the chunk of this number is stepped, uint8. Numbers that are less than `BUFFERS` apart
-        have different memory."""
-
-    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
-        """Begins to bring a chunk; None if it is there."""
-
-    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
-        """Begins to put a chunk back; None if it is there."""
-
-    def forget(self) -> None:
-        """What is in buffers can not be relied on: a computation or a transfer failed."""
-
-
-def store_of(tier: Tier | None, what: str) -> Store:
-    """An empty store; without a tier, in the memory of the device itself.
-
-    Raises:
-        StorageError: The path takes no files.
-    """
-    if tier is None:
-        return _Device()
-    return _Memory(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
-
-
-class _Device:
-    """Chunks rest on the device of their parameters."""
-
-    is_on_host = False
-
-    def __init__(self) -> None:
-        self._chunks: list[Tensor] = []
-        self.nbytes = self.buffers_nbytes = 0
-
-    def __str__(self) -> str:
-        return f"{bytes_text(self.nbytes)} of memory of the device"
-
-    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
-        begin = len(self._chunks)
-        self._chunks += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-        self.nbytes += sum(sizes)
-        return list(range(begin, len(self._chunks)))
-
-    def buffer(self, turn: int, place: int, nbytes: int) -> Tensor:
-        return self._chunks[place]
-
-    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
-        return None
-
-    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
-        return None
-
-    def forget(self) -> None:
-        """Nothing to do: chunks are where they rest."""
-
-
-NOWHERE: Store = _Device()
-"""Of chunks that have no room yet."""
-
-
-class _Memory:
-    """Chunks are stepped where they rest."""
-
-    is_on_host = True
-
-    def __init__(self, tier: Cpu, what: str) -> None:
-        self._tier, self._what = tier, what
-        self._chunks: list[Tensor] = []
-        self.nbytes = self.buffers_nbytes = 0
-        self._is_pinned = False
-
-    def __str__(self) -> str:
-        kind = "pinned memory of the host" if self._is_pinned else "memory of the host"
-        return f"{bytes_text(self.nbytes)} of {kind}"
-
-    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
-        limit = self._tier.limit_nbytes
-        left = Cpu(self._tier.pinned, None if limit is None else limit - self.nbytes)
-        slab = Slab(sum(sizes), left, self._what)
-        begin, offset = len(self._chunks), 0
-        for nbytes in sizes:
-            self._chunks.append(slab.memory[offset : offset + nbytes])
-            offset += nbytes
-        self.nbytes += slab.nbytes
-        self._is_pinned = slab.is_pinned
-        return list(range(begin, len(self._chunks)))
-
-    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
-        return self._chunks[place][:nbytes]
-
-    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
-        return None
-
-    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
-        return None
-
-    def forget(self) -> None:
-        """Nothing to do: chunks are where they rest."""
+BUFFERS = 4
+NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
-    """How many buffers a ring for so many chunks has, and of how many bytes."""
+    """How many buffers so many chunks have, and of how many bytes."""
     return min(count, BUFFERS), whole_pages(largest_nbytes)
 
 
 class Ring(Buffers):
     """Buffers that are taken in turn."""
 
-    def __init__(self, count: int, largest_nbytes: int, what: str) -> None:
-        """Takes as many buffers as chunks, but at most four, each as large as the largest.
+    def __init__(self, sizes: Sequence[int], what: str) -> None:
+        """Takes as many buffers as there are chunks of these sizes, but at most four, each as large as the largest.
 
         Raises:
             TierError: There is not so much memory.
         """
-        super().__init__(*ring_form(count, largest_nbytes), f"buffers of {what}")
+        super().__init__(*ring_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
     def buffer(self, turn: int, nbytes: int) -> Tensor:
         """Memory for that many bytes, in whole pages."""
-        return self.views[turn % self.count][: whole_pages(nbytes)] if nbytes else _NOTHING
+        return self.views[turn % self.count][: whole_pages(nbytes)] if nbytes else NOTHING
 
 
-class _Disk:
-    """Chunks pass through a ring of buffers."""
+class Stored(Protocol):
+    """What rests in a store as one.
 
-    is_on_host = True
+    Attributes:
+        nbytes: Its bytes.
+        place: Where it rests.
+        is_stored: Whether it does: false before it was put there.
+    """
 
-    def __init__(self, tier: Nvme, what: str) -> None:
-        self._within: dict[int, int] = {}  # by the address of a buffer, the place of the chunk that it holds
-        self._what = what
-        self._chunks = self._largest_nbytes = 0
-        self._ring = Ring(0, 0, what)
-        self._spill = Spill(tier, what, chosen_carrier())
+    nbytes: int
+    place: int
+    is_stored: bool
+
+
+class Store:
+    """Room for chunks, and the lane by which they come and go. Printed, it says where they rest and how they get there."""
+
+    def __init__(self, tier: Tier | None, what: str) -> None:
+        """An empty store; a tier of None is the memory of the device itself.
+
+        Raises:
+            StorageError: The path takes no files.
+        """
+        self._tier, self._what = tier, what
+        self._shelf = shelf_of(tier, what) if tier is not None else None
+        self._on_device: list[Tensor] = []
+        self._sizes: list[int] = []
+        self._buffers = Ring((), what)
+        self._held: dict[int, int] = {}  # chunks in buffers, by their place, those used last at the end
 
     def __str__(self) -> str:
-        return f"{bytes_text(self.nbytes)} in {self._spill}, {self._ring}"
-
-    @property
-    def buffers_nbytes(self) -> int:
-        return self._ring.nbytes
+        if self._shelf is None:
+            return f"{bytes_text(self.nbytes)} of memory of the device"
+        if isinstance(self._tier, Cpu):
+            return f"{bytes_text(self.nbytes)} of memory of the host"
+        return f"{bytes_text(self.nbytes)} in {self._shelf}, {self._buffers}"
 
     @property
     def nbytes(self) -> int:
-        return self._spill.file.nbytes
+        """Bytes that it takes of its tier."""
+        return self._shelf.nbytes if self._shelf is not None else sum(map(len, self._on_device))
 
-    def reserve(self, sizes: list[int], device: torch.device) -> list[int]:
-        places, offset = [], self._spill.reserve(sum(map(whole_pages, sizes)))
-        for nbytes in sizes:
-            places.append(offset)
-            offset += whole_pages(nbytes)
-        self._make_buffers(self._chunks + len(sizes), max(map(whole_pages, sizes), default=0))
-        return places
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory that chunks pass through."""
+        return self._buffers.nbytes
 
-    def _make_buffers(self, chunks: int, largest_nbytes: int) -> None:
-        self._chunks, self._largest_nbytes = chunks, max(self._largest_nbytes, largest_nbytes)
-        if (min(chunks, BUFFERS), self._largest_nbytes) != (self._ring.count, self._ring.size):
-            self._ring = Ring(0, 0, self._what)  # what was there goes first
-            self._within.clear()
-            self._ring = Ring(chunks, self._largest_nbytes, self._what)
+    def reserve(self, chunks: Sequence[Stored], device: torch.device) -> None:
+        """Gives chunks of parameters on a device a place. Not while chunks are in memory.
 
-    def buffer(self, number: int, place: int, nbytes: int) -> Tensor:
-        return self._ring.buffer(number, nbytes)
+        Raises:
+            TierError: The tier, or memory for buffers, is too small.
+        """
+        sizes = [chunk.nbytes for chunk in chunks]
+        if not chunks:
+            return
+        if self._shelf is None:
+            places = [len(self._on_device) + number for number in range(len(chunks))]
+            self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+        elif isinstance(self._tier, Cpu):
+            (begin,) = self._shelf.reserve([sum(sizes)])
+            places = list(accumulate(sizes[:-1], initial=begin))
+        else:
+            places = self._shelf.reserve(sizes)
+            self._sizes += sizes
+            if ring_form(len(self._sizes), max(self._sizes)) != (self._buffers.count, self._buffers.size):
+                self._buffers = Ring((), self._what)  # what was there goes first
+                self._held.clear()
+                self._buffers = Ring(self._sizes, self._what)
+        for chunk, place in zip(chunks, places, strict=True):
+            chunk.place = place
 
-    def fetch(self, place: int, buffer: Tensor) -> Transfer | None:
-        if self._within.get(buffer.data_ptr()) == place:
-            return None
-        self._hold(place, buffer)
-        return self._spill.read(place, buffer)
+    def fetch(self, chunk: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
+        """Memory of a chunk, and what is bringing its bytes there. That of the chunk that came four before may be taken."""
+        if self._shelf is None:
+            return self._on_device[chunk.place], ()
+        if not chunk.nbytes:
+            return NOTHING, ()
+        if isinstance(self._tier, Cpu):
+            return self._shelf.borrow(chunk.place, chunk.nbytes), ()
+        number = self._held.pop(chunk.place, None)
+        is_there = number is not None
+        if number is None:
+            is_full = len(self._held) == self._buffers.count
+            number = self._held.pop(next(iter(self._held))) if is_full else len(self._held)
+        self._held[chunk.place] = number
+        memory = self._buffers.buffer(number, chunk.nbytes)
+        return memory, () if is_there or not chunk.is_stored else [self._shelf.read(chunk.place, memory)]
 
-    def keep(self, place: int, buffer: Tensor) -> Transfer | None:
-        self._hold(place, buffer)
-        return self._spill.write(place, buffer)
+    def keep(self, chunk: Stored, memory: Tensor) -> Sequence[Transfer | None]:
+        """Begins to put a chunk back."""
+        chunk.is_stored = True
+        is_on_disk = self._shelf is not None and not isinstance(self._tier, Cpu) and chunk.nbytes
+        return [self._shelf.write(chunk.place, memory)] if is_on_disk and self._shelf is not None else ()
 
     def forget(self) -> None:
-        self._within.clear()
-
-    def _hold(self, place: int, buffer: Tensor) -> None:
-        """A buffer holds a chunk now, and no other one does: a pass over fewer chunks, some having no gradients, steps it
-        in another buffer than the pass before, where its bytes are of before."""
-        self._within = {address: held for address, held in self._within.items() if held != place}
-        self._within[buffer.data_ptr()] = place
+        """What is in buffers can not be relied on: a computation or a transfer failed."""
+        self._held.clear()

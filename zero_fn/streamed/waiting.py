@@ -25,8 +25,8 @@ import torch
 from zero_fn.errors import StateError
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.chunk import Chunk
-from zero_fn.streamed.pipeline import Lane, Pass
+from zero_fn.streamed.pipeline import Pass
+from zero_fn.streamed.windows import Windows
 
 __all__ = ["Waiting"]
 
@@ -38,21 +38,19 @@ class Waiting:
         failure: Why it cannot go on.
     """
 
-    def __init__(
-        self, visits: Pass[Chunk], records: Sequence[Sequence[Record]], parcels: Sequence[Lane[Chunk]]
-    ) -> None:
+    def __init__(self, visits: Pass, records: Sequence[Sequence[Record]], windows: Windows) -> None:
         """Lets a step wait. Whoever makes it keeps it, and finishes it: records know it weakly.
 
         Args:
             visits: Of its chunks.
             records: What each chunk reads and writes, but for states.
-            parcels: The lanes of these.
+            windows: The lane of these.
 
         Raises:
             StorageError: The disk failed. Nothing waits.
         """
         self.failure: Exception | None = None
-        self._visits, self._parcels = visits, parcels
+        self._visits, self._windows = visits, windows
         self._count, self._is_stepping = len(records), False
         last = {record: index for index, each in enumerate(records) for record in each}
         for record in last:
@@ -102,7 +100,7 @@ class Waiting:
             # Whoever reads may be in the midst of anything; what is stepped here is to be stepped again.
             with torch.inference_mode(False), torch.no_grad():
                 self._visits.reach(count)
-                self._visits.wait(self._parcels)  # states may still be on their way
+                self._visits.wait(self._windows)  # states may still be on their way
                 if count < self._count:
                     self._visits.fetch()
         except BaseException as error:

@@ -19,8 +19,8 @@ from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_lo
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.streamed.pipeline import StoreLane, each_chunk
-from zero_fn.streamed.store import Store, store_of
+from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.store import Store
 from zero_fn.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]
@@ -69,7 +69,6 @@ class _Parcel:
 
     pieces: tuple[Piece, ...]
     nbytes: int
-    store: Store
     place: int = 0
     is_stored: bool = False
 
@@ -164,18 +163,16 @@ class Evicted:
             dense = source if is_dense(source) else source.contiguous()
             self._forms.append(_Form(tuple(dense.shape), tuple(dense.stride()), dense.dtype, dense.device))
             flats.append(_bytes_of(dense))
-        store = store_of(self._tier, "evicted tensors")
+        store = Store(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
-        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces), store) for pieces in packed]
-        places = store.reserve([parcel.nbytes for parcel in self._parcels], torch.device("cpu"))
-        for parcel, place in zip(self._parcels, places, strict=True):
-            parcel.place = place
+        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
+        store.reserve(self._parcels, torch.device("cpu"))
 
         def fill(parcel: _Parcel, buffer: Tensor) -> None:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
-        each_chunk([StoreLane(self._parcels)], self._parcels, fill)
+        each_chunk([store], self._parcels, fill)
         store.forget()  # what comes back is what was written: a disk that lost it is found
         self._store = store
 
@@ -206,7 +203,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
-        each_chunk([StoreLane(self._parcels)], self._parcels, take, writes=False)
+        each_chunk([self._store], self._parcels, take, writes=False)
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:
@@ -260,7 +257,8 @@ def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], st
     """Where the states of an optimizer are that are worth moving: those with more than one element."""
     if optimizer is not None:
         for states in optimizer.state.values():
-            for name, value in states.items():
+            for name in states:
+                value = states.get(name)  # None if a streamed optimizer has it in a tier
                 if isinstance(value, Tensor) and value.numel() > 1:
                     yield states, name
 

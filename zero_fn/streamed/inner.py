@@ -1,0 +1,251 @@
+"""The optimizer that is streamed: who it is, which states it keeps, and how its step is borrowed for other parameters.
+
+Those of torch that treat every element alone are known by their class. Of another one it is the word of whoever wrote
+`elementwise=True`, and only what one step of seven elements shows is checked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.errors import PlacementError, StateError
+from zero_fn.resting import at_same_address
+from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
+
+__all__ = [
+    "Kept",
+    "Schema",
+    "hand_over",
+    "kept_by",
+    "raw_step",
+    "replaced",
+    "require_kept_in_states",
+    "require_not_streamed",
+    "require_streamable",
+    "schema_of",
+]
+
+Schema = tuple[tuple[str, torch.dtype], ...]
+"""Names and dtypes of the states that have an element for each element of the parameter."""
+
+_NUMEL = 7
+
+
+def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
+    """For an optimizer that is to step pieces of parameters.
+
+    Args:
+        optimizer: Which.
+        elementwise: Whether somebody gave their word that it treats every element alone.
+
+    Raises:
+        PlacementError: Nobody did, and it is not one of torch that does; or it is known not to.
+    """
+    if looks_at_whole_tensors(optimizer):
+        raise _refusal(optimizer, "it looks at whole tensors, and states pass through buffers in pieces of parameters")
+    if type(optimizer) not in TORCH_ELEMENTWISE and not elementwise:
+        raise _refusal(
+            optimizer,
+            "nobody has said that it treats every element alone; states pass through buffers in pieces of parameters",
+            fix="zf.streamed(optimizer, tier, elementwise=True), if it does all that the documentation of `elementwise` "
+            "asks for; or an elementwise optimizer of torch.optim (AdamW, Adam, SGD, Adagrad, ...)",
+        )
+
+
+def _refusal(
+    optimizer: Optimizer,
+    why: str,
+    fix: str = "an elementwise optimizer of torch.optim (AdamW, Adam, SGD, Adagrad, ...)",
+) -> PlacementError:
+    return PlacementError(
+        f"The states of {type(optimizer).__name__} cannot be streamed.",
+        optimizer=f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
+        why=why,
+        fix=fix,
+    )
+
+
+# -- its step, for other parameters ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def replaced(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Iterator[None]:
+    """Inside, the optimizer has these groups and states. After, its own again, and the attributes that it had."""
+    own = dict(vars(optimizer))
+    # To those who watch optimizers a step of `super()` in its own is one of the streamed optimizer.
+    vars(optimizer).update(param_groups=groups, state=state, takes_from_tiers=True)
+    try:
+        yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(own)
+
+
+def raw_step(optimizer: Optimizer) -> None:
+    """Steps without the hooks of optimizers, which are for steps of the user."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = step.__wrapped__
+    step(optimizer)
+
+
+# -- its states ------------------------------------------------------------------------------------------------------
+
+
+class Kept(NamedTuple):
+    """What an optimizer keeps of a parameter.
+
+    Attributes:
+        schema: Its states that have an element for each element of the parameter.
+        elsewhere: What its step has changed beside states, by name; and states that are in the memory of others.
+    """
+
+    schema: Schema
+    elsewhere: Sequence[str]
+
+
+def kept_by(
+    optimizer: Optimizer,
+    group: Mapping[str, Any],
+    parameter: Tensor,
+    dtype: torch.dtype,
+    device: torch.device,
+    ndim: int,
+) -> Kept:
+    """What a first step in this group keeps of a parameter like this, found out on one of seven elements.
+
+    Args:
+        optimizer: Whose step it is. It stays as it was.
+        group: The options to step with.
+        parameter: What it steps. States that it made for this one before any step (Adagrad in torch) are made for the other.
+        dtype, device, ndim: Of the parameter that is stepped in its place.
+
+    Raises:
+        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
+    """
+    probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
+    vars(probe).update(attributes_of(parameter))
+    probe.grad = torch.zeros_like(probe)
+    born = {
+        name: torch.zeros_like(probe, dtype=value.dtype) if _is_of(value, parameter) else copy.deepcopy(value)
+        for name, value in optimizer.state.get(parameter, {}).items()
+    }
+    try:
+        try:
+            states, elsewhere = _stepped(optimizer, group, probe, {})
+        except KeyError:  # it looks for states that it made when it was made
+            states, elsewhere = _stepped(optimizer, group, probe, born)
+    except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
+        raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
+    if any(key is not probe for key in states):
+        raise _refusal(optimizer, "it keeps states that belong to no parameter")
+    tensors = {name: value for name, value in states[probe].items() if isinstance(value, Tensor)}
+    shared = [list(tensors)[later] for _, later in at_same_address(tensors.values())]
+    return Kept(schema_of(states[probe], probe), [*elsewhere, *shared])
+
+
+def require_kept_in_states(optimizer: Optimizer, kept: Kept) -> None:
+    """For an optimizer of a user that is to step one buffer after the other.
+
+    Raises:
+        PlacementError: It keeps something elsewhere than in states, which would be of buffers and not of steps.
+    """
+    if kept.elsewhere and type(optimizer) not in TORCH_ELEMENTWISE:
+        raise _refusal(
+            optimizer,
+            f"it keeps {', '.join(kept.elsewhere)} elsewhere than in states with memory of their own; its step is called "
+            "for each buffer, and states move",
+            fix="keep it in the state of each parameter: self.state[p]['step'] += 1",
+        )
+
+
+def schema_of(states: Mapping[str, Any], parameter: Tensor) -> Schema:
+    """The states of a parameter that have its shape."""
+    return tuple((name, value.dtype) for name, value in states.items() if name != "step" and _is_of(value, parameter))
+
+
+def _is_of(value: object, parameter: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == parameter.shape
+
+
+def _stepped(
+    optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
+) -> tuple[Mapping[Any, Any], list[str]]:
+    """All states after a step of one parameter, and what else was changed, which is undone."""
+    state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
+    own = _may_change({**vars(optimizer), **group, **vars(probe)})
+    trial = {**group, **_copied(_may_change(group)), "params": [probe]}
+    with replaced(optimizer, [trial], state), torch.no_grad():
+        vars(optimizer).update(_copied(_may_change(vars(optimizer))))
+        raw_step(optimizer)
+        after = {**vars(optimizer), **trial, **vars(probe)}
+    return state, [name for name in _may_change(after) if name not in own or not _is_same(own[name], after[name])]
+
+
+def _may_change(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes and options but for those that a step finds replaced, and hooks."""
+    taken = ("params", "param_groups", "state", "defaults", "takes_from_tiers")
+    return {name: value for name, value in own.items() if name not in taken and not name.startswith("_optimizer_")}
+
+
+def _copied(own: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of which tensors and containers may be changed in place."""
+    return {
+        name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
+        for name, value in own.items()
+        if isinstance(value, Tensor | list | dict | set)
+    }
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, list | dict | set) and isinstance(other, list | dict | set) and len(one) != len(other):
+        return False
+    return bool(one == other)
+
+
+# -- once it was given away ------------------------------------------------------------------------------------------
+
+
+class _Elsewhere(dict[Any, Any]):
+    """The states of an optimizer that was streamed: none."""
+
+
+def hand_over(inner: Optimizer) -> None:
+    """Takes the states of an optimizer. From now on it refuses to be stepped, saved or loaded: it would begin without them,
+    save none, and drop what it loads."""
+    inner.state = _Elsewhere()  # type: ignore[assignment]
+    inner.register_step_pre_hook(_require_own)
+    inner.register_state_dict_pre_hook(_require_own)
+    inner.register_load_state_dict_pre_hook(_require_own)
+
+
+def require_not_streamed(inner: Optimizer) -> None:
+    """For an optimizer that is to be used.
+
+    Raises:
+        StateError: It was given to `streamed`.
+    """
+    # Not `inner.state`: a streamed optimizer, which has the same hooks, would finish its step first.
+    if isinstance(vars(inner).get("state"), _Elsewhere):
+        raise StateError(
+            f"This {type(inner).__name__} was given to streamed(), and its states are no longer in it.",
+            why="a step would begin without them, and a state_dict would have none",
+            fix="optimizer = zf.streamed(optimizer, tier): step, save and load what it returned",
+        )
+
+
+def _require_own(optimizer: Optimizer, *_: object) -> None:
+    require_not_streamed(optimizer)

@@ -1,0 +1,371 @@
+"""Which pieces of parameters are stepped together, and in which tier their states are to rest: no memory is taken yet.
+
+parameters in memory         packed into chunks of at most a buffer
+parameters in another tier   a chunk for each parcel in which they, or their gradients, rest
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zero_fn.chunks import Piece, chunks_of
+from zero_fn.errors import PlacementError, TierError
+from zero_fn.resting import is_dense, local_of
+from zero_fn.runtime.registry import slot_of
+from zero_fn.streamed.inner import Kept, Schema, kept_by, require_kept_in_states, schema_of
+from zero_fn.streamed.places import Place, device_of, follow, place_of
+from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_away
+
+__all__ = [
+    "BUFFER_NBYTES",
+    "Chunk",
+    "Cut",
+    "Planner",
+    "contiguous_stride",
+    "name_of",
+    "padded_nbytes",
+    "parcel_of",
+    "rooms_of",
+]
+
+BUFFER_NBYTES = 64 << 20
+_LEAST_PART_NBYTES = 64 << 10
+_ALIGNMENT_NBYTES = 64
+
+
+def padded_nbytes(numel: int, dtype: torch.dtype) -> int:
+    """Bytes of so many elements up to where the next ones may begin."""
+    return -(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+def _states_nbytes(schema: Schema, numel: int) -> int:
+    """Bytes that the states of so many elements take in a chunk, with padding."""
+    return sum(padded_nbytes(numel, dtype) for _, dtype in schema)
+
+
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a tensor laid out row by row."""
+    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def name_of(parameter: Tensor) -> str:
+    """A parameter as errors show it: with its name, if a transform made it."""
+    slot = slot_of(parameter)
+    return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+
+
+class Cut:
+    """One piece in its chunk.
+
+    Attributes:
+        piece: Which elements.
+        group: The number of the parameter's group.
+        numel, dtype: Of all of the parameter on this rank.
+        shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
+        fields: Where each state lies: its name, dtype and first byte in the chunk.
+        in_parcel: Its first byte in the parcel of the chunk; None where the parameter is in memory.
+        present: Names of the states that the chunk holds now.
+        resident: What stays in memory: step counts, flags, and states that came later than the plan.
+    """
+
+    __slots__ = ("dtype", "fields", "group", "in_parcel", "numel", "piece", "present", "resident", "shape", "stride")
+
+    def __init__(
+        self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int, in_parcel: int | None = None
+    ) -> None:
+        self.piece, self.group, self.in_parcel = piece, group, in_parcel
+        self.numel, self.dtype = local.numel(), local.dtype
+        # A row where it is cut: some decay matrices only, by `p.ndim`.
+        self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
+        self.stride = tuple(local.stride()) if piece.is_whole and is_dense(local) else contiguous_stride(self.shape)
+        self.fields: dict[str, tuple[torch.dtype, int]] = {}
+        for name, dtype in schema:
+            self.fields[name] = (dtype, offset)
+            offset += padded_nbytes(piece.numel, dtype)
+        self.present: set[str] = set()
+        self.resident: dict[str, Any] = {}
+
+    def shift(self, nbytes: int) -> None:
+        """Its states begin so many bytes later in the chunk."""
+        self.fields = {name: (dtype, offset + nbytes) for name, (dtype, offset) in self.fields.items()}
+
+    def of(self, local: Tensor) -> Tensor:
+        """The elements of the piece in a tensor that lies as the parameter does."""
+        if self.piece.is_whole:
+            return local
+        return local.as_strided(self.shape, self.stride, local.storage_offset() + self.piece.start)
+
+    def at(self, memory: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
+        """As many elements as the piece has, from a byte of memory on, as the optimizer sees them."""
+        return self.laid(memory[offset : offset + self.piece.numel * dtype.itemsize].view(dtype))
+
+    def laid(self, flat: Tensor) -> Tensor:
+        """As many elements, in order of memory, as the optimizer sees them."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def states(self, buffer: Tensor) -> dict[str, Any]:
+        """The states as the optimizer expects them."""
+        return {**self.resident, **{name: self._room(buffer, name) for name in self.fields if name in self.present}}
+
+    def keep(self, buffer: Tensor, states: Mapping[str, Any]) -> None:
+        """Takes over the states after a step; those that are not where they belong are copied there."""
+        self.present.clear()
+        self.resident = {}
+        is_on_host = buffer.device.type == "cpu"
+        strays: list[tuple[Tensor, Tensor]] = []
+        for name, value in states.items():
+            room = self._room(buffer, name) if name in self.fields and isinstance(value, Tensor) else None
+            if room is None or value.dtype != room.dtype or value.shape != room.shape:
+                self.resident[name] = value.cpu() if is_on_host and isinstance(value, Tensor) else value
+                continue
+            self.present.add(name)
+            if value.data_ptr() != room.data_ptr() or value.stride() != room.stride():
+                strays.append((room, value))
+        if len(strays) > 1:  # one may lie in the room of another: `state["a"], state["b"] = state["b"], state["a"]`
+            strays = [(room, value.clone()) for room, value in strays]
+        for room, value in strays:
+            room.copy_(value)
+
+    def _room(self, buffer: Tensor, name: str) -> Tensor:
+        dtype, offset = self.fields[name]
+        return self.at(buffer, offset, dtype)
+
+
+@dataclass(slots=True, eq=False)
+class Chunk:
+    """Pieces whose states are in one range of bytes.
+
+    Attributes:
+        cuts: The pieces.
+        nbytes: Bytes of that range.
+        device: Where the parameters are computed with.
+        parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
+        tier: Where its states rest; None is the memory of the device.
+        place: Where they rest there.
+        is_stored: Whether they do: false before the first step.
+    """
+
+    cuts: Sequence[Cut]
+    nbytes: int
+    device: torch.device
+    parcel: int | None
+    tier: Tier | None = None
+    place: int = 0
+    is_stored: bool = False
+
+
+def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
+    """Chunks by the tier and the device of their states."""
+    found: dict[tuple[Tier | None, torch.device], list[Chunk]] = {}
+    for chunk in chunks:
+        found.setdefault((chunk.tier, chunk.device), []).append(chunk)
+    return found
+
+
+def parcel_of(chunk: Chunk, known: Sequence[Tensor]) -> Hashable:
+    """The parcel that a chunk steps, None if it is in memory."""
+    place = place_of(known[chunk.cuts[0].piece.parameter]) if chunk.parcel is not None else None
+    return (place.record, chunk.parcel) if place is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """A parameter that is to be stepped.
+
+    Attributes:
+        number: Its number.
+        group: That of its group.
+        local: What this rank has of it.
+        schema: Its states.
+        tier, fraction: Where these are to rest, and how much of them.
+        place: Where the parameter rests, if that is in another tier.
+        parameter: Itself.
+    """
+
+    number: int
+    group: int
+    local: Tensor
+    schema: Schema
+    tier: Tier | None
+    fraction: float
+    place: Place | None
+    parameter: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """Cuts the parameters of an optimizer into chunks.
+
+    Attributes:
+        inner: The optimizer.
+        tier: Where all states are to rest; None: where `zf.offload` said, for each parameter.
+        fraction: How much of them, in bytes; the rest stays on the device.
+        buffer_nbytes: The most that a chunk may take.
+    """
+
+    inner: Optimizer
+    tier: Tier | None = None
+    fraction: float = 1.0
+    buffer_nbytes: int = BUFFER_NBYTES
+
+    def chunks(self, parameters: Sequence[Tensor], first: int = 0) -> list[Chunk]:
+        """Chunks for these parameters, which get the numbers from `first` on. They have no place yet.
+
+        Raises:
+            TierError: Nobody said where, or a buffer is too small for what cannot be cut.
+            PlacementError: The optimizer keeps something elsewhere than in states.
+        """
+        for parameter in parameters:
+            follow(parameter)
+        all_kept = self.kept(parameters)
+        for kept in all_kept:
+            require_kept_in_states(self.inner, kept)
+        wanted, groups = [self._tier_of(p) for p in parameters], self._groups_of(parameters)
+        if parameters and all(tier is None for tier, _ in wanted):
+            raise TierError(
+                "streamed() was given no tier.",
+                optimizer=type(self.inner).__name__,
+                fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
+            )
+        rows = [
+            _Stepped(first + at, groups[at], local_of(p), all_kept[at].schema, *wanted[at], place_of(p), p)
+            for at, p in enumerate(parameters)
+        ]
+        found = [*self._here(rows), *self._away(rows)]
+        _choose_tiers(found, {row.number: row for row in rows})
+        return found
+
+    def kept(self, parameters: Sequence[Tensor]) -> list[Kept]:
+        """What the optimizer keeps of each parameter: what one like it has, or what a first step would make.
+
+        Raises:
+            PlacementError: It cannot step one parameter alone.
+        """
+        locals_ = [local_of(parameter) for parameter in parameters]
+        kinds = [
+            (group, local.dtype, self._step_device(parameter))
+            for group, local, parameter in zip(self._groups_of(parameters), locals_, parameters, strict=True)
+        ]
+        ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
+        found: dict[object, Kept] = {}
+        for kind, parameter in zip(kinds, parameters, strict=True):
+            group, dtype, device = kind
+            if kind not in found:
+                found[kind] = Kept((), ())
+                if dtype.is_floating_point or dtype.is_complex:  # others are never trained
+                    own = self.inner.param_groups[group]
+                    found[kind] = kept_by(self.inner, own, parameter, dtype, device, ndims[kind])
+            schema = schema_of(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
+            if parameter.numel() > 1 and len(schema) > len(found[kind].schema):
+                found[kind] = found[kind]._replace(schema=schema)
+        return [found[kind] for kind in kinds]
+
+    def require_buffer(self, nbytes: int) -> None:
+        """For the states of a parcel, which are stepped as one.
+
+        Raises:
+            TierError: They do not fit a buffer.
+        """
+        if nbytes > self.buffer_nbytes:
+            raise TierError(
+                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
+                needs=bytes_text(nbytes),
+                why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                fix=f"buffer={nbytes} or more; 64 MiB is a good size",
+            )
+
+    def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
+        """Where its states are to rest, and which part of them."""
+        if self.tier is not None:
+            return self.tier, self.fraction
+        slot = slot_of(parameter)
+        tiers = slot.home.tiers if slot is not None else IN_MEMORY
+        return tiers.optim, tiers.fraction
+
+    def _step_device(self, parameter: Tensor) -> torch.device:
+        """Where it is stepped, or most of it: on the host if its states rest in another tier than memory of its device, or
+        if it has no device yet."""
+        local, (tier, _) = local_of(parameter), self._tier_of(parameter)
+        return torch.device("cpu") if local.is_meta or is_away(tier, local.device.type) else local.device
+
+    def _groups_of(self, parameters: Sequence[Tensor]) -> list[int]:
+        group_of = {id(p): number for number, group in enumerate(self.inner.param_groups) for p in group["params"]}
+        return [group_of[id(parameter)] for parameter in parameters]
+
+    def _here(self, rows: Sequence[_Stepped]) -> list[Chunk]:
+        """Chunks of parameters in memory."""
+        here = [row for row in rows if row.place is None]
+        limit = self.buffer_nbytes
+        if any(row.fraction != 1 for row in rows):  # so little that the part is met
+            total = sum(_states_nbytes(row.schema, row.local.numel()) for row in here)
+            limit = min(limit, max(total // 32, _LEAST_PART_NBYTES))
+        devices = [device_of(row.parameter) for row in here]
+        packed = chunks_of(
+            [row.local.numel() for row in here],
+            [(device, row.tier, row.fraction) for device, row in zip(devices, here, strict=True)],
+            lambda at, numel: _states_nbytes(here[at].schema, numel),
+            limit,
+        )
+        return [
+            _chunk([(here[piece.parameter], piece, None) for piece in pieces], devices[pieces[0].parameter], None)
+            for pieces in packed
+        ]
+
+    def _away(self, rows: Sequence[_Stepped]) -> list[Chunk]:
+        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
+        by_record: dict[Hashable, dict[int, _Stepped]] = {}
+        places: dict[Hashable, Place] = {}
+        for row in rows:
+            if row.place is not None:
+                places.setdefault(row.place.record, row.place)
+                by_record.setdefault(row.place.record, {})[row.place.number] = row
+        found = []
+        for record, place in places.items():
+            row_of = by_record[record]
+            for index, parcel in enumerate(place.parcels):
+                inside = [
+                    (row_of[piece.parameter], piece, offset)
+                    for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
+                    if piece.parameter in row_of
+                ]
+                if inside:
+                    found.append(_chunk(sorted(inside, key=lambda each: each[0].group), place.device, index))
+        self.require_buffer(max((chunk.nbytes for chunk in found), default=0))
+        return found
+
+
+def _chunk(inside: Sequence[tuple[_Stepped, Piece, int | None]], device: torch.device, parcel: int | None) -> Chunk:
+    """A chunk of these pieces, with the first byte of each in the parcel."""
+    cuts, nbytes = [], 0
+    for row, piece, in_parcel in inside:
+        if not piece.is_whole and not is_dense(row.local):
+            raise PlacementError(
+                f"The states of {name_of(row.parameter)} do not fit a buffer, and cannot be cut.",
+                why="its elements have gaps in memory",
+                fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
+            )
+        numbered = Piece(row.number, piece.start, piece.stop, piece.is_whole)
+        cuts.append(Cut(numbered, row.group, row.local, row.schema, nbytes, in_parcel))
+        nbytes += _states_nbytes(row.schema, piece.numel)
+    return Chunk(cuts, nbytes, device, parcel)
+
+
+def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[int, _Stepped]) -> None:
+    """So many chunks in their tier as its fraction says, taking turns with those that stay on the device. A parcel that
+    mixes tiers goes where the states of its first parameter go."""
+    total: Counter[Tier | None] = Counter()
+    there: Counter[Tier | None] = Counter()
+    for chunk in chunks:
+        row = row_of[chunk.cuts[0].piece.parameter]
+        total[row.tier] += chunk.nbytes
+        if there[row.tier] + chunk.nbytes / 2 <= row.fraction * total[row.tier]:
+            there[row.tier] += chunk.nbytes
+            chunk.tier = row.tier

@@ -1,0 +1,320 @@
+"""The states of an optimizer, in chunks, where they rest; and the states of whole parameters, in memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from zero_fn.errors import CheckpointError, PlacementError, StateError
+from zero_fn.mesh import axes_text
+from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.streamed.inner import replaced
+from zero_fn.streamed.pieces import Chunk, Cut, Planner, name_of, parcel_of, rooms_of
+from zero_fn.streamed.pipeline import Transfers, each_chunk
+from zero_fn.streamed.places import place_of
+from zero_fn.streamed.store import Store
+from zero_fn.streamed.windows import rings_for
+from zero_fn.tiers import Tier
+
+__all__ = ["ShownStates", "States", "loaded_on_host", "refuse_edit"]
+
+
+class States:
+    """The states of an optimizer, and the lane by which they come and go.
+
+    Attributes:
+        known: Its parameters, by number.
+        chunks: Their pieces.
+        stores: Where the states of these rest.
+        rings: What parameters and gradients pass through that are not where they are stepped.
+    """
+
+    def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
+        """Makes room for the states of these parameters, and copies those that there are.
+
+        Raises:
+            TierError: The tier, or memory for buffers, is too small.
+            StorageError: The disk failed.
+            PlacementError: The optimizer keeps something elsewhere than in states.
+        """
+        self._planner = planner
+        self.known = parameters
+        self.stores: dict[Tier | None, Store] = {}
+        self.chunks = self._with_room(planner.chunks(parameters))
+
+        def fill(chunk: Chunk, buffer: Tensor) -> None:
+            for cut in chunk.cuts:
+                parameter = parameters[cut.piece.parameter]
+                if states.get(parameter):
+                    cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
+
+        filled = [c for c in self.chunks if any(states.get(parameters[cut.piece.parameter]) for cut in c.cuts)]
+        self._visit(filled, fill)
+        self.rings = rings_for(self.chunks, self.known)
+
+    def grow(self, parameters: Sequence[Tensor]) -> None:
+        """Makes room for parameters that were added to a group since.
+
+        Raises:
+            TierError: The tier, or memory for buffers, is too small.
+            StorageError: The disk failed.
+        """
+        known = set(map(id, self.known))
+        new = [parameter for parameter in parameters if id(parameter) not in known]
+        if not new:
+            return
+        planned = self._planner.chunks(new, len(self.known))
+        self.known = [*self.known, *new]
+        # A parcel is read, stepped and written back as one: new parameters in it join the chunk that there is.
+        chunk_of = {parcel_of(c, self.known): at for at, c in enumerate(self.chunks) if c.parcel is not None}
+        joining = {chunk_of[key]: c for c in planned if (key := parcel_of(c, self.known)) in chunk_of}
+        for at, chunk in joining.items():
+            self._planner.require_buffer(self.chunks[at].nbytes + chunk.nbytes)
+        for at, chunk in joining.items():
+            self.chunks[at] = self._grown(self.chunks[at], chunk)
+        self.chunks += self._with_room([chunk for chunk in planned if chunk not in joining.values()])
+        self.rings = rings_for(self.chunks, self.known)
+
+    def whole(self) -> defaultdict[Tensor, dict[str, Any]]:
+        """The states of whole parameters, in memory of their own.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        found: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+
+        def visit(chunk: Chunk, buffer: Tensor) -> None:
+            for cut in chunk.cuts:
+                parameter = self.known[cut.piece.parameter]
+                for name, value in cut.states(buffer).items():
+                    _join(found[parameter], name, value, parameter, cut)
+
+        self._visit([chunk for chunk in self.chunks if chunk.is_stored], visit, writes=False)
+        return defaultdict(dict, {parameter: found[parameter] for parameter in self.known if parameter in found})
+
+    def shown(self) -> ShownStates:
+        """What is in memory of the states of each parameter."""
+        found: dict[Tensor, ShownStates] = {}
+        for chunk in self.chunks:
+            for cut in chunk.cuts:
+                if cut.resident or cut.present:
+                    names = [name for name in cut.fields if name in cut.present]
+                    found.setdefault(self.known[cut.piece.parameter], ShownStates(cut.resident, names))
+        return ShownStates(found)
+
+    def require_as_planned(self, chunk: Chunk) -> None:
+        """For a chunk that is to be stepped.
+
+        Raises:
+            PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh.
+            StateError: A parameter has changed.
+        """
+        for cut in chunk.cuts:
+            parameter = self.known[cut.piece.parameter]
+            local, grad = local_of(parameter), parameter.grad
+            if grad is None:
+                continue
+            if grad.layout is not torch.strided:
+                raise PlacementError(
+                    "Sparse gradients cannot be streamed.",
+                    parameter=name_of(parameter),
+                    fix="compute it with sparse=False: F.embedding(tokens, weight)",
+                )
+            if isinstance(parameter, DTensor) and (
+                not isinstance(grad, DTensor) or grad.device_mesh != parameter.device_mesh
+            ):
+                raise PlacementError(
+                    "A gradient does not rest as its parameter does.",
+                    parameter=name_of(parameter),
+                    gradient=f"over {axes_text(grad.device_mesh)}" if isinstance(grad, DTensor) else "a plain tensor",
+                    fix="let backward compute it, or distribute_tensor(grad, p.device_mesh, p.placements)",
+                )
+            is_alike = (local.numel(), local.dtype) == (cut.numel, cut.dtype)
+            is_of_shape = not cut.piece.is_whole or tuple(local.shape) == cut.shape
+            if not is_alike or not is_of_shape or not _is_in_its_parcel(parameter, cut, chunk):
+                raise StateError(
+                    "A parameter has changed since its optimizer was streamed.",
+                    parameter=name_of(parameter),
+                    expected=f"{cut.numel} elements of {str(cut.dtype).removeprefix('torch.')} on this rank",
+                    why="its states have the shape and dtype it had; nothing was updated",
+                    fix="cast or replace parameters before the optimizer is built",
+                )
+
+    def fetch(self, chunk: Chunk) -> tuple[Tensor, Transfers]:
+        return self.stores[chunk.tier].fetch(chunk)
+
+    def keep(self, chunk: Chunk, memory: Tensor) -> Transfers:
+        return self.stores[chunk.tier].keep(chunk, memory)
+
+    def forget(self) -> None:
+        for store in self.stores.values():
+            store.forget()
+
+    def _with_room(self, chunks: list[Chunk]) -> list[Chunk]:
+        for (tier, device), members in rooms_of(chunks).items():
+            if tier not in self.stores:
+                self.stores[tier] = Store(tier, f"states of {type(self._planner.inner).__name__}")
+            self.stores[tier].reserve(members, device)
+        return chunks
+
+    def _grown(self, old: Chunk, new: Chunk) -> Chunk:
+        """A chunk with the pieces and states of another, and more pieces."""
+        kept: list[Tensor] = []
+        if old.is_stored:
+            self._visit([old], lambda _, memory: kept.append(memory.clone()), writes=False)
+        for cut in new.cuts:
+            cut.shift(old.nbytes)
+        cuts = sorted([*old.cuts, *new.cuts], key=lambda cut: cut.group)
+        chunk = Chunk(cuts, old.nbytes + new.nbytes, old.device, old.parcel, old.tier)
+        self._with_room([chunk])
+        if kept:
+            self._visit([chunk], lambda _, memory: memory[: old.nbytes].copy_(kept[0][: old.nbytes]))
+        return chunk
+
+    def _visit(self, chunks: Sequence[Chunk], act: Any, *, writes: bool = True) -> None:
+        each_chunk([self], chunks, act, writes=writes)
+
+
+def _is_in_its_parcel(parameter: Tensor, cut: Cut, chunk: Chunk) -> bool:
+    """Whether the piece of a parameter that rests in a tier is where it was."""
+    if chunk.parcel is None:
+        return True
+    place = place_of(parameter)
+    if place is None or chunk.parcel >= len(place.parcels):
+        return False
+    parcel, span = place.parcels[chunk.parcel], (place.number, cut.piece.start, cut.piece.stop, cut.in_parcel)
+    return any(
+        (piece.parameter, piece.start, piece.stop, offset) == span
+        for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
+    )
+
+
+# -- whole parameters and pieces -------------------------------------------------------------------------------------
+
+
+def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: Cut) -> Iterator[tuple[str, Any]]:
+    """The states of a piece, cut from those of its parameter."""
+    local = local_of(parameter)
+    for name, value in states.items():
+        if not isinstance(value, Tensor):
+            yield name, value
+            continue
+        own = local_of(value)
+        if own.shape != local.shape or (name not in cut.fields and own.numel() <= 1):
+            if name in cut.fields:
+                raise CheckpointError(
+                    f"The state {name!r} does not fit its parameter.",
+                    parameter=f"{name_of(parameter)}, {list(local.shape)} of it on this rank",
+                    state=list(own.shape),
+                    fix="load states that were saved with this layout, or through torch.distributed.checkpoint",
+                )
+            yield name, own.clone()
+            continue
+        if not cut.piece.is_whole and own.stride() != local.stride():
+            own = torch.empty_strided(local.shape, local.stride(), dtype=own.dtype, device=own.device).copy_(own)
+        yield name, cut.of(own)
+
+
+def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: Cut) -> None:
+    """Puts the state of a piece where it belongs in that of its parameter."""
+    local = local_of(parameter)
+    if not isinstance(value, Tensor):
+        states[name] = value
+    elif value.shape != cut.shape or (name not in cut.fields and local.numel() <= 1):
+        states[name] = value.clone()
+    else:
+        if name not in states:
+            stride = cut.stride if cut.piece.is_whole else local.stride()
+            # Where it is stepped: on the host where the states of all parameters may not fit the device.
+            states[name] = torch.empty_strided(local.shape, stride, dtype=value.dtype, device=value.device)
+            if isinstance(parameter, DTensor):
+                spec = spec_on(parameter._spec, parameter.shape, parameter.stride(), value.dtype)
+                states[name] = on_spec(states[name], spec)
+        cut.of(local_of(states[name])).copy_(value)
+
+
+def loaded_on_host(
+    inner: Optimizer, state_dict: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+    """The groups and states that an optimizer would load. It stays as it was.
+
+    torch moves each state to the device of its parameter, which may not hold them all. So parameters of the same shape and
+    dtype, on the host and without memory, take the place of those on a device.
+    """
+    own = [parameter for group in inner.param_groups for parameter in group["params"]]
+    stand_in_of = {id(parameter): _on_host(parameter) for parameter in own}
+    parameter_of = {id(stand_in_of[id(parameter)]): parameter for parameter in own}
+    groups = [{**group, "params": [stand_in_of[id(p)] for p in group["params"]]} for group in inner.param_groups]
+    with replaced(inner, groups, defaultdict(dict)):
+        inner.load_state_dict(state_dict)
+        groups, states = inner.param_groups, inner.state
+    for group, before in zip(groups, inner.param_groups, strict=True):
+        group["params"] = before["params"]
+    return groups, {parameter_of.get(id(key), key): value for key, value in states.items()}
+
+
+def _on_host(parameter: Tensor) -> Tensor:
+    local = local_of(parameter)
+    if local.device.type == "cpu":
+        return parameter
+    nothing = torch.empty((), dtype=parameter.dtype).expand(local.shape)
+    return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
+
+
+# -- what `optimizer.state` shows ------------------------------------------------------------------------------------
+
+
+class MissingStateError(StateError, KeyError):
+    """So that `get` gives its default."""
+
+    __str__ = Exception.__str__  # that of KeyError quotes the message
+
+
+def refuse_edit(*_args: object, **_kwargs: object) -> NoReturn:
+    """Takes the place of whatever would change the states that are shown.
+
+    Raises:
+        StateError: Always.
+    """
+    raise StateError(
+        "The states of a streamed optimizer cannot be edited through `state`.",
+        why="they are in a tier, and what `state` gives is a copy of what is in memory",
+        fix="saved = optimizer.state_dict(); edit saved['state']; optimizer.load_state_dict(saved)",
+    )
+
+
+class ShownStates(Mapping[Any, Any]):
+    """The names of all states, and those that are in memory. It refuses to be changed, and says where the others are."""
+
+    __setitem__ = __delitem__ = __ior__ = refuse_edit
+    clear = pop = popitem = setdefault = update = refuse_edit
+
+    def __init__(self, here: Mapping[Any, Any], away: Sequence[str] = ()) -> None:
+        self._here, self._away = here, away
+
+    def __getitem__(self, key: Any) -> Any:
+        if key in self._here:
+            return self._here[key]
+        if isinstance(key, Tensor):
+            return ShownStates({})  # as in any optimizer, of a parameter without states
+        raise MissingStateError(
+            "This state of a streamed optimizer is not in memory.",
+            state=key,
+            fix="optimizer.state_dict() reads all states from their tier",
+        )
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._here
+
+    def __iter__(self) -> Iterator[Any]:
+        # All of them: torch loads those states of a flattened state_dict whose names it finds here.
+        return iter((*self._here, *self._away))
+
+    def __len__(self) -> int:
+        return len(self._here) + len(self._away)

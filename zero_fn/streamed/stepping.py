@@ -1,0 +1,229 @@
+"""Steps of a streamed optimizer: its own arithmetic on the pieces of each chunk, and what becomes of one that fails.
+
+[Note: where a step is computed] Where the states are: on the host if they rest in another tier than the memory of an
+accelerator, as in ZeRO-Offload (Ren et al. 2021, section 4.1). They are the larger part, so the gradients come to them, and
+parameters that rest on the device come, too, and go back; what rests in a tier is on the host already.
+
+[Note: a step that failed half-way] The chunks before the failure are stepped, those after it are not, and nothing can say
+so to the rest of a training loop. Such an optimizer refuses to go on until states are loaded. On several ranks all are told.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.errors import StateError
+from zero_fn.resting import local_of
+from zero_fn.runtime.attributes import attributes_of
+from zero_fn.runtime.everywhere import everywhere, is_shared
+from zero_fn.runtime.record import Record
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.streamed.inner import raw_step, replaced
+from zero_fn.streamed.one_pass import steps_in_one_pass
+from zero_fn.streamed.pieces import Chunk, Cut
+from zero_fn.streamed.pipeline import Pass, each_chunk
+from zero_fn.streamed.places import records_of
+from zero_fn.streamed.states import States
+from zero_fn.streamed.waiting import Waiting
+from zero_fn.streamed.windows import Window, Windows
+
+__all__ = ["Steps"]
+
+
+class Steps:
+    """The steps of an optimizer.
+
+    Attributes:
+        waits: Whether what rests in tiers is stepped when it is used next.
+        failed: Why the last step is half-way, if it is.
+        waiting: What is left of it.
+        is_backwards: The direction of the next one.
+    """
+
+    def __init__(self, inner: Optimizer, *, waits: bool) -> None:
+        self.waits = waits
+        self.failed: str | None = None
+        self.waiting: Waiting | None = None
+        self.is_backwards = False
+        self._inner = inner
+
+    def take(self, states: States) -> None:
+        """Steps what has a gradient.
+
+        Raises:
+            StorageError: The disk failed.
+            StateError, PlacementError: A parameter or a gradient is not what was planned for. Nothing was updated.
+        """
+        grads = {number: p.grad for number, p in enumerate(states.known) if p.grad is not None}
+        chunks = [chunk for chunk in states.chunks if any(cut.piece.parameter in grads for cut in chunk.cuts)]
+        for chunk in chunks:
+            states.require_as_planned(chunk)
+        now: list[Chunk] = []
+        later: list[tuple[Chunk, Sequence[Record]]] = []
+        for chunk in chunks:
+            numbers = {cut.piece.parameter for cut in chunk.cuts}
+            stepped = [tensor for number in numbers & grads.keys() for tensor in (states.known[number], grads[number])]
+            records = records_of([*stepped, *(states.known[number] for number in numbers)])
+            for record in records:
+                record.settle()  # two steps of one parcel at once would each write back what the other has changed
+            if self.waits and all(map(_is_in_a_tier, stepped)):
+                later.append((chunk, records))
+            else:
+                now.append(chunk)
+        step = _Step(self._inner, states.known, grads)
+        try:
+            each_chunk([states, Windows(states.rings, states.known, grads)], now, step, backwards=self.is_backwards)
+            self.is_backwards = not self.is_backwards
+            if later:
+                self.waiting = _waiting(states, grads, step, later)
+        except BaseException:
+            if step.count:
+                self.failed = f"the step failed after {step.count} of {len(chunks)} chunks"
+            raise
+
+    def finish(self) -> None:
+        """Finishes the last step, on this rank.
+
+        Raises:
+            StorageError: The disk failed, now or in what asked for it before.
+        """
+        if self.waiting is None:
+            return
+        try:
+            self.waiting.finish()
+        except BaseException:
+            self.failed = self.failed or f"the step failed after {self.waiting.progress}"
+            raise
+        self.waiting = None
+
+    def everywhere(self, parameters: Sequence[Tensor], act: Callable[[], None]) -> None:
+        """A part of a step on all ranks. If it fails on one, no rank may go on."""
+        try:
+            everywhere(parameters, act, "A step of a streamed optimizer")
+        except Exception:
+            if is_shared(parameters):
+                self.failed = self.failed or "it failed on one rank, and others have stepped"
+            raise
+
+    def finish_everywhere(self, parameters: Sequence[Tensor]) -> None:
+        """Finishes the last step on all ranks, which are told if it fails on one."""
+        if self.waits:
+            self.everywhere(parameters, self.finish)
+
+    def require_whole(self, verb: str) -> None:
+        """For something that needs all parameters after the same step.
+
+        Raises:
+            StateError: The last one failed half-way.
+        """
+        if self.failed is not None:
+            raise StateError(
+                f"{verb} of an optimizer whose step failed half-way.",
+                failed=self.failed,
+                why="some parameters are one step ahead of the others",
+                fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
+            )
+
+
+def _is_in_a_tier(tensor: Tensor) -> bool:
+    local = local_of(tensor)
+    return isinstance(local, TierTensor) and local.moved is None
+
+
+def _waiting(
+    states: States, grads: Mapping[int, Tensor], step: _Step, later: Sequence[tuple[Chunk, Sequence[Record]]]
+) -> Waiting:
+    """A step of these chunks that waits."""
+    chunks = [chunk for chunk, _ in later]
+    windows = Windows(states.rings, states.known, grads)
+    return Waiting(Pass([states, windows], chunks, step), [each for _, each in later], windows)
+
+
+class _Step:
+    """One step under way, of the optimizer inside.
+
+    Attributes:
+        count: Chunks whose parameters were, at least in part, updated.
+    """
+
+    def __init__(self, inner: Optimizer, known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
+        """Begins a step.
+
+        Args:
+            inner: The optimizer whose arithmetic it is.
+            known: Its parameters, by number.
+            grads: Their gradients, by the same numbers, of those that have one.
+        """
+        self.count = 0
+        self._inner, self._known, self._grads = inner, known, grads
+        # The options of now, whatever is in the groups, and in the tensors in them, when a chunk is stepped.
+        self._options = [
+            {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
+            for group in inner.param_groups
+        ]
+
+    def __call__(self, chunk: Chunk, states: Tensor, window: Window) -> None:
+        """Steps the parameters of one chunk.
+
+        Args:
+            chunk: Which.
+            states: Their states, where they are stepped. [Note: where a step is computed]
+            window: Parameters and gradients.
+        """
+        self.count += 1
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        groups: list[dict[str, Any]] = []
+        stepped: dict[Cut, nn.Parameter] = {}
+        for number, cuts in groupby(window.values, key=lambda cut: cut.group):
+            members = []
+            for cut in cuts:
+                stand_in = stepped[cut] = self._stand_in(cut, window, states.device)
+                members.append(stand_in)
+                own = cut.states(states)
+                if own:
+                    state[stand_in] = own
+            groups.append({**self._options[number], "params": members})
+        rooms = {}
+        if window.record is not None and chunk.parcel is not None and window.copy.numel():
+            rooms = window.record.begin_copy(chunk.parcel, window.copy)
+        sends = _sends(stepped, rooms) if states.device.type == "cpu" else {}
+        with replaced(self._inner, groups, state):
+            if not steps_in_one_pass(self._inner, sends):
+                sends = {}
+                raw_step(self._inner)
+        for cut, stand_in in stepped.items():
+            cut.keep(states, state.get(stand_in, {}))
+            if window.values[cut].device != states.device:
+                window.values[cut].copy_(stand_in)
+        if window.record is not None and chunk.parcel is not None and rooms:
+            sent = {cut.in_parcel for cut, stand_in in stepped.items() if stand_in in sends}
+            left = {begin: room for begin, room in rooms.items() if begin not in sent}
+            window.record.fill_copy(chunk.parcel, window.parcel, left)
+
+    def _stand_in(self, cut: Cut, window: Window, device: torch.device) -> nn.Parameter:
+        """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
+        parameter = self._known[cut.piece.parameter]
+        piece = nn.Parameter(window.values[cut].to(device), requires_grad=parameter.requires_grad)
+        vars(piece).update(attributes_of(parameter))
+        grad = window.grads[cut].to(device)
+        if grad.dtype != piece.dtype:
+            piece.grad_dtype = grad.dtype
+        piece.grad = grad
+        return piece
+
+
+def _sends(stepped: Mapping[Cut, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+    """What the kernel can write beside the parameters that it steps: their copies in bfloat16."""
+    found: dict[Tensor, Tensor] = {}
+    for cut, stand_in in stepped.items():
+        room = rooms.get(cut.in_parcel) if cut.in_parcel is not None and cut.piece.numel else None
+        if room is not None and room.dtype == torch.bfloat16:
+            found[stand_in] = cut.laid(room)
+    return found
