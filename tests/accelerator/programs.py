@@ -248,7 +248,7 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
     models: list[Any] = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(device.NAME) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
     plain, model = (Noting(each.parameters(), lr=0.1, momentum=0.9) for each in models)
-    streamed = zf.streamed(model, tier, buffer="32KiB")
+    streamed = zf.streamed(model, tier, buffer="32KiB", elementwise=True)
     assert "what is on the device through 4 buffers" in str(streamed)
     for optimizer, each in ((plain, models[0]), (streamed, models[1])):
         for _ in range(3):

@@ -99,6 +99,8 @@ class Store:
             TierError: The tier, or memory for buffers, is too small.
         """
         sizes = [chunk.nbytes for chunk in chunks]
+        if not chunks:
+            return
         if self._shelf is None:
             places = [len(self._on_device) + number for number in range(len(chunks))]
             self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
