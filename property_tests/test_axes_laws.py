@@ -76,7 +76,7 @@ def broken_laws(programs: list[tuple[Tree, Links, Links]]) -> list[str]:
             found.append(f"{number}: commutation of training")
         slots = [slot for unit in units_of(model) for slot in unit.slots]
         # Where the outer axis shards more, gradients are summed over it first.
-        if all(slot.along[0].name == "inner" for slot in slots if len(slot.along) > 1):
+        if all(slot.path.hops[0].axis.name == "inner" for slot in slots if len(slot.path.hops) > 1):
             replicas = over(tuple((Link("replicate"), name) for name in sorted({name for _, name in links})), tree)
             if not are_parts(trained(replicas), one):
                 found.append(f"{number}: equivalence")

@@ -67,11 +67,15 @@ def unlike_replicas(inner: str, outer: str, skips: list[set[int]]) -> list[str]:
     ):
         slot = slot_of(one)
         assert slot is not None
-        if not torch.equal(local_of(one), slot.owned(local_of(other))):
+        if not torch.equal(local_of(one), slot.path.owned(local_of(other))):
             found.append(name)
         if (mine is None) != (theirs is None):
             found.append(f"whether {name} has a gradient")
-        elif mine is not None and theirs is not None and not torch.equal(local_of(mine), slot.owned(local_of(theirs))):
+        elif (
+            mine is not None
+            and theirs is not None
+            and not torch.equal(local_of(mine), slot.path.owned(local_of(theirs)))
+        ):
             found.append(f"gradient of {name}")
     return found
 

@@ -24,7 +24,7 @@ import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.metronome import Metronome
 from tests.ranks import axis
-from zero_fn.guarded import LAST_WORDS_S, Guarded
+from zero_fn.guarded import Guarded
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks
@@ -72,7 +72,7 @@ class Said:
         error: The name of its error.
         text: What the error says.
         after_s: From the fault to the error, by the clock.
-        late_s: Of that, what was neither the deadline nor the wait for last words, in seconds of this machine.
+        late_s: Of that, what was not the deadline, in seconds of this machine.
         slowness: Seconds of the clock for one of this machine.
     """
 
@@ -131,7 +131,7 @@ class FreshRanks:
             with contextlib.suppress(RankDied, _Reported), patience:
                 ranks.run(_train, (directory, stage, fault, compare), timeout_s=_CASE_S)
             struck_s = json.loads((Path(directory) / "struck").read_text())["at_s"]
-            due_s = struck_s + (fault.deadline_s if fault.kind == "stop" else 0.0) + LAST_WORDS_S
+            due_s = struck_s + (fault.deadline_s if fault.kind == "stop" else 0.0)
             said: dict[int, Said | None] = {}
             for rank in range(n):
                 if rank == fault.victim and fault.kind in ENDINGS:

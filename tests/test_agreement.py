@@ -122,6 +122,24 @@ def test_the_digest_of_contents_does_not_depend_on_strides() -> None:
     assert content_digest(x.t()) == content_digest(x.t().contiguous())
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
+)
+def test_the_digest_of_contents_does_not_depend_on_where_they_lie(dtype: torch.dtype) -> None:
+    for numel in (1, 7, 8, 9):
+        memory = torch.randn(numel + 3).mul(10).to(dtype)
+        assert content_digest(memory[3:]) == content_digest(memory[3:].clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_the_digest_of_contents_sees_every_element(dtype: torch.dtype) -> None:
+    values = torch.ones(11, dtype=dtype)
+    for number in range(11):
+        other = values.clone()
+        other[number] = 3
+        assert content_digest(other) != content_digest(values)
+
+
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta")], ids=["empty", "meta"])
 def test_what_has_no_contents_has_digest_0(tensor: torch.Tensor) -> None:
     assert content_digest(tensor) == 0

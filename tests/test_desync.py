@@ -20,15 +20,11 @@ from tests.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.profiles import examples
 from tests.ranks import Ranks, axis
 from zero_fn.collectives.waiting import deadline
-from zero_fn.guarded import LAST_WORDS_S
 from zero_fn.local.ranks import LocalRanks
 
 DEADLINE_S = 1.0
-NOTICED_S = 1.0 - LAST_WORDS_S
-"""Beyond the deadline and the wait for last words, in seconds of a machine that has time: see `tests/metronome.py`."""
-
-QUIET = 1.5
-"""The slowness up to which a rank that lives has its last words there in time, so that nobody takes it for lost."""
+NOTICED_S = 1.0
+"""Beyond the deadline, in seconds of a machine that has time: see `tests/metronome.py`."""
 
 stages = st.sampled_from(sorted(STAGES))
 
@@ -52,13 +48,10 @@ def heard(
 
 
 def assert_blames(report: Said, victim: int, n: int, what: str) -> None:
-    """The error names the victim, and nobody else but one whose last words came too late on a busy machine."""
+    """The error names the victim, and nobody else."""
     summary = report.text.splitlines()[0]
+    assert summary.startswith(f"Rank {victim} of axis 'dp' ({n}) "), report.text
     assert what in summary, report.text
-    if report.slowness < QUIET:
-        assert summary.startswith(f"Rank {victim} of axis 'dp' ({n}) "), report.text
-    blamed, _, _ = summary.partition(" of axis")
-    assert str(victim) in re.findall(r"\d+", blamed), report.text
 
 
 @examples(dev=6, ci=60, deep=100)
@@ -109,8 +102,8 @@ def test_every_rank_is_told_at_once_where_one_went_astray(
         assert report is not None, f"rank {rank} noticed nothing"
         assert report.error == "DisagreementError", report.text
         assert report.late_s < NOTICED_S, report
-        assert "rank_0" in report.text
-        assert f"rank_{victim or 1}" in report.text
+        parted = re.findall(r"\d+", report.text.splitlines()[0])[:2]
+        assert str(victim) in parted, report.text
 
 
 def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
@@ -118,8 +111,8 @@ def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
     for report in said.values():
         assert report is not None
         assert report.text.splitlines()[0] == "Ranks 0 and 1 hold different collectives."
-        assert "rank_0 : #22 agreement on what the backward runs through (8 elements, check " in report.text
-        assert "the last collective that agreed was #21 all-gather of parameters of unit layers.2" in report.text
+        assert "rank_0 : #23 agreement on what the backward runs through (8 elements, check " in report.text
+        assert "the last collective that agreed was #22 all-gather of parameters of unit layers.2" in report.text
 
 
 def test_a_lost_group_stays_lost() -> None:

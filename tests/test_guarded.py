@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +11,8 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.groups import pretended
-from zero_fn import guarded
 from zero_fn.collectives import Pending, Segment
-from zero_fn.collectives.waiting import OutOfStep, PeerLost, wait_for
+from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, wait_for
 from zero_fn.guarded import Guarded
 from zero_fn.mesh import Axis, mesh_axis
 
@@ -27,7 +25,7 @@ class Failing:
     def __init__(self, failure: Exception | None = None) -> None:
         self.failure = failure
         self.marks: list[int] = []
-        self.has_given_up = False
+        self.told: object = None
 
     def all_gather(self, segments: object, mark: int = 0) -> Pending:
         return self._pending(mark)
@@ -42,8 +40,8 @@ class Failing:
         self._pending(mark).wait()
         return message.unsqueeze(0)
 
-    def give_up(self) -> None:
-        self.has_given_up = True
+    def give_up(self, failure: Failure | None = None) -> None:
+        self.told = failure
 
     def _pending(self, mark: int) -> Pending:
         self.marks.append(mark)
@@ -54,112 +52,69 @@ class Failing:
             raise self.failure
 
 
-class Words:
-    """A store in which other ranks have left their last words."""
-
-    def __init__(self, **words: object) -> None:
-        self.kept: dict[str, str] = {f"zero_fn/last_words/{rank[1:]}": json.dumps(word) for rank, word in words.items()}
-
-    def set(self, key: str, value: str) -> None:
-        self.kept[key] = value
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.kept for key in keys)
-
-    def get(self, key: str) -> str:
-        return self.kept[key]
-
-
-class Silent(Words):
-    """A store that is served by a rank that was stopped."""
-
-    def set(self, key: str, value: str) -> None:
-        time.sleep(5)
-
-
 SEGMENT = Segment(torch.zeros(6), 6, 2)
 LOST = PeerLost(1, is_late=False, text="Connection closed by peer")
 LATE = PeerLost(1, is_late=True, text="Timed out")
 
 
-def failed(failure: Exception, store: object, before: Callable[[Guarded], object] = lambda _: None) -> zf.ZeroError:
+def failed(failure: Exception, before: Callable[[Guarded], object] = lambda _: None) -> zf.ZeroError:
     """The error of an all-gather on rank 0 of 3."""
     with pretended(3) as mesh:
         axis: Axis = mesh_axis(mesh, verb="test")
         raw = Failing()
         transport = Guarded(raw, axis)
-        transport._history.store = store
         before(transport)
         pending = transport.all_gather([SEGMENT], "parameters of unit root")
         raw.failure = failure
         with pytest.raises(zf.ZeroError) as first:
             pending.wait()
-        assert raw.has_given_up
+        assert raw.told is failure  # so that the others blame the same
         with pytest.raises(zf.ZeroError) as second:
             transport.all_gather([SEGMENT], "parameters of unit root")
         assert second.value is first.value
         return first.value
 
 
-def word(at: int, *events: tuple[int, str]) -> object:
-    return [at, [[number, text, "not done after 0.1 s"] for number, text in events]]
-
-
 GATHER = "#0 all-gather of parameters of unit root (6 elements)"
 
 
-def test_the_rank_without_last_words_is_the_one_that_was_lost() -> None:
-    error = failed(LOST, Words(r1=word(0, (0, GATHER))))
+def test_a_lost_rank_is_named_and_where_this_one_waited() -> None:
+    error = failed(LOST)
     assert isinstance(error, zf.LostRankError)
-    assert error.summary == "Rank 2 of axis 'dp' (3) closed the connection."
-    assert error.facts["rank_2"] == "no last words"
+    assert error.summary == "Rank 1 of axis 'dp' (3) closed the connection."
     assert error.facts["here"] == f"rank 0, waiting in {GATHER}"
 
 
-def test_all_lost_ranks_are_named() -> None:
-    error = failed(LATE, Words())
-    assert error.summary == "Ranks 1, 2 of axis 'dp' (3) did not answer within 300 s."
-
-
-def test_the_peer_is_named_when_every_rank_has_last_words() -> None:
-    error = failed(LATE, Words(r1=word(0, (0, GATHER)), r2=word(0, (0, GATHER))))
+def test_a_late_rank_is_named_with_the_deadline() -> None:
+    error = failed(LATE)
+    assert isinstance(error, zf.LostRankError)
     assert error.summary == "Rank 1 of axis 'dp' (3) did not answer within 300 s."
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
-    began_s = time.monotonic()
-    error = failed(LOST, Silent())
-    assert time.monotonic() - began_s < guarded.LAST_WORDS_S + 1
-    assert error.summary == "Ranks 1, 2 of axis 'dp' (3) closed the connection."
+def test_nobody_is_named_when_a_collective_of_the_backend_does_not_tell() -> None:
+    assert (
+        failed(PeerLost(None, is_late=True, text="")).summary == "A rank of axis 'dp' (3) did not answer within 300 s."
+    )
 
 
-def test_the_first_collective_that_differs_is_named() -> None:
-    other = "#0 reduce-scatter of gradients of unit root (6 elements)"
-    error = failed(LATE, Words(r1=word(1, (0, GATHER), (1, "#1 x")), r2=word(1, (0, other), (1, "#1 y"))))
+@pytest.mark.parametrize(("peer", "seen_by"), [(2, 1), (1, 2)])
+def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by: int) -> None:
+    error = failed(OutOfStep(peer, seen_by=seen_by))
     assert isinstance(error, zf.DisagreementError)
-    assert error.summary == "Ranks 0 and 2 of axis 'dp' (3) are at different collectives."
-    assert (error.facts["rank_0"], error.facts["rank_1"], error.facts["rank_2"]) == (GATHER, GATHER, other)
+    assert error.summary == "Ranks 1 and 2 of axis 'dp' (3) are at different collectives."
 
 
-def test_a_header_of_another_collective_is_a_disagreement_without_any_last_words() -> None:
-    error = failed(OutOfStep(2), Words())
-    assert isinstance(error, zf.DisagreementError)
-    assert error.summary == "Ranks 0 and 2 of axis 'dp' (3) are at different collectives."
-
-
-def test_notes_hold_the_last_256_collectives_of_each_rank() -> None:
+def test_a_note_holds_the_last_256_collectives_of_this_rank() -> None:
     def many(transport: Guarded) -> None:
         for _ in range(400):
             transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
 
-    error = failed(LOST, Words(r1=word(0, (0, "#0 x"))), many)
-    own, other = error.__notes__
+    (own,) = failed(LOST, many).__notes__
     assert own.startswith("Last collectives of rank 0, the newest last:\n")
     assert len(own.splitlines()) == 257
     assert "#144 agreement on nothing" not in own
     assert "#145 agreement on nothing (1 elements): done in" in own
     assert "#400 all-gather of parameters of unit root (6 elements): not done after" in own
-    assert other == "Last collectives of rank 1, the newest last:\n  #0 x: not done after 0.1 s"
 
 
 def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
@@ -204,3 +159,37 @@ def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
     with pytest.raises(PeerLost) as error:
         wait_for(Work(), 1)
     assert error.value.is_late == is_late
+
+
+def _says_at_the_transform() -> None:
+    with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
+        with pytest.warns(UserWarning, match="The deadline of guard does not act on an accelerator") as said:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        assert said[0].filename == __file__
+        assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
+        assert "timeout=timedelta" in str(said[0].message)
+
+
+def _says_at_guard() -> None:
+    with pretended(2, device_type="cuda") as mesh:
+        transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
+        with zf.guard(compare=False):
+            pass
+        with pytest.warns(UserWarning, match="does not act on an accelerator") as said, zf.guard(deadline_s=60):
+            del transport
+        assert len(said) == 1
+        with zf.guard(deadline_s=60):  # once
+            pass
+
+
+@pytest.mark.parametrize("says", [_says_at_the_transform, _says_at_guard])
+def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
+    says: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NCCL the device waits: `guard(deadline_s=)` did nothing there, without a word."""
+    monkeypatch.setattr("zero_fn.errors._said", set())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with zf.guard(deadline_s=60), pretended(2) as mesh:
+            Guarded(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
+        says()

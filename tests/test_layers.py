@@ -27,7 +27,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic", "tiers"),
     ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
-    ("collectives", "resting", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
+    ("collectives", "resting", "path", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed"),

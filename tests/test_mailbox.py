@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from zero_fn.collectives.arena import Arena
 from zero_fn.collectives.mailbox import Mailbox, are_mailboxes_available, box_nbytes
 from zero_fn.collectives.shared import Shared
-from zero_fn.collectives.waiting import PeerLost
+from zero_fn.collectives.waiting import OutOfStep, PeerLost
 from zero_fn.guarded import guard
 
 pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")
@@ -105,6 +105,38 @@ def test_a_peer_that_is_late_is_told_from_one_that_left(boxes: tuple[Mailbox, Ma
         there.take(1)
     assert (late.value.is_late, left.value.is_late) == (True, False)
     assert "given up" in str(left.value)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        PeerLost(700, is_late=False, text=""),
+        PeerLost(0, is_late=True, text=""),
+        OutOfStep(0, seen_by=1),
+        OutOfStep(90_000, seen_by=3),
+        OutOfStep(3, seen_by=90_000),
+    ],
+    ids=repr,
+)
+def test_whom_a_peer_blames_is_heard_and_the_first_word_stands(
+    boxes: tuple[Mailbox, Mailbox], failure: PeerLost | OutOfStep
+) -> None:
+    here, there = boxes
+    here.leave(failure)
+    here.leave()
+    with pytest.raises(type(failure)) as heard:
+        there.take(0)
+    assert heard.value.peer == failure.peer
+    for attribute in ("is_late", "seen_by"):
+        assert getattr(heard.value, attribute, None) == getattr(failure, attribute, None)
+
+
+def test_a_peer_that_blames_nobody_is_the_one_that_is_lost(boxes: tuple[Mailbox, Mailbox]) -> None:
+    here, there = boxes
+    here.leave(PeerLost(None, is_late=True, text=""))
+    with pytest.raises(PeerLost) as heard:
+        there.take(0)
+    assert (heard.value.peer, heard.value.is_late) == (0, False)
 
 
 def test_what_a_peer_wrote_while_its_loss_was_found_is_read(

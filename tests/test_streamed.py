@@ -12,7 +12,7 @@ import random
 import re
 import sys
 from collections.abc import Callable, Iterable
-from ctypes import CDLL, PyDLL
+from ctypes import CDLL
 from pathlib import Path
 from typing import Any
 
@@ -787,7 +787,7 @@ def test_one_pass_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool, options: dict[str, Any]
 ) -> None:
     if not has_kernels:
-        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
     shapes: list[tuple[int, ...]] = [(70, 100), (3,), (9973,)]
     expected, stock = fused(shapes, **options)
     parameters, inner = fused(shapes, **options)
@@ -803,7 +803,7 @@ def test_gradients_in_bfloat16_are_stepped_as_if_cast_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_kernels: bool
 ) -> None:
     if not has_kernels:
-        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, None, "for this test"))
+        monkeypatch.setattr("zero_fn.kernels.adam.library", lambda: Library(None, "for this test"))
     expected, stock = fused([(70, 100), (9973,)])
     parameters, inner = fused([(70, 100), (9973,)])
     optimizer = zf.streamed(inner, zf.nvme(tmp_path), buffer="31KiB")
@@ -866,11 +866,11 @@ def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None
 
     way = Rounding(True, True, 2, 1, 8)
     monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
-    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), PyDLL(None), "cc 1.0"))
+    monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), "cc 1.0"))
     assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
     assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
     assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
     monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
     assert "stepped by torch (the kernel does not round as this build of torch does)" in says(adamw(fused=True))
-    monkeypatch.setattr(one_pass, "library", lambda: Library(None, None, "no C compiler was found"))
+    monkeypatch.setattr(one_pass, "library", lambda: Library(None, "no C compiler was found"))
     assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

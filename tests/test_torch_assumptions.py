@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from tests.groups import pretended
 from tests.ranks import Ranks
-from tests.versions import IS_2_11, IS_BEFORE_2_14
+from tests.versions import IS_BEFORE_2_14
 from zero_fn.local.ranks import LocalRanks
 
 
@@ -445,34 +445,6 @@ def test_marked_code_is_skipped_by_the_compiler_and_what_it_calls_if_so_marked()
     torch._dynamo.reset()
     assert torch.equal(torch.compile(both, backend="eager")(torch.ones(2)), both(torch.ones(2)))
     assert compiling == [False] * 4
-
-
-def test_the_compiler_says_whether_it_makes_one_graph_and_runs_constants_while_it_traces() -> None:
-    """(whole_graph.py) Before a frame is compiled and inside; and its constants keep what they returned then."""
-    from zero_fn.runtime.uncompiled import traced_inside
-    from zero_fn.runtime.whole_graph import is_in_whole_graph, is_wanted_whole
-
-    seen: list[tuple[bool, bool]] = []
-
-    @traced_inside
-    def entry(x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
-            return x + (1 if is_in_whole_graph() else 2)
-        seen.append((is_wanted_whole(), torch.compiler.is_compiling()))
-        return x
-
-    def outer(x: Tensor) -> Tensor:
-        return 2 * entry(x)
-
-    torch._dynamo.reset()
-    assert torch.compile(outer, backend="eager", fullgraph=True)(torch.zeros(1)) == 2
-    torch._dynamo.reset()
-    assert torch.compile(outer, backend="eager")(torch.zeros(1)) == 4
-    with nullcontext() if IS_2_11 else pytest.raises(RuntimeError, match="found no compiled frames"):
-        torch.compile(entry, backend="eager", fullgraph=True)(torch.zeros(1))
-    torch.compile(entry, backend="eager")(torch.zeros(1))
-    entry(torch.zeros(1))
-    assert seen == [(True, False), (False, False), (False, False)]
 
 
 def test_the_compiler_takes_a_local_tensor_on_the_slice_of_a_storage(mesh: DeviceMesh) -> None:

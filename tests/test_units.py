@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+import zero_fn.units
+from tests.groups import pretended
+from tests.models import Language
+from tests.ranks import Ranks
+from tests.worlds import WIDTH, Tower, World, differences, noise
 from zero_fn.errors import LayoutError, UnitError
-from zero_fn.units import BySize, Shared, anchors_of, by_size, innermost_common, shared_parameters
+from zero_fn.plan import plan
+from zero_fn.runtime.entry import units_of
+from zero_fn.transforms.checkpoint_activations import checkpoint_activations
+from zero_fn.transforms.shard import shard_params
+from zero_fn.transforms.tile import tile
+from zero_fn.units import LARGE_NBYTES, BySize, Shared, anchors_of, by_size, innermost_common, shared_parameters
 
 
 class Attention(nn.Module):
@@ -129,6 +142,117 @@ def test_a_block_used_twice_is_one_unit() -> None:
     model = nn.Sequential(block, nn.Linear(2, 2), block)
     assert anchors_of(model, None) == ["", "0", "1"]
     assert [shared.places for shared in shared_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
+
+
+# -- large modules beside the blocks -----------------------------------------------------------------------------------
+
+
+def gpt_of(numel: int, *, tied: bool = False) -> GPT:
+    """Of which the token table and the head take 4 bytes for each of `numel` elements."""
+    with torch.device("meta"):
+        model = GPT(2, tied=False)
+        model.embedding, model.head = nn.Embedding(numel // 4, 4), nn.Linear(4, numel // 4, bias=False)
+        if tied:
+            model.head.weight = model.embedding.weight
+    return model
+
+
+def test_a_large_table_and_a_large_head_are_units_of_their_own() -> None:
+    numel = LARGE_NBYTES // 4
+    assert anchors_of(gpt_of(numel), None) == ["", "blocks.0", "blocks.1"]
+    large = gpt_of(numel + 4)
+    assert anchors_of(large, None) == ["", "embedding", "blocks.0", "blocks.1", "head"]
+    assert group_parameters(large, anchors_of(large, None))[""] == ["norm.weight", "norm.bias"]
+    assert anchors_of(gpt_of(numel + 4).bfloat16(), None) == ["", "blocks.0", "blocks.1"], "bytes, not elements"
+
+
+def test_a_large_table_that_is_tied_to_the_head_stays_in_the_unit_of_the_root() -> None:
+    model = gpt_of(LARGE_NBYTES, tied=True)
+    assert anchors_of(model, None) == ["", "blocks.0", "blocks.1"]
+    assert group_parameters(model, anchors_of(model, None))[""] == ["embedding.weight", "norm.weight", "norm.bias"]
+
+
+def test_large_modules_are_found_around_nested_blocks_and_not_inside_them() -> None:
+    model = nn.Module()
+    model.model, model.head = gpt_of(LARGE_NBYTES), nn.Linear(2, 2)
+    model.model.blocks[1].mlp[0] = nn.Linear(2**13, 2**12, device="meta")
+    assert anchors_of(model, None) == [
+        "", "model.embedding", "model.blocks.0", "model.blocks.1", "model.head",
+    ]  # fmt: skip
+
+
+def test_a_large_module_that_nobody_calls_is_looked_through() -> None:
+    model, size = nn.Module(), 2**13
+    model.layers = nn.ModuleList([nn.Linear(size, size, device="meta")])
+    model.weights = nn.ParameterList([nn.Parameter(torch.empty(size, size, device="meta"))])
+    assert anchors_of(model, None) == ["", "layers.0"]
+
+
+def test_parts_of_a_tiled_module_are_its_units() -> None:
+    model = tile(gpt_of(LARGE_NBYTES), parts=2, where="head.*")
+    assert [name for name in anchors_of(model, None) if name.startswith("head")] == []
+
+
+class Llama(nn.Module):
+    """Shapes of Llama-3-8B, on meta."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        width = 4096
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(128256, width)
+        self.model.layers = nn.ModuleList(nn.Linear(218_112_000 // width, width, bias=False) for _ in range(32))
+        self.model.norm = nn.RMSNorm(width)
+        self.lm_head = nn.Linear(width, 128256, bias=False)
+
+
+def test_a_llama_has_a_head_its_gradient_and_one_block_in_flight_and_not_all_of_its_tables() -> None:
+    with pretended(64) as mesh, torch.device("meta"):
+        model = Llama().bfloat16()
+        default = plan(shard_params(model, mesh))
+        blocks = plan(shard_params(model, mesh, units="model.layers.*"))
+    head, block = 128256 * 4096 * 2, 218_112_000 * 2
+    assert default.in_flight_nbytes < 2 * head + block + 100_000  # the next block is prefetched
+    assert blocks.in_flight_nbytes > 4 * head + 3 * block
+    assert default.sent_nbytes < 1.025 * blocks.sent_nbytes
+
+
+def _trained_with_large_ones() -> list[str]:
+    """On ranks: modules of a hundred bytes count as large."""
+
+    def tower(world: World) -> None:
+        model = world.build(Tower)
+        if not world.is_replica:
+            assert {"enter", "leave"} <= {unit.name for unit in units_of(model)}
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for seed in range(3):
+            world.step(model, optimizer, model(noise(2, WIDTH, seed=seed)).square().mean())
+
+    def tied(world: World) -> None:
+        model = world.build(Language)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for seed in range(3):
+            tokens = torch.arange(5 * seed, 5 * seed + 5) + dist.get_rank()
+            world.step(model, optimizer, model(tokens).square().mean())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero_fn.units, "LARGE_NBYTES", 100)
+        return differences(tower) + differences(tied)
+
+
+def test_every_stage_trains_to_the_bits_of_replicas_with_large_modules_apart(ranks: Ranks) -> None:
+    for found in ranks(2).run(_trained_with_large_ones):
+        assert found == []
+
+
+def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zero_fn.units, "LARGE_NBYTES", 100)
+    model, calls = Tower(), Counter[str]()
+    assert {"enter", "leave"} <= set(anchors_of(model, None))
+    for name in ("enter", "blocks.1.up", "leave"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
+    checkpoint_activations(model)(torch.ones(2, WIDTH)).sum().backward()
+    assert calls == {"enter": 1, "blocks.1.up": 2, "leave": 1}
 
 
 # -- ties ------------------------------------------------------------------------------------------------------------

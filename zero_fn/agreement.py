@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import prod
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from zero_fn.errors import DisagreementError
 
-__all__ = ["agree", "content_digest", "differ", "digest"]
+__all__ = ["agree", "agree_along", "content_digest", "differ", "digest"]
 
 
 def digest(rows: Sequence[str]) -> bytes:
@@ -23,11 +24,18 @@ def content_digest(tensor: Tensor) -> int:
     """The sum of the bits of a tensor as integers: differs, in practice, between two initialisations."""
     if tensor.device.type == "meta" or not tensor.numel():
         return 0
-    itemsize = tensor.element_size()
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(itemsize, torch.int64)
-    whole = tensor.detach().contiguous()
-    bits = torch.view_as_real(whole) if whole.is_complex() else whole
-    return int(bits.view(integer).sum(dtype=torch.int64).item())
+    whole = tensor.detach().contiguous().view(-1)
+    bits = (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
+    integers = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(bits.element_size(), torch.int64))
+    # As words of 8 bytes where memory is read at any address: 16 GiB/s on a core, and 0.5 as 4 bytes each.
+    in_word = 8 // integers.element_size() if integers.device.type == "cpu" else 1
+    if in_word == 1:
+        return int(integers.sum(dtype=torch.int64).item())
+    in_words = integers.numel() // in_word * in_word
+    words = integers[:in_words]
+    if words.storage_offset() % in_word:
+        words = words.clone()
+    return int((words.view(torch.int64).sum() + integers[in_words:].sum(dtype=torch.int64)).item())
 
 
 class Exchanges(Protocol):
@@ -56,17 +64,64 @@ def agree(transport: Exchanges, what: str, rows: Sequence[str], *, device: torch
     differing = differ(transport, rows, device=device)
     if not differing:
         return
-    other = differing[0]
+    raise _disagreement(transport, what, (0, differing[0]), rows, device=device, why=why, fix=fix)
+
+
+def agree_along(
+    transport: Exchanges,
+    sizes: Sequence[int],
+    what: str,
+    rows: Sequence[Sequence[str]],
+    *,
+    device: torch.device,
+    why: str,
+    fix: str,
+) -> None:
+    """`agree` on a grid of ranks, where some rows must be the same along one of its axes only.
+
+    Communicates 16 bytes for each axis to each peer, and the rows only if they differ. Waits.
+
+    Args:
+        transport: Of all ranks of the grid, those of its first axis together.
+        sizes: Of the axes.
+        what: What the rows describe, for the message.
+        rows: For each axis, what ranks along it must hold alike.
+        device: Where messages are made.
+        why: What would go wrong.
+        fix: How to mend it.
+
+    Raises:
+        DisagreementError: On every rank of the grid. Names two ranks and the first row that differ.
+    """
+    own = torch.frombuffer(bytearray(b"".join(map(digest, rows))), dtype=torch.uint8).to(device)
+    digests = transport.exchange(own).cpu().view(-1, len(rows), own.numel() // len(rows))
+    for number, (size, held) in enumerate(zip(sizes, rows, strict=True)):
+        step = prod(sizes[:number])
+        for rank in range(len(digests)):
+            first = rank - rank // step % size * step
+            if not torch.equal(digests[rank, number], digests[first, number]):
+                raise _disagreement(transport, what, (first, rank), held, device=device, why=why, fix=fix)
+
+
+def _disagreement(
+    transport: Exchanges,
+    what: str,
+    ranks: tuple[int, int],
+    rows: Sequence[str],
+    *,
+    device: torch.device,
+    why: str,
+    fix: str,
+) -> DisagreementError:
+    """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
     texts = _exchange_texts(transport, "\n".join(("rows", *rows)), device)
-    first, second = texts[0].split("\n")[1:], texts[other].split("\n")[1:]
+    first, second = (texts[rank].split("\n")[1:] for rank in ranks)
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
-    raise DisagreementError(
-        f"Ranks 0 and {other} hold different {what}.",
-        rank_0=first[at] if at < len(first) else f"nothing after {len(first)} parameters",
-        **{f"rank_{other}": second[at] if at < len(second) else f"nothing after {len(second)} parameters"},
-        why=why,
-        fix=fix,
-    )
+    found = {
+        f"rank_{rank}": held[at] if at < len(held) else f"nothing after {len(held)} parameters"
+        for rank, held in zip(ranks, (first, second), strict=True)
+    }
+    return DisagreementError(f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix)
 
 
 def differ(transport: Exchanges, rows: Sequence[str], *, device: torch.device) -> list[int]:

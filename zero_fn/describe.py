@@ -116,8 +116,8 @@ def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str,
     return Row(
         unit.name or "root",
         len(slots),
-        sum(slot.numel for slot in slots),
-        sum(slot.local_numel for slot in slots),
+        sum(slot.path.numel for slot in slots),
+        sum(slot.path.local_numel for slot in slots),
         padding,
         placement,
         tier,
@@ -128,13 +128,12 @@ def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str,
 
 def _placement(slot: Slot) -> str:
     """P G O on the data axis; on each of several, by name; and on the model axes, where the parameter does not change."""
-    cut = "R" if slot.cut is None else f"S({slot.cut.dim})"
+    cut = "R" if slot.path.cut is None else f"S({slot.path.cut.dim})"
     states = (Sharded.PARAMS, Sharded.GRADS, Sharded.OPTIMIZER)
     found = []
-    for axis in slot.along:
-        at = slot.sharded.get(axis.name, Sharded.NOTHING)
-        text = " ".join(cut if at >= state else "R" for state in states)
-        found.append(text if len(slot.along) == 1 else f"{axis.name}: {text}")
+    for hop in slot.path.hops:
+        text = " ".join(cut if hop.level >= state else "R" for state in states)
+        found.append(text if len(slot.path.hops) == 1 else f"{hop.axis.name}: {text}")
     if slot.model is not None:
         names = slot.model.mesh.mesh_dim_names or ()
         found += [
@@ -149,11 +148,11 @@ def _tier(slot: Slot) -> str:
     tiers = slot.home.tiers
     if tiers == IN_MEMORY:
         return slot.flat.device.type
-    return str(tiers) if slot.must_be_streamed else f"{tiers}, the device's own"
+    return str(tiers) if slot.kind.must_be_streamed else f"{tiers}, the device's own"
 
 
 def _dtypes(slot: Slot) -> str:
-    return "/".join(_short(dtype) for dtype in (slot.dtype, slot.compute_dtype, slot.sum_dtype))
+    return "/".join(_short(dtype) for dtype in (slot.dtype, slot.kind.compute_dtype, slot.kind.sum_dtype))
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -20,6 +20,11 @@ A message is a summary sentence, then aligned `name : value` lines, the last of 
 
 from __future__ import annotations
 
+import contextlib
+import sys
+import warnings
+from pathlib import Path
+
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -35,7 +40,11 @@ __all__ = [
     "TierError",
     "UnitError",
     "ZeroError",
+    "warn_once",
 ]
+
+_PACKAGE_FOLDER = str(Path(__file__).parent)
+_said: set[str] = set()
 
 
 class ZeroError(Exception):
@@ -113,3 +122,20 @@ class ConfigError(ZeroError, ValueError):
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:
     return cls(summary, fix=fix, **facts)
+
+
+def warn_once(summary: str, *, fix: str, **facts: object) -> None:
+    """Says what is right but surely not meant, in the form of an error: a UserWarning, once a process.
+
+    Args:
+        summary: One sentence. A second warning of the same summary is not given.
+        fix: What to write instead.
+        **facts: Values in reading order.
+    """
+    if summary in _said:
+        return
+    _said.add(summary)
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_PACKAGE_FOLDER, contextlib.__file__)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(str(ZeroError(summary, fix=fix, **facts)), UserWarning, stacklevel=level)

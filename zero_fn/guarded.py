@@ -2,50 +2,45 @@
 
 What can go wrong between ranks, and what every rank gets for it, in place of a silence:
 
-    a rank ended, was stopped or is busy elsewhere    `LostRankError`: who, in which collective, what each rank did last
-    ranks are at different collectives                `DisagreementError`: the same, before any byte is used where ranks share
-                                                      memory, at the deadline elsewhere, and at the very first difference
-                                                      under `guard(compare=True)`
+    a rank ended, was stopped or is busy elsewhere    `LostRankError`: who, in which collective
+    ranks are at different collectives                `DisagreementError`: which ranks, before any byte is used where ranks
+                                                      share memory; a `LostRankError` at the deadline elsewhere; and at the
+                                                      very first difference under `guard(compare=True)`
 
-[Note: last words] A rank that gives up writes its last events into the store of its group, where the others, which give
-up because of it or with it, find them. A rank without last words is the one that was lost.
+Where ranks share memory, one that gives up tells the others whom it blames, and these repeat it. Elsewhere a rank can only
+blame the one it waited for, and none where the backend's own collective failed.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import torch
-import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
 from zero_fn.collectives import Contribution, Contributions, Pending, Segment, Transport
-from zero_fn.collectives.waiting import OutOfStep, PeerLost, deadline, set_deadline
-from zero_fn.errors import DisagreementError, LostRankError, ZeroError
+from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
+from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
 from zero_fn.mesh import Axis
 from zero_fn.traffic import name_axis
 
 __all__ = ["Guarded", "Watched", "guard"]
 
 REMEMBERED_EVENTS = 256
-_SHOWN_EVENTS = 3
-_SHOWN_RANKS = 8
-LAST_WORDS_S = 0.6  # until the last words of the others must be there
 
 _compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
-if "ZERO_FN_DEADLINE_S" in os.environ:
+_is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
+if _is_deadline_asked:
     set_deadline(float(os.environ["ZERO_FN_DEADLINE_S"]))
+_on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # groups whose results the device waits for, not the host
 
 
 @contextmanager
@@ -60,8 +55,9 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     The environment variables `ZERO_FN_DEADLINE_S` and `ZERO_FN_COMPARE=1` set the same for a whole program.
 
     Args:
-        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the device waits instead of the host
-            (NCCL) the timeout of the process group holds.
+        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. It acts where the host waits: on CPU
+            tensors. **On an accelerator (NCCL) it does nothing**, since there the device waits; a warning says so once.
+            The timeout of the process group holds: `init_process_group(timeout=)`, with the watchdog of the backend.
         compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that
             differs, with its unit and operation. Slow; for finding out why ranks part. All ranks set it alike.
 
@@ -71,17 +67,31 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     Raises:
         ValueError: `deadline_s` is not positive.
     """
-    global _compares
+    global _compares, _is_deadline_asked
     if deadline_s is not None and not deadline_s > 0:
         raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
-    before = deadline(), _compares
+    before = deadline(), _compares, _is_deadline_asked
+    _is_deadline_asked |= deadline_s is not None
+    _say_where_no_deadline_acts()
     set_deadline(before[0] if deadline_s is None else deadline_s)
     _compares = before[1] if compare is None else compare
     try:
         yield
     finally:
         set_deadline(before[0])
-        _compares = before[1]
+        _compares, _is_deadline_asked = before[1:]
+
+
+def _say_where_no_deadline_acts() -> None:
+    """Once, as soon as somebody has asked for a deadline and there is an axis of an accelerator."""
+    found = next(iter(_on_device.values()), None)
+    if _is_deadline_asked and found is not None:
+        warn_once(
+            "The deadline of guard does not act on an accelerator.",
+            axis=found,
+            why="there the device waits for a collective, not the host; the timeout of the process group holds",
+            fix='init_process_group("nccl", timeout=timedelta(seconds=60)): its watchdog then ends the process',
+        )
 
 
 class _Event:
@@ -109,33 +119,15 @@ class _Event:
 class _History:
     """The last collectives of this rank on one process group, and its failure if there was one."""
 
-    __slots__ = ("count", "events", "failure", "store")
+    __slots__ = ("count", "events", "failure")
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self) -> None:
         self.events: deque[_Event] = deque(maxlen=REMEMBERED_EVENTS)
         self.count = 0
         self.failure: ZeroError | None = None
-        self.store = store
 
 
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
-
-
-@dataclass(frozen=True)
-class _Words:
-    """The last words of a rank.
-
-    Attributes:
-        at: The number of the collective that failed.
-        events: Its last collectives, oldest first: number, what it was, how it stood.
-    """
-
-    at: int
-    events: list[tuple[int, str, str]]
-
-    def __str__(self) -> str:
-        shown = [f"{text}: {state}" for number, text, state in self.events if number <= self.at][-_SHOWN_EVENTS:]
-        return "; ".join(reversed(shown))
 
 
 class Watched:
@@ -177,9 +169,12 @@ class Guarded:
         self._name = axis.name if axis is not None else ""
         self._marks: dict[str, int] = {}
         if axis is None:
-            self._history = _History(None)
+            self._history = _History()
         else:
-            self._history = _histories.setdefault(axis.group, _History(_store_of(axis)))
+            self._history = _histories.setdefault(axis.group, _History())
+            if axis.size > 1 and axis.device_type != "cpu":
+                _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}"
+                _say_where_no_deadline_acts()
 
     @property
     def pads(self) -> bool:
@@ -230,17 +225,14 @@ class Guarded:
         """Of an earlier operation, to be raised again."""
         return self._history.failure
 
-    def broken(self, failure: PeerLost | OutOfStep, event: _Event) -> ZeroError:
-        """The error for a failed operation, with the last events of every rank. [Note: last words]"""
+    def broken(self, failure: Failure, event: _Event) -> ZeroError:
+        """The error for a failed operation, with the last events of this rank."""
         if self._history.failure is None:
             assert self._axis is not None, "one rank alone lost a peer"
-            self._raw.give_up()
-            words = self._last_words(event)
-            self._history.failure = error = _explained(failure, event, self._axis, words)
-            for rank, word in enumerate(words):
-                if word is not None:
-                    rows = "\n".join(f"  {text}: {state}" for _, text, state in word.events)
-                    error.add_note(f"Last collectives of rank {rank}, the newest last:\n{rows}")
+            self._raw.give_up(failure)
+            self._history.failure = error = _explained(failure, event, self._axis)
+            rows = "\n".join(f"  {past}: {past.state}" for past in self._history.events)
+            error.add_note(f"Last collectives of rank {self.rank}, the newest last:\n{rows}")
         return self._history.failure
 
     def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
@@ -285,87 +277,29 @@ class Guarded:
             history.failure = error
             raise
 
-    def _last_words(self, event: _Event) -> list[_Words | None]:
-        """What each rank did last, by rank; None for one that says nothing."""
-        assert self._axis is not None
-        own = _Words(event.number, [(past.number, str(past), past.state) for past in self._history.events])
-        words: list[_Words | None] = [None] * self._axis.size
-        words[self._axis.rank] = own
-        if self._history.store is not None:
-            # The store may be served by the very rank that is lost, so a thread talks to it, and is not waited for.
-            talk = threading.Thread(target=_talk, args=(self._history.store, words, self._axis.rank), daemon=True)
-            talk.start()
-            talk.join(LAST_WORDS_S)
-        return list(words)
 
-
-def _talk(store: Any, words: list[_Words | None], rank: int) -> None:
-    end_s = time.monotonic() + LAST_WORDS_S
-    own = words[rank]
-    assert own is not None
-    try:
-        store.set(f"zero_fn/last_words/{rank}", json.dumps([own.at, own.events]))
-        while None in words and time.monotonic() < end_s:
-            for other, word in enumerate(words):
-                key = f"zero_fn/last_words/{other}"
-                if word is None and store.check([key]):
-                    at, events = json.loads(store.get(key))
-                    words[other] = _Words(at, [(number, text, state) for number, text, state in events])
-            time.sleep(0.02)
-    except RuntimeError:  # the store is gone with the lost rank
-        return
-
-
-def _parting(words: Sequence[_Words | None]) -> tuple[int, dict[int, str]] | None:
-    """The first collective that differs between ranks: its number, and what it was on each rank that remembers it."""
-    told = {rank: {number: text for number, text, _ in word.events} for rank, word in enumerate(words) if word}
-    for number in sorted(set().union(*told.values())):
-        texts = {rank: events[number] for rank, events in told.items() if number in events}
-        if len(set(texts.values())) > 1:
-            return number, texts
-    return None
-
-
-def _explained(failure: PeerLost | OutOfStep, event: _Event, axis: Axis, words: Sequence[_Words | None]) -> ZeroError:
+def _explained(failure: Failure, event: _Event, axis: Axis) -> ZeroError:
     """What to tell the user."""
-    rows: dict[str, object] = {"here": f"rank {axis.rank}, waiting in {event}"}
-    parting = _parting(words)
-    if parting is not None or isinstance(failure, OutOfStep):
-        texts = parting[1] if parting is not None else {axis.rank: str(event)}
-        first = min(texts)
-        other = next((rank for rank, text in texts.items() if text != texts[first]), failure.peer)
+    here = f"rank {axis.rank}, waiting in {event}"
+    if isinstance(failure, OutOfStep):
+        first, second = sorted((failure.seen_by, failure.peer))
         return DisagreementError(
-            f"Ranks {first} and {other} of axis {axis} are at different collectives.",
-            **rows,
-            **{f"rank_{rank}": text for rank, text in list(texts.items())[:_SHOWN_RANKS]},
+            f"Ranks {first} and {second} of axis {axis} are at different collectives.",
+            here=here,
             why="the ranks did not run the same forwards and backwards, or one of them raised and went on",
             fix="run the same program on every rank; `with zf.guard(compare=True):` stops where they part",
         )
-    rows.update((f"rank_{rank}", word or "no last words") for rank, word in list(enumerate(words))[:_SHOWN_RANKS])
-    lost = [rank for rank, word in enumerate(words) if word is None]
-    lost = lost or [rank for rank in (failure.peer,) if rank is not None]
-    who = f"Rank{'s' if len(lost) > 1 else ''} {', '.join(map(str, lost)) or 'unknown'} of axis {axis}"
+    who = f"A rank of axis {axis}" if failure.peer is None else f"Rank {failure.peer} of axis {axis}"
     if failure.is_late:
         return LostRankError(
             f"{who} did not answer within {deadline():g} s.",
-            **rows,
+            here=here,
             why="it is stopped, or busy outside the collectives, or waits for something else",
             fix="see where it is (py-spy dump --pid); if it only needs longer: zf.guard(deadline_s=...)",
         )
     return LostRankError(
         f"{who} closed the connection.",
-        **rows,
+        here=here,
         why="the process ended, was killed (often because memory ran out: see dmesg), or gave up",
         fix="look for the first error on that rank; start all ranks again from the last checkpoint",
     )
-
-
-def _store_of(axis: Axis | None) -> Any:
-    """The key-value store of the group of an axis, where ranks can leave word when collectives fail."""
-    if axis is None or axis.size == 1:
-        return None
-    find = getattr(c10d, "_get_process_group_store", None)
-    try:
-        return find(axis.group) if find is not None else None
-    except (KeyError, RuntimeError, ValueError):  # a group that has none
-        return None

@@ -21,7 +21,9 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.loaded import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
+from zero_fn.runtime.unit import unit_of
 from zero_fn.tiled import Tiled
+from zero_fn.units import subclass_of
 
 __all__ = ["check_and_shard_entries"]
 
@@ -44,6 +46,8 @@ def _before_load(
         entry = state_dict.get(key)
         if isinstance(entry, Tensor):
             _require_fit(key, own, entry, assigns=assigns)
+    if assigns:
+        _require_assignable(module, state_dict, prefix)
     _shard_whole(module, state_dict, prefix)
 
 
@@ -103,6 +107,40 @@ def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None
         )
 
 
+def _require_assignable(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
+    """An assigned tensor takes the place of a parameter: it is cut as that is, and a tied parameter takes one."""
+    first: dict[int, tuple[str, Tensor]] = {}
+    for key, own in _tensors(module, prefix):
+        entry = state_dict.get(key)
+        if slot_of(own) is None or not isinstance(entry, Tensor):
+            continue
+        kind = subclass_of(entry)
+        if kind is not None:
+            raise CheckpointError(
+                f"{key} would be assigned a {kind.__name__}, and no shard of it would be one: nothing was loaded.",
+                state_dict=f"{kind.__module__}.{kind.__qualname__}  {list(entry.shape)}",
+                fix="load plain values: {k: v.dequantize() for k, v in state_dict.items()}",
+            )
+        known, other = first.setdefault(id(own), (key, entry))
+        if not _holds_the_same(entry, other):
+            raise CheckpointError(
+                f"{known} and {key} are one parameter, and the state_dict has a value for each: nothing was loaded.",
+                why="a transformed parameter stays tied, so that one of the values would be lost",
+                fix="load one of them under both names; or untie before the transform: "
+                "decoder.weight = nn.Parameter(decoder.weight.detach().clone())",
+            )
+
+
+def _holds_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two entries have the same values. A collective where they are sharded, and not in the same memory."""
+    local, other_local = local_of(one), local_of(other)
+    is_same_memory = local.untyped_storage()._cdata == other_local.untyped_storage()._cdata
+    if one is other or (is_same_memory and local.storage_offset() == other_local.storage_offset()) or one.is_meta:
+        return True
+    wholes = [entry.full_tensor() if isinstance(entry, DTensor) else entry for entry in (one, other)]
+    return torch.equal(*wholes)
+
+
 def _mismatch(key: str, entry: Tensor, shape: tuple[int, ...]) -> CheckpointError:
     return CheckpointError(
         f"size mismatch for {key}: nothing was loaded.",
@@ -148,7 +186,7 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
             continue
         is_whole = not isinstance(entry, DTensor)
         slot.initial = content_digest(in_memory(entry)) if is_whole else None
-        unit = slot.unit() if slot.unit is not None else None
+        unit = unit_of(slot)
         if unit is not None:
             unit.generation += 1
             unit.step.note_loaded()

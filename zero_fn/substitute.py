@@ -11,6 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -50,7 +51,7 @@ from zero_fn.runtime.registry import Replacement, call_site, note_replacement, r
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.whole_edits import edit_wholes
 from zero_fn.runtime.whole_views import view_uneven_shards, write_through_views
 from zero_fn.saving import check_entries_saved
@@ -219,14 +220,15 @@ def _unit_of(
         slot = Slot(parameter.fqn, places, home, source, grid, levels)
         slot.initial = _initial(source)
         slots.append(slot)
-    return Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+    unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
+    unit.form_groups([source.dtype for source in sources], [source.device for source in sources])
+    return unit
 
 
 def _is_uneven(slot: Slot) -> bool:
     """Whether some ranks hold fewer rows than others."""
-    if slot.layout is None:
-        return False
-    return slot.layout.rows % (slot.layout.shards * (slot.sublayout.shards if slot.sublayout is not None else 1)) > 0
+    layout = slot.path.layout
+    return layout is not None and layout.rows % prod(axis.size for axis in slot.path.axes) > 0
 
 
 def _reserve(step: Step, site: str) -> None:
@@ -236,13 +238,14 @@ def _reserve(step: Step, site: str) -> None:
         return
     records: dict[Shelved, list[list[Form]]] = {}
     for unit in step.live_units():
-        for what, forms in unit.forms_away().items():
-            records.setdefault(what, []).append(forms)
+        for group in unit.groups:
+            for what, forms in group.forms_away():
+                records.setdefault(what, []).append(forms)
     if not records:
         return
     failure: Exception | None = None
     try:
-        device = next(slot.device_type for unit in step.live_units() for slot in unit.slots)
+        device = next(slot.kind.device_type for unit in step.live_units() for slot in unit.slots)
         step.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
@@ -258,7 +261,7 @@ def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
     unit.settle_in(
         sources,
         [
-            part if part is not None else slot.owned(wholes.of(source))
+            part if part is not None else slot.path.owned(wholes.of(source))
             for slot, source, part in zip(slots, sources, owned, strict=True)
         ],
     )
@@ -295,10 +298,10 @@ class _Wholes:
     def of(self, source: Tensor) -> Tensor:
         """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
         slot = slot_of(source)
-        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        unit = unit_of(slot)
         assert slot is not None and unit is not None, "a resting parameter has no unit"
         if source.is_meta:
-            return torch.empty_strided(slot.shape, slot.stride, dtype=source.dtype, device="meta")
+            return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
             self._unit = unit
             self._wholes = {id(s.parameter): whole for s, whole in zip(unit.slots, unit.gather_whole(), strict=True)}
@@ -308,7 +311,7 @@ class _Wholes:
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     """Puts the entries of a unit in place."""
     computes = {
-        slot.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
+        slot.kind.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
     }
     _enter(
         anchor,

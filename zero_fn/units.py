@@ -5,24 +5,40 @@ chosen module belong to the unit of the root. A parameter that several modules s
 that contains all of them, so ties work within and across units.
 
 By default the anchors are the repeated blocks of the model: the members of `ModuleList`, `Sequential` and `ModuleDict`
-containers with at least two members that have parameters; nested containers are looked through, blocks are not. Parts of
-a tiled module (`zero_fn.tiled`) are units beside whatever was chosen.
+containers with at least two members that have parameters; nested containers are looked through, blocks are not. A large
+module beside them (`LARGE_NBYTES`: token tables, output heads) is a unit of its own, for the unit of the root stays gathered
+from the first forward to the last backward. Parts of a tiled module (`zero_fn.tiled`) are units beside whatever was chosen.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from zero_fn.errors import LayoutError, PlacementError, UnitError
 from zero_fn.tiled import Tiled, is_tile
 
-__all__ = ["BySize", "Shared", "Units", "anchors_of", "by_size", "innermost_common", "shared_parameters"]
+__all__ = [
+    "LARGE_NBYTES",
+    "BySize",
+    "Shared",
+    "Units",
+    "anchors_of",
+    "by_size",
+    "innermost_common",
+    "repeated_blocks",
+    "shared_parameters",
+    "subclass_of",
+]
+
+LARGE_NBYTES = 64 * 2**20
+"""A module beside the repeated blocks is a unit of its own if its parameters take more bytes than these at rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +49,8 @@ class BySize:
 
 
 Units = type[nn.Module] | str | BySize | Sequence[type[nn.Module] | str] | None
-"""How to choose the anchors: module classes, patterns of module names, `by_size`, or None: the repeated blocks."""
+"""How to choose the anchors: module classes, patterns of module names, `by_size`, or None: the repeated blocks, and large
+modules beside them."""
 
 
 def by_size(*, nbytes: int) -> BySize:
@@ -67,7 +84,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
-        PlacementError: The gradient of a parameter would be sparse.
+        PlacementError: The gradient of a parameter would be sparse, or it is of a class that shards would lose.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -83,6 +100,7 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
                     parameter=f"{module_name}.{attribute}".lstrip("."),
                     fix="run one forward with a sample batch, then transform",
                 )
+            _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((module_name, attribute))
     return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
@@ -94,6 +112,34 @@ def _refuse_sparse(name: str, module: nn.Module) -> None:
             "Sparse gradients cannot be reduced over an axis.",
             module=f"{name}: {module}",
             fix="build the embedding with sparse=False",
+        )
+
+
+_KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting, placed on a mesh, simulated, fake
+
+
+def subclass_of(tensor: Tensor) -> type | None:
+    """The class of a tensor, or of the local tensor in it, that is more than its memory; None if there is none.
+
+    A tensor of another class computes in its own way, or keeps more than one memory: quantized weights, several parts.
+    """
+    for each in (tensor, getattr(tensor, "_local_tensor", None)):
+        kind = type(each)
+        if each is not None and kind not in (Tensor, nn.Parameter) and not kind.__module__.startswith(_KEPT_FROM):
+            return kind
+    return None
+
+
+def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
+    kind = subclass_of(parameter)
+    if kind is not None:
+        raise PlacementError(
+            f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
+            parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
+            why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
+            fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
+            "if it is not trained: self.register_buffer(name, weight); or train plain values: "
+            "nn.Parameter(weight.dequantize())",
         )
 
 
@@ -113,7 +159,8 @@ def anchors_of(module: nn.Module, units: Units) -> list[str]:
         UnitError: `units` names a class or a pattern that matches no module, or is of another type.
     """
     if units is None:
-        chosen = set(_repeated_blocks("", module))
+        blocks = set(repeated_blocks(module))
+        chosen = blocks.union(_large_beside(blocks, module))
     elif isinstance(units, BySize):
         chosen = set(_of_size(module, units.nbytes))
     else:
@@ -162,7 +209,8 @@ def _matches(rule: object, name: str, module: nn.Module) -> bool:
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
-def _repeated_blocks(name: str, module: nn.Module) -> Iterator[str]:
+def repeated_blocks(module: nn.Module, name: str = "") -> Iterator[str]:
+    """Names of the repeated blocks of a module, which is called `name` itself."""
     children = [
         (f"{name}.{child_name}" if name else child_name, child)
         for child_name, child in module.named_children()
@@ -173,7 +221,30 @@ def _repeated_blocks(name: str, module: nn.Module) -> Iterator[str]:
         if repeats and type(child) not in _CONTAINERS:
             yield child_name
         elif not isinstance(child, Tiled):  # its parts are units, but no blocks
-            yield from _repeated_blocks(child_name, child)
+            yield from repeated_blocks(child, child_name)
+
+
+def _large_beside(blocks: Set[str], module: nn.Module) -> Iterator[str]:
+    """Names of the modules beside the blocks that hold more than `LARGE_NBYTES`."""
+    around = {""}
+    for name in blocks:
+        while name:
+            name = name.rpartition(".")[0]
+            around.add(name)
+    beside = []
+    for name, child in module.named_modules():
+        if name in around or name in blocks or name.rpartition(".")[0] not in around:
+            continue
+        if type(child).forward is nn.Module.forward:
+            around.add(name)  # a list of others: nobody calls it, so nothing could be gathered when it begins
+        elif not isinstance(child, Tiled):
+            beside.append(name)
+    nbytes: Counter[str] = Counter()
+    for shared in shared_parameters(module):
+        # A table that is tied to a head elsewhere counts for neither: it belongs to the unit around both.
+        holder = innermost_common(beside, (place for place, _ in shared.places))
+        nbytes[holder] += shared.parameter.numel() * shared.parameter.element_size()
+    return (name for name in beside if nbytes[name] > LARGE_NBYTES)
 
 
 def _of_size(module: nn.Module, nbytes: int) -> Iterator[str]:

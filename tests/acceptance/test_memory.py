@@ -17,7 +17,8 @@ from tests.ranks import Ranks, axis
 from tests.worlds import ALL, WIDTH, Tower, noise
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.gathered import Group
+from zero_fn.runtime.group import Buffer
+from zero_fn.runtime.kind import Level
 
 
 class Storages:
@@ -25,21 +26,22 @@ class Storages:
 
     def __init__(self) -> None:
         self.seen: list[weakref.ref[torch.UntypedStorage]] = []
-        self._allocate = Group.allocate
+        self._allocate = Buffer.allocate
 
     def __enter__(self) -> Storages:
         seen, allocate = self.seen, self._allocate
 
-        def watched(group: Group) -> torch.Tensor:
-            buffer = allocate(group)
-            seen.append(weakref.ref(buffer.untyped_storage()))
+        def watched(of: Buffer) -> torch.Tensor:
+            buffer = allocate(of)
+            if of.level is Level.WHOLE:
+                seen.append(weakref.ref(buffer.untyped_storage()))
             return buffer
 
-        Group.allocate = watched  # type: ignore[method-assign, assignment]
+        Buffer.allocate = watched  # type: ignore[method-assign, assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
-        Group.allocate = self._allocate  # type: ignore[method-assign]
+        Buffer.allocate = self._allocate  # type: ignore[method-assign]
 
     @property
     def alive(self) -> int:

@@ -4,6 +4,7 @@ modules, G47 sparse gradients."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
+from tests.composition.grids import grid
 from tests.distributed.training import STAGES
 from tests.models import Block, Odd
 from tests.profiles import SIZES
@@ -108,6 +112,111 @@ def test_g38_different_initial_values_raise_on_every_rank(ranks: Ranks, stage: s
     (message,) = set(ranks(3).run(_other_values, stage))
     assert "enter.weight" in message
     assert "torch.manual_seed" in message
+
+
+REPLICAS: dict[str, Any] = {
+    "replicate": lambda model: zf.replicate(model, axis()),
+    "hybrid": lambda model: zf.hybrid(model, grid("outer", "inner")),
+    "persist_below": lambda model: zf.zero3(model, axis(), persist_below=40),
+    "left out by where": lambda model: zf.zero3(model, axis(), where="*.weight"),
+}
+
+
+def _stack(device: str) -> nn.Sequential:
+    with torch.device(device):
+        return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH))
+
+
+def _drawn_with_other_seeds(case: str) -> str:
+    model = zf.zero3(_stack("meta"), axis()) if case == "zero3" else REPLICAS[case](_stack("meta"))
+    torch.manual_seed(dist.get_rank())
+    zf.materialize(model, "cpu")
+    with pytest.raises(zf.DisagreementError, match="initial values") as caught:
+        model(noise(2, WIDTH, seed=0))
+    torch.manual_seed(0)
+    model.to_empty(device="meta")
+    zf.materialize(model, "cpu")(noise(2, WIDTH, seed=0)).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("case", ["zero3", *REPLICAS])
+def test_g38_what_ranks_draw_from_meta_must_be_the_same(ranks: Ranks, case: str) -> None:
+    """It was compared as it was on meta: without values."""
+    (message,) = set(ranks(4).run(_drawn_with_other_seeds, case))
+    assert "0.weight" in message
+
+
+def _emptied_and_drawn(model: nn.Module) -> None:
+    model.to_empty(device="cpu")
+    torch.manual_seed(7 if dist.get_rank() < 3 else 8)
+    for child in model.modules():
+        if isinstance(child, nn.Linear):
+            child.reset_parameters()
+
+
+def _filled(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1 if dist.get_rank() < 3 else 0.2)
+
+
+def _copied_to_local(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.to_local().detach().mul_(1 if dist.get_rank() < 3 else 2)
+
+
+def _loaded(model: nn.Module) -> None:
+    entries = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in entries.values():
+        value.to_local().add_(dist.get_rank() == 3)
+    model.load_state_dict(entries)
+
+
+EDITS = {edit.__name__: edit for edit in (_emptied_and_drawn, _filled, _copied_to_local, _loaded)}
+
+
+def _values_of_one_replica(case: str, name: str) -> str:
+    torch.manual_seed(0)
+    model = REPLICAS[case](_stack("meta" if name == "_emptied_and_drawn" else "cpu"))
+    EDITS[name](model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter") as caught:
+        model(noise(2, WIDTH, seed=0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+@pytest.mark.parametrize("case", REPLICAS)
+def test_g38_replicas_that_differ_at_the_first_forward_raise_on_every_rank(ranks: Ranks, case: str, edit: str) -> None:
+    """Of two axes, ranks 0 and 2 hold alike what rank 3 has nothing to do with; they are told, too."""
+    (message,) = set(ranks(4).run(_values_of_one_replica, case, edit))
+    assert "Ranks 1 and 3" in message if case == "hybrid" else "Ranks 0 and 3" in message
+    assert "torch.manual_seed" in message
+
+
+def _loaded_later() -> None:
+    torch.manual_seed(0)
+    model = zf.offload(zf.replicate(_stack("cpu"), axis()), params=zf.cpu())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+    _loaded(model)
+    with pytest.raises(zf.DisagreementError, match="values of the same parameter"):
+        model(noise(2, WIDTH, seed=0))
+
+
+def test_g38_replicas_that_differ_after_loading_raise(ranks: Ranks) -> None:
+    ranks(4).run(_loaded_later)
+
+
+def _own_shards() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(_stack("cpu"), axis())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().add_(dist.get_rank())
+    model(noise(2, WIDTH, seed=0)).sum().backward()
+
+
+def test_g38_shards_that_one_rank_holds_may_be_edited_there(ranks: Ranks) -> None:
+    ranks(2).run(_own_shards)
 
 
 # -- G39 --------------------------------------------------------------------------------------------------------------
@@ -397,6 +506,91 @@ def test_scripted_functions_may_stand_between_layers(ranks: Ranks) -> None:
 def test_g46_recurrent_attention_and_parametrized_modules_are_exact(ranks: Ranks, n: int) -> None:
     for found in ranks(n).run(differences, _awkward):
         assert found == []
+
+
+class Quantized(Tensor):
+    """An int8 weight that is float32 to whoever computes with it."""
+
+    scaled: Tensor
+
+    @staticmethod
+    def __new__(cls, scaled: Tensor) -> Quantized:
+        tensor: Quantized = torch.Tensor._make_wrapper_subclass(cls, scaled.shape, dtype=torch.float32)
+        tensor.scaled = scaled
+        return tensor
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(args[0].scaled)
+        plain = tree_map_only(Quantized, lambda tensor: tensor.scaled.float() / 64, (args, kwargs or {}))
+        return func(*plain[0], **plain[1])
+
+
+class Marked(nn.Parameter):
+    """A parameter that only its class tells from others."""
+
+
+SUBCLASSES: dict[str, Callable[[], nn.Parameter]] = {
+    "two parts": lambda: nn.Parameter(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH))),
+    "quantized": lambda: nn.Parameter(Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), requires_grad=False),
+    "marked": lambda: Marked(torch.randn(4, WIDTH)),
+    "placed": lambda: nn.Parameter(
+        DTensor.from_local(TwoTensor(torch.randn(4, WIDTH), torch.randn(4, WIDTH)), axis(), [Replicate()])
+    ),
+}
+
+
+class WithWeights(nn.Module):
+    def __init__(self, *weights: Tensor) -> None:
+        super().__init__()
+        self.leave = nn.Linear(WIDTH, 4)
+        for number, weight in enumerate(weights):
+            if isinstance(weight, nn.Parameter):
+                self.register_parameter(f"weight{number}", weight)
+            else:
+                self.register_buffer(f"weight{number}", weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(x) + F.linear(x, self.weight0)
+
+
+def _subclasses(case: str) -> None:
+    for count in (1, 2):  # several of them were said to share memory
+        model = WithWeights(*(SUBCLASSES[case]() for _ in range(count)))
+        before = list(model.parameters())
+        for stage in ALL:
+            with pytest.raises(zf.PlacementError, match=r"'weight0' is a \w+, and no shard of it would be"):
+                STAGES[stage](model, axis())
+        for verb in (zf.precision, lambda m: zf.offload(m, optim=zf.cpu())):
+            with pytest.raises(zf.PlacementError, match="weight0"):
+                verb(model)
+        assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
+
+
+@pytest.mark.parametrize("case", SUBCLASSES)
+def test_g46_parameters_of_tensor_subclasses_are_refused_by_name(ranks: Ranks, case: str) -> None:
+    """They were taken for plain memory: one of two parts, or quantized weights as float32."""
+    ranks(2).run(_subclasses, case)
+
+
+def _subclasses_beside() -> None:
+    quantized, x = Quantized(torch.ones(4, WIDTH, dtype=torch.int8)), noise(2, WIDTH, seed=0)
+    torch.manual_seed(0)
+    plain = WithWeights(quantized)
+    model = zf.zero3(plain, axis())
+    assert type(model.weight0) is Quantized
+    assert torch.equal(model(x), plain(x))
+    beside = WithWeights(nn.Parameter(quantized, requires_grad=False))
+    beside.leave = zf.zero3(plain.leave, axis())
+    assert torch.equal(beside(x), plain(x))
+
+
+def test_g46_what_the_refusal_of_a_tensor_subclass_says_instead_works(ranks: Ranks) -> None:
+    ranks(2).run(_subclasses_beside)
 
 
 # -- G47 --------------------------------------------------------------------------------------------------------------

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, parameters
 from tests.models import Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
-from tests.wholes import named_fulls
+from tests.wholes import full, named_fulls
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 from zero_fn.loading import keeps_every_bit
 
@@ -325,3 +326,60 @@ def _assigned(world: World) -> None:
 def test_g30_assign_takes_whole_tensors_too(ranks: Ranks) -> None:
     for found in ranks(2).run(differences, _assigned):
         assert found == []
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.leave.weight = self.enter.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.leave(self.enter(x).tanh())
+        return found
+
+
+def _two_values_for_a_tie(stage: str) -> None:
+    torch.manual_seed(0)
+    model: Any = STAGES[stage](Tied(), axis())
+    x = noise(2, WIDTH, seed=0)
+    with torch.no_grad():
+        before = model(x)
+    whole = {key: value + 1 for key, value in named_fulls(model.state_dict()).items()}
+    whole["leave.weight"] = whole["leave.weight"] + 1
+    shards = {key: value.clone() for key, value in model.state_dict().items()}
+    for value in shards.values():
+        value.to_local().add_(1)
+    if dist.get_rank() == 1 or stage == "replicate":
+        shards["leave.weight"].to_local().add_(1)
+    for entries in (whole, shards):
+        with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
+            model.load_state_dict(entries, assign=True)
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+    for entries in (whole, shards):
+        entries["leave.weight"] = entries["enter.weight"].clone()
+        model.load_state_dict(dict(entries), assign=True)
+        with torch.no_grad():
+            model(x)
+        assert model.leave.weight is model.enter.weight
+        assert torch.equal(full(model.leave.weight), full(entries["enter.weight"]))
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_g30_two_values_for_a_tied_parameter_are_not_assigned(ranks: Ranks, stage: str) -> None:
+    """The second was dropped. Every rank raises, also those on which both shards are the same."""
+    ranks(2).run(_two_values_for_a_tie, stage)
+
+
+def _assigned_subclass() -> None:
+    torch.manual_seed(0)
+    model = zf.zero3(Tied(), axis())
+    entries = dict(Tied().state_dict())
+    entries["enter.bias"] = TwoTensor(torch.zeros(WIDTH), torch.ones(WIDTH))
+    with pytest.raises(zf.CheckpointError, match=r"enter.bias would be assigned a TwoTensor"):
+        model.load_state_dict(entries, assign=True)
+
+
+def test_g30_a_tensor_of_a_subclass_is_not_assigned(ranks: Ranks) -> None:
+    ranks(2).run(_assigned_subclass)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import zero_fn as zf
+from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
 from tests.worlds import World, differences
 
 VOCABULARY = 61
@@ -125,6 +127,93 @@ def _train(world: World, build: Callable[[], nn.Module], loss_of: Callable[[nn.M
     for seed in range(2):
         torch.manual_seed(seed)  # dropout, and which layers are skipped
         world.step(model, optimizer, loss_of(model, seed))
+
+
+def _qwen() -> nn.Module:
+    """Biases in the projections of queries, keys and values only."""
+    t = _transformers()
+    return t.Qwen2ForCausalLM(
+        t.Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=32, **_SIZES)
+    )
+
+
+def _padded() -> nn.Module:
+    """A row of zeros in an embedding that the head shares."""
+    t = _transformers()
+    return t.LlamaForCausalLM(
+        t.LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=1, tie_word_embeddings=True, pad_token_id=2, **_SIZES)
+    )
+
+
+def _materialized(build: Callable[[], nn.Module]) -> list[dict[str, Tensor]]:
+    runs = []
+    for stage in ("replicate", "zero1", "zero3"):
+        with torch.device("meta"):
+            model = STAGES[stage](build(), axis())
+        torch.manual_seed(0)
+        zf.materialize(model, "cpu")
+        runs.append({**named_fulls(dict(model.named_parameters())), **dict(model.named_buffers())})
+        tokens = _tokens(5, seed=0)
+        inputs = {"labels": tokens} if hasattr(model, "encoder") else {}
+        assert model(input_ids=tokens, **inputs).logits.isfinite().all()
+    torch.manual_seed(1)
+    return [dict([*(built := build()).named_parameters(), *built.named_buffers()]), *runs]
+
+
+def _as_built(build: Callable[[], nn.Module]) -> None:
+    """Of the model as it is built: the same names and constants, all buffers, and draws of the same spread."""
+    built, *runs = _materialized(build)
+    for run in runs:
+        assert list(run) == list(built)
+        for name, value in run.items():
+            assert torch.equal(value, runs[0][name]), name
+            expected = built[name]
+            if not isinstance(expected, nn.Parameter) or expected.unique().numel() == 1:
+                assert torch.equal(value, expected), name
+                continue
+            assert value.mean().abs() < 0.35 * expected.std(), name
+            assert 0.8 < value.std() / expected.std() < 1.25 or value.numel() < 200, name
+            is_zero = (expected == 0).all(-1) if expected.ndim > 1 else expected == 0
+            assert torch.equal((value == 0).all(-1) if value.ndim > 1 else value == 0, is_zero), name
+
+
+@pytest.mark.parametrize("build", [_llama, _gpt2, _mixtral, _qwen, _t5, _bart, _padded])
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_model_on_meta_is_materialized_as_it_is_built(
+    prepared: Ranks, n: int, build: Callable[[], nn.Module]
+) -> None:
+    """Their norms, convolutions and routers have no reset_parameters(); and RoPE's frequencies are in no file."""
+    prepared(n, deadline_s=240).run(_as_built, build)
+
+
+def _loaded_from_meta() -> None:
+    torch.manual_seed(0)
+    plain = _llama()
+    with torch.device("meta"):
+        model = zf.zero3(_llama(), axis())
+    zf.materialize(model, "cpu").load_state_dict(plain.state_dict())
+    tokens = _tokens(5, seed=0)
+    assert torch.equal(model(input_ids=tokens).logits, plain(input_ids=tokens).logits)
+
+
+def test_a_model_on_meta_that_was_materialized_and_loaded_is_the_one_that_was_saved(prepared: Ranks) -> None:
+    prepared(2, deadline_s=240).run(_loaded_from_meta)
+
+
+def _adapters_on_meta() -> None:
+    import peft
+
+    with torch.device("meta"):
+        adapted = peft.get_peft_model(_llama(), peft.LoraConfig(target_modules=["q_proj"]))
+        model = zf.zero3(adapted, axis())
+    with pytest.raises(zf.StateError, match=r"module +: Linear \(base_model.*lora_B"):
+        zf.materialize(model, "cpu")
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_adapters_on_meta_are_not_drawn_as_the_model_would_draw_them(prepared: Ranks) -> None:
+    """Theirs begin at 0."""
+    prepared(2, deadline_s=240).run(_adapters_on_meta)
 
 
 def _checkpointed(build: Callable[[], nn.Module]) -> nn.Module:

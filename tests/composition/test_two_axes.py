@@ -299,11 +299,11 @@ def _gradient_nbytes_along_outer(model: nn.Module) -> int:
     total = 0
     for unit in units_of(model):
         for slot in unit.slots:
-            part = slot.sublayout
+            part = slot.path.sublayout
             if part is None:  # the scalar, which is in no piece of the second inner rank
-                total += (slot.numel > slot.rank) * slot.dtype.itemsize
+                total += (slot.path.numel > slot.path.rank) * slot.dtype.itemsize
             else:
-                total += (part.numel - slot.local_numel) * slot.dtype.itemsize
+                total += (part.numel - slot.path.local_numel) * slot.dtype.itemsize
     return total
 
 

@@ -23,7 +23,7 @@ GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
 
 def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Rates]:
-    warmup = warmup_of(Entries({"type": case["type"], "params": case["params"]}))
+    warmup = warmup_of(Entries({"scheduler": {"type": case["type"], "params": case["params"]}}))
     assert warmup is not None
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=case["own"])
     return optimizer, Rates(optimizer, warmup)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from tests.deepspeed.configs import ADAM, CONFIGS, INFINITY, STAGE_2, STAGE_3, Json, changed, leaves
-from zero_fn.deepspeed.file import config_of
+from zero_fn.deepspeed import keys
+from zero_fn.deepspeed.file import config_of, filled
+from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES
 from zero_fn.deepspeed.loss_scale import LossScale
-from zero_fn.deepspeed.settings import settings_of
-from zero_fn.deepspeed.sharding import Sharding
+from zero_fn.deepspeed.settings import Sharding, settings_of
 from zero_fn.errors import ConfigError
 from zero_fn.tiers import Tiers, cpu, nvme
 
@@ -323,3 +325,156 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
             config_of(path)
     with pytest.raises(ConfigError, match="a path or a dict, not list"):
         config_of([])  # type: ignore[arg-type]
+
+
+# -- all at once -------------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_wrong_is_said_at_once() -> None:
+    config = {
+        "gradient_cliping": 1.0,
+        "gradient_clipping": "1.0",
+        "train_batch_size": 30,
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": True},
+        "fp16": {"enabled": True, "hysteresis": "auto"},
+        "optimizer": {"type": "SGD", "params": {"lr": "auto", "betas": [0.9, 0.99], "moment": 0.9, "fused": "yes"}},
+        "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_max_ratio": 1, "warmup_min_ratio": 0.1}},
+        "zero_optimization": {
+            "stage": 0,
+            "zero_hpz_partition_size": 2,
+            "zero_quantized_weights": True,
+            "offload_param": {"device": "cpu"},
+            "offload_optimizer": {"device": "cpu", "pin_memory": 1},
+        },
+        "wandb": {"enabled": True},
+    }
+    wrong = [
+        "gradient_cliping", "gradient_clipping", "train_batch_size", "fp16.enabled", "optimizer.params.betas",
+        "optimizer.params.moment", "optimizer.params.fused", "scheduler.params.warmup_max_ratio",
+        "scheduler.params.warmup_min_ratio", "scheduler.params.total_num_steps", "wandb",
+        "zero_optimization.zero_quantized_weights", "zero_optimization.offload_optimizer.pin_memory",
+        "fp16.hysteresis, optimizer.params.lr",
+    ]  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        settings_of(config, 2)
+    lines = [str(line) for line in caught.value.facts.values()]
+    assert {line.partition(" = ")[0] for line in lines} == set(wrong), "and nothing that follows from another mistake"
+    assert len(lines) == len(wrong)
+    assert all("; " in line for line in lines)
+
+
+@pytest.mark.parametrize(("section", "name"), [(0, "zero_hpz_partition_size"), (2, "offload_param.device")])
+def test_sections_that_contradict_the_stage_are_refused(section: int, name: str) -> None:
+    zero = {"stage": section, "zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+    with pytest.raises(ConfigError, match=rf"zero_optimization\.{name}"):
+        settings_of({**SMALL, "zero_optimization": zero}, 1)
+
+
+# -- names and autos ---------------------------------------------------------------------------------------------------
+
+
+def test_entries_of_stage_3_may_be_written_without_it() -> None:
+    """DeepSpeed reads both names; configs of axolotl have the shorter ones."""
+    names = [path.rpartition(".")[2] for path in OTHER_NAMES if path.startswith("zero_optimization.")]
+    assert len(names) >= 9
+    for name in names:
+        value = KEYS[f"zero_optimization.stage3_{name}"].default
+        short = {**SMALL, "zero_optimization": {"stage": 3, name: value}}
+        long = {**SMALL, "zero_optimization": {"stage": 3, f"stage3_{name}": value}}
+        one, other = settings_of(short, 1), settings_of(long, 1)
+        assert one.sharding == other.sharding
+        assert one.outcomes[-2].became == other.outcomes[-2].became
+        with pytest.raises(ConfigError, match=rf"zero_optimization\.{name} and zero_optimization\.stage3_{name}"):
+            settings_of({**SMALL, "zero_optimization": {name: value, f"stage3_{name}": value}}, 1)
+    zero = {"stage": 3, "param_persistence_threshold": 7}
+    assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding.persist_numel == 7
+    with pytest.raises(ConfigError, match=r"entry +: zero_optimization\.max_reuse_distance"):
+        settings_of({**SMALL, "zero_optimization": {"max_reuse_distance": "far"}}, 1)
+
+
+def test_bfloat16_is_another_name_of_bf16() -> None:
+    assert settings_of({**SMALL, "bfloat16": {"enabled": True}}, 1).compute is torch.bfloat16
+    with pytest.raises(ConfigError, match="one of bf16 and bfloat16"):
+        settings_of({**SMALL, "bf16": {"enabled": True}, "bfloat16": {"check_grad_overflow": False}}, 1)
+
+
+def test_what_deepspeed_reads_for_others_is_said_to_change_nothing() -> None:
+    config = {**SMALL, "seq_parallel_communication_data_type": "bf16", "comms_config": {"verbose": False}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["seq_parallel_communication_data_type"].startswith("nothing to set")
+    assert became["comms_config"] == "off, as here"
+    with pytest.raises(ConfigError, match="comms_logger"):
+        settings_of({**SMALL, "comms_config": {"enabled": True}}, 1)
+    with pytest.raises(ConfigError, match="context_parallel"):
+        settings_of({**SMALL, "sequence_parallel_size": 4}, 1)
+
+
+AUTO: Json = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_param_persistence_threshold": "auto"},
+}
+FILLED: Json = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "bf16.enabled": True,
+    "optimizer.params.lr": 1e-4,
+    "optimizer.params.weight_decay": 0.1,
+}
+
+
+def test_autos_are_filled_in_by_their_paths() -> None:
+    before = json.dumps(AUTO)
+    settings = settings_of(filled(AUTO, FILLED), 2)
+    assert json.dumps(AUTO) == before
+    assert (settings.micro_batch_size, settings.accumulation_steps, settings.max_norm) == (4, 2, 0.5)
+    assert settings.compute is torch.bfloat16
+    assert settings.stock is not None
+    assert (settings.stock.options["lr"], settings.stock.options["weight_decay"]) == (1e-4, 0.1)
+    became = {outcome.entry: outcome.became for outcome in settings.outcomes}
+    assert became["train_batch_size"] == "of the other two"
+    assert became["zero_optimization.stage3_param_persistence_threshold"] == "none: every parameter is sharded"
+
+
+@pytest.mark.parametrize("left", [{name} for name in FILLED] + [set(FILLED)], ids=len)
+def test_all_autos_that_are_left_are_named(left: set[str]) -> None:
+    given = {name: value for name, value in FILLED.items() if name not in left}
+    with pytest.raises(ConfigError, match='"auto"') as caught:
+        settings_of(filled(AUTO, given), 2)
+    assert set(str(caught.value.facts["entry"]).split(", ")) == left
+    assert f'auto={{"{next(iter(sorted(left)))}"' in caught.value.fix or len(left) > 1
+
+
+@pytest.mark.parametrize("path", ["optimizer.params.betas", "zero_optimization.stage", "nowhere", "bf16"])
+def test_an_auto_is_filled_in_only_where_the_config_has_one(path: str) -> None:
+    with pytest.raises(ConfigError, match=rf"(?s){path}.*optimizer\.params\.lr"):
+        filled(AUTO, {**FILLED, path: 1})
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_each_row_of_the_table_takes_its_default() -> None:
+    for key in KEYS.values():
+        assert key.became, key
+        assert key.kind.name in ("flag", "text", "whole", "number", "off", "any"), key
+        if key.default is not None:
+            assert key.kind.taken(key.default) == key.default, key
+        if isinstance(key.became, dict):
+            assert set(key.became) >= set(key.kind.choices), key
+
+
+def test_the_table_names_every_entry_once() -> None:
+    rows, section = Counter[str](), ""
+    for line in Path(keys.__file__).with_name("keys.txt").read_text().splitlines():
+        if line.startswith("["):
+            section = line.strip("[]") + "."
+        elif line and not line.startswith("#"):
+            rows[section + line.split()[0]] += 1
+    assert rows == Counter(list(KEYS))

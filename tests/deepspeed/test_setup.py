@@ -339,6 +339,33 @@ def test_ranks_with_other_configs_are_told_before_anything_is_done(ranks: Ranks,
     ranks(2).run(_disagreeing, str(tmp_path))
 
 
+def _persisting(folder: str) -> list[float]:
+    """A threshold above every parameter: whole between uses, which is stage 2."""
+    found = []
+    for tiers in ({}, {"offload_param": {"device": "nvme", "nvme_path": folder}}):
+        config = zero(3, stage3_param_persistence_threshold=1e9, **tiers)
+        setup = zf.from_deepspeed(built(), config, axis())
+        if not tiers:
+            assert str(zf.describe(setup.model)) == str(zf.describe(zf.shard_grads(built(), axis())))
+        found.append(furthest(trained(setup), by_hand()))
+    return found
+
+
+def test_a_threshold_above_every_parameter_keeps_all_whole(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_persisting, str(tmp_path)) == [[0.0, 0.0]] * 2
+
+
+def test_autos_are_filled_in_before_anything_is_read() -> None:
+    config = {**BASE, "train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto"}
+    with alone() as mesh:
+        auto = {"train_micro_batch_size_per_gpu": 5, "gradient_clipping": 0.5}
+        setup = zf.from_deepspeed(built(), config, mesh["dp"], auto=auto)
+        assert (setup.micro_batch_size, setup.max_norm) == (5, 0.5)
+        assert ["gradient_clipping", "0.5"] in [line.split()[:2] for line in str(setup).splitlines()]
+        with pytest.raises(zf.ConfigError, match="gradient_clipping, train_micro_batch_size_per_gpu"):
+            zf.from_deepspeed(built(), config, mesh["dp"])
+
+
 def test_the_argument_is_left_as_it_was_and_a_refusal_changes_nothing() -> None:
     with alone() as mesh:
         model = built()

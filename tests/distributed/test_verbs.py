@@ -21,7 +21,7 @@ import zero_fn as zf
 from tests.distributed.training import OPTIMIZERS, STAGES, gradients, loss_of, parameters
 from tests.models import Language, Odd
 from tests.ranks import Ranks, axis
-from tests.wholes import full
+from tests.wholes import full, named_fulls
 from zero_fn.runtime.entry import units_of
 
 ALL = list(STAGES)
@@ -222,6 +222,60 @@ def _materialize_refuses() -> None:
 
 def test_materialize_refuses_a_module_that_cannot_reset(ranks: Ranks) -> None:
     ranks(2).run(_materialize_refuses)
+
+
+class Table(nn.Module):
+    """Sets one of its buffers."""
+
+    used: Tensor
+    left_out: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4))
+        self.register_buffer("used", torch.zeros(4), persistent=False)
+        self.register_buffer("left_out", torch.zeros(4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.weight.data.normal_()
+        self.used.fill_(1)
+
+
+def _materialized_in_part() -> None:
+    with torch.device("meta"):
+        model = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis())
+    with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
+        zf.materialize(model, "cpu")
+    model[1].left_out.fill_(2)
+    zf.materialize(model, "cpu")  # what is in memory stays
+    assert model[1].left_out.tolist() == [2.0] * 4
+
+
+def test_materialize_names_what_nobody_wrote(ranks: Ranks) -> None:
+    ranks(2).run(_materialized_in_part)
+
+
+class Shared(nn.Module):
+    """Two blocks whose linears share a weight: it belongs to the root, the biases to the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        self.blocks[1][0].weight = self.blocks[0][0].weight
+
+
+def _materialized_ties() -> None:
+    with torch.device("meta"):
+        model = zf.zero3(Shared(), axis())
+    zf.materialize(model, "cpu")
+    for values in named_fulls(dict(model.named_parameters())).values():
+        assert values.abs().max() < 1
+        assert values.unique().numel() == values.numel()
+
+
+def test_materialize_initialises_modules_whose_parameters_are_in_two_units(ranks: Ranks) -> None:
+    """The unit that came second was left with the memory as it was."""
+    ranks(2).run(_materialized_ties)
 
 
 def _to_empty(stage: str) -> None:

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.groups import alone, pretended, pretended_grid
@@ -43,8 +44,8 @@ from tests.versions import not_in_2_11
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.file import config_of
 from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.settings import sharding_of
 from zero_fn.deepspeed.setup import _sharded
-from zero_fn.deepspeed.sharding import sharding_of
 from zero_fn.errors import (
     CheckpointError,
     ConfigError,
@@ -311,6 +312,29 @@ def embedding_is_sparse() -> object:
         return zf.shard_params(nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)), mesh)
 
 
+def parameter_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, bias=False))
+    model[1].weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    with pretended(2) as mesh:
+        return zf.shard_params(model, mesh)
+
+
+def assigned_values_of_a_tie_differ() -> object:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        return sharded.load_state_dict({**model.state_dict(), "1.weight": torch.full((4, 4), 7.0)}, assign=True)
+
+
+def assigned_value_is_of_a_subclass() -> object:
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pretended(2) as mesh:
+        sharded = zf.shard_params(model, mesh)
+        weight = TwoTensor(torch.zeros(4, 4), torch.ones(4, 4))
+        return sharded.load_state_dict({**model.state_dict(), "0.weight": weight}, assign=True)
+
+
 def method_is_missing() -> object:
     return zf.gather_in(Model(), "encode")
 
@@ -517,88 +541,6 @@ def unshard_inside_accumulate() -> object:
             return None
 
 
-def _as_one_graph(model: nn.Module) -> object:
-    """The error of a compilation, without the lines of code that the compiler adds to it."""
-    torch._dynamo.reset()
-    try:
-        return torch.compile(model, backend="eager", fullgraph=True)(batch())
-    except ZeroError as error:
-        kind = type(error).__mro__[1]  # the compiler is handed a subclass
-        raise kind(error.summary, fix=error.fix, **error.facts) from error
-
-
-def one_graph_inside_accumulate() -> object:
-    with alone() as mesh:
-        model = zf.shard_params(Model(), mesh)
-        with zf.accumulate(model):
-            return _as_one_graph(model)
-
-
-def one_graph_with_other_placements() -> object:
-    class Swapped(nn.Module):
-        def __init__(self, model: nn.Module, value: Tensor) -> None:
-            super().__init__()
-            self.model, self.value = model, value
-
-        def forward(self, x: Tensor) -> Tensor:
-            output: Tensor = torch.func.functional_call(self.model, {"head.weight": self.value}, (x,))
-            return output
-
-    with pretended(2) as mesh:
-        model = zf.shard_params(Model(), mesh)
-        _as_one_graph(model)  # functional_call looks at all parameters, which the compiler can do once it knows them
-        return _as_one_graph(Swapped(model, distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])))
-
-
-def one_graph_inside_unsharded() -> object:
-    with alone() as mesh:
-        model = zf.shard_params(Model(), mesh)
-        with zf.unsharded(model):
-            return _as_one_graph(model)
-
-
-def one_graph_that_changes_statistics() -> object:
-    with pretended(2) as mesh:
-        return _as_one_graph(zf.shard_params(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), mesh))
-
-
-class _Counts(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return super().forward(x)
-
-
-def one_graph_that_changed_a_buffer() -> object:
-    with pretended(2) as mesh:
-        model = zf.shard_params(_Counts(), mesh)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        torch._dynamo.reset()
-        torch.compile(model, backend="eager", fullgraph=True)(batch())
-        return optimizer.step()
-
-
-def one_graph_with_parameters_in_a_list() -> object:
-    with alone() as mesh:
-        model = Model()
-        model.head.also = [model.head.weight]  # type: ignore[assignment]
-        return _as_one_graph(zf.shard_params(model, mesh))
-
-
-def one_graph_with_offloaded_parameters() -> object:
-    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
-        return _as_one_graph(zf.offload(zf.shard_params(Model(), mesh), params=zf.nvme(folder)))
-
-
-def one_graph_with_offloaded_activations() -> object:
-    with alone() as mesh:
-        model = zf.checkpoint_activations(Model(), units="layers.*", offload=zf.cpu())
-        return _as_one_graph(zf.shard_params(model, mesh))
-
-
 def checkpoints_of_nothing() -> object:
     return zf.checkpoint_activations(nn.Linear(2, 2))
 
@@ -681,6 +623,18 @@ def meta_without_reset_parameters() -> object:
         model = nn.Module()
         model.inner = nn.Module()
         model.inner.scale = nn.Parameter(torch.ones(4))
+        return zf.materialize(zf.shard_params(model, mesh), "cpu")
+
+
+class LeavesOut(nn.Linear):
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def meta_that_nobody_wrote() -> object:
+    with alone() as mesh:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(4, 4), LeavesOut(4, 4))
         return zf.materialize(zf.shard_params(model, mesh), "cpu")
 
 
@@ -1319,6 +1273,26 @@ def config_waits_for_the_trainer() -> None:
     from_config(optimizer={"type": "AdamW", "params": {"lr": "auto"}})
 
 
+def config_has_no_auto_where_one_is_filled_in() -> None:
+    with alone() as mesh:
+        config = {"train_batch_size": 2, "gradient_clipping": "auto"}
+        zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"optimizer.params.lr": 1e-3})
+
+
+def config_is_wrong_in_many_ways() -> None:
+    from_config(
+        gradient_cliping=1.0,
+        gradient_clipping="1.0",
+        zero_optimization={"stage": 3, "zero_quantized_weights": True, "prefetch_bucket_size": "many"},
+        optimizer={"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}},
+        train_micro_batch_size_per_gpu=4,
+    )
+
+
+def config_has_a_name_twice() -> None:
+    from_config(zero_optimization={"max_live_parameters": 1e9, "stage3_max_live_parameters": 1e9})
+
+
 def config_wants_quantized_messages() -> None:
     from_config(zero_optimization={"stage": 3, "zero_quantized_weights": True})
 
@@ -1365,7 +1339,7 @@ def config_sends_what_is_not_computed() -> None:
 def config_of_second_shards_on_one_axis() -> None:
     zero = {"stage": 3, "zero_hpz_partition_size": 2}
     with pretended(4) as mesh:
-        _sharded(nn.Linear(2, 2), sharding_of(Entries(zero)), mesh, None, donate=False)
+        _sharded(nn.Linear(2, 2), sharding_of(Entries({"zero_optimization": zero})), mesh, None, donate=False)
 
 
 def scale_of_the_loss_is_at_its_least() -> None:
@@ -1405,12 +1379,12 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
+        parameter_is_of_a_subclass,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
         tiled_weight_is_on_a_mesh, tiled_embedding_has_a_norm, tiled_output_is_cut,
-        one_graph_with_other_placements,
-        streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
+                streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned, view_of_many_ranges_is_written,
         wide_matrix_is_made_orthogonal,
@@ -1420,6 +1394,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,
         entry_of_another_rank,
@@ -1428,6 +1403,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ConfigError: (
         config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
         config_has_no_number, config_is_misspelt, config_has_text_for_a_number, config_waits_for_the_trainer,
+        config_has_no_auto_where_one_is_filled_in, config_is_wrong_in_many_ways, config_has_a_name_twice,
         config_wants_quantized_messages, config_wants_a_log, config_of_contradicting_batches, config_of_two_dtypes,
         config_offloads_replicas, config_offloads_parameters_at_stage_2, config_of_a_negative_rate,
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,
@@ -1444,16 +1420,10 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
         gradient_of_a_whole_parameter, streamed_states_are_cleared,
-        one_graph_inside_accumulate,
-        one_graph_inside_unsharded,
-        one_graph_that_changes_statistics,
-        one_graph_that_changed_a_buffer,
-        one_graph_with_parameters_in_a_list,
-        one_graph_with_offloaded_activations,
-        one_graph_with_offloaded_parameters,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
-        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters, forward_is_pickled,
+        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters,
+        meta_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,

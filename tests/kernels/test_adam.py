@@ -193,5 +193,5 @@ def test_rates_whose_factor_depends_on_a_fusion_are_left_to_torch() -> None:
 
 
 def test_without_kernels_no_way_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adam, "library", lambda: Library(None, None, "for this test"))
+    monkeypatch.setattr(adam, "library", lambda: Library(None, "for this test"))
     assert rounding(PLAIN) is None

@@ -103,7 +103,7 @@ def test_a_mean_has_the_bits_of_torch(
 
     def by_torch(into: Tensor, parts: list[Tensor]) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(nontemporal, "library", lambda: Library(None, None, "for this test"))
+            patch.setattr(nontemporal, "library", lambda: Library(None, "for this test"))
             mean(into, parts, torch.float32)
 
     for written in (by_torch, lambda *args: nontemporal._mean_in_c(functions, *args)):
@@ -165,7 +165,7 @@ def test_without_a_compiler_torch_does_the_same(monkeypatch: pytest.MonkeyPatch)
     for number in range(2):
         mean(means[number], parts, torch.float32)
         copy([copies[number]], [parts[0]])
-        monkeypatch.setattr(nontemporal, "library", lambda: Library(None, None, "for this test"))
+        monkeypatch.setattr(nontemporal, "library", lambda: Library(None, "for this test"))
     assert torch.equal(*means) and torch.equal(*copies) and torch.equal(copies[0], parts[0])
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -234,8 +233,7 @@ class _Ranks:
         room.wires, room.traces = Wires(turns, self._n, case.faults, case.timing), Traces()
         room.transport = case.transport
         guarded._histories.clear()  # a group that was lost in an earlier case is as good as new
-        # No last words: a rank that is lost here would keep the others, which hold the turn, waiting for them.
-        with worlds_by_thread(), _generator_kept(), patch.object(guarded, "_store_of", lambda axis: None):
+        with worlds_by_thread(), _generator_kept():
             turns.begin()
             self._done.acquire()
         self._job = None

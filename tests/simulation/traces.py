@@ -8,6 +8,7 @@ from itertools import zip_longest
 from torch import Tensor
 
 from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives.waiting import Failure
 
 __all__ = ["Recorded", "Traces"]
 
@@ -70,8 +71,8 @@ class Recorded:
         self._note(("exchange", mark, message.numel()))  # type: ignore[operator]
         return self._inner.exchange(message, mark)
 
-    def give_up(self) -> None:
-        self._inner.give_up()
+    def give_up(self, failure: Failure | None = None) -> None:
+        self._inner.give_up(failure)
 
 
 def _shape(segment: Segment) -> tuple[object, ...]:

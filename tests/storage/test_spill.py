@@ -225,6 +225,23 @@ def test_any_flipped_bit_is_found(at: int, bit: int) -> None:
         spill.read(offset, slab.memory).wait()
 
 
+@given(first=st.integers(0, 510), apart=st.integers(1, 511))
+def test_swapped_words_are_found_inside_a_sector_and_beyond(first: int, apart: int) -> None:
+    second = min(first + apart, 511)
+    with tempfile.TemporaryDirectory() as folder:
+        spill = Spill(nvme(folder), "states", chosen_carrier())
+        slab = filled(PAGE_NBYTES)
+        words = slab.memory.view(torch.int64)
+        words.copy_(torch.arange(len(words)))
+        offset = spill.reserve(slab.nbytes)
+        spill.write(offset, slab.memory).wait()
+        words[[first, second]] = words[[second, first]]
+        with open(f"/proc/self/fd/{spill.file.files[0].fd}", "r+b") as file:
+            file.write(slab.memory.numpy().data)
+        with pytest.raises(StorageError, match="does not hold what was written"):
+            spill.read(offset, slab.memory).wait()
+
+
 def test_a_lost_write_is_told_from_damage(spill: Spill) -> None:
     slab, old = filled(PAGE_NBYTES), bytes(filled(PAGE_NBYTES).memory.tolist())
     offset = spill.reserve(slab.nbytes)

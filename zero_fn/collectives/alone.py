@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from zero_fn.collectives.segment import Contribution, Pending, Segment, fill_own
+from zero_fn.collectives.waiting import Failure
 
 __all__ = ["Alone"]
 
@@ -35,5 +36,5 @@ class Alone:
     def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         return message.unsqueeze(0)
 
-    def give_up(self) -> None:
+    def give_up(self, failure: Failure | None = None) -> None:
         """Nobody waits."""

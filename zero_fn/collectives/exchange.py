@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, nbytes_of, packs, runs_of
-from zero_fn.collectives.waiting import started
+from zero_fn.collectives.waiting import Failure, started
 from zero_fn.traffic import count
 
 __all__ = ["Exchange", "Work"]
@@ -128,7 +128,7 @@ class Exchange:
         Pending(works, kept=message).wait()
         return rows
 
-    def give_up(self) -> None:
+    def give_up(self, failure: Failure | None = None) -> None:
         """Peers see the connection closed when this rank ends."""
 
     def _by_order(self, parts: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -8,7 +8,8 @@ With as many ranks as cores that takes the time of the very rank that is waited 
 none, and a header takes 3 us instead of 100.
 
 [Note: lost at once] What sockets would tell, a wait asks for every `_SLICE_S`: whether the process of the peer has ended
-(its pidfd), and whether the peer has said that it gives up. What it wrote before is read all the same.
+(its pidfd), and whether the peer has said that it gives up. What it wrote before is read all the same. Who gives up says whom
+it lost, or which two ranks are at different collectives, and whoever hears it says the same: so all blame the first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import weakref
 
 from zero_fn.collectives.arena import WORD_NBYTES, Mapped
 from zero_fn.collectives.futex import fence, has_futexes, wait, wake
-from zero_fn.collectives.waiting import PeerLost, deadline
+from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, deadline
 from zero_fn.layout import ALIGNMENT_NBYTES
 
 __all__ = ["CHANNELS", "Mailbox", "are_mailboxes_available", "box_nbytes"]
@@ -124,10 +125,11 @@ class Mailbox:
         """The peer has read the messages of this rank below this number of a channel."""
         return self._theirs[self._in + _TAKEN + 1 + channel]
 
-    def leave(self) -> None:
-        """Tells the peer that nothing more will come."""
-        self._own[self._out + _GONE] = 1
-        wake(self._bell)
+    def leave(self, failure: Failure | None = None) -> None:
+        """Tells the peer that nothing more will come, and why. [Note: lost at once]"""
+        if not self._own[self._out + _GONE]:
+            self._own[self._out + _GONE] = _code_of(failure)
+            wake(self._bell)
 
     def _receive(self, number: int) -> bool:
         """Takes the headers that have come; whether one of this number is among them."""
@@ -164,12 +166,36 @@ class Mailbox:
                 raise loss
             time.sleep(0.0005)
 
-    def _loss(self, end_s: float) -> PeerLost | None:
+    def _loss(self, end_s: float) -> Failure | None:
         """Why nothing more will come, if so. [Note: lost at once]"""
-        if self._theirs[self._in + _GONE]:
-            return PeerLost(self._source, is_late=False, text="the peer has given up")
+        gone = self._theirs[self._in + _GONE]
+        if gone:
+            return _failure_of(gone, self._source)
         if self._death.poll(0):
             return PeerLost(self._source, is_late=False, text="the process of the peer has ended")
         if time.monotonic() >= end_s:
             return PeerLost(self._source, is_late=True, text=f"timed out after {deadline():g} s")
         return None
+
+
+# Why a rank gave up, as a number other than 0: its kind, and two ranks.
+_UNTOLD, _CLOSED, _LATE, _OUT_OF_STEP = 1, 2, 3, 4
+_RANK_BITS = 24
+
+
+def _code_of(failure: Failure | None) -> int:
+    if failure is None or failure.peer is None:
+        return _UNTOLD
+    if isinstance(failure, PeerLost):
+        return failure.peer << 3 | (_LATE if failure.is_late else _CLOSED)
+    return (failure.seen_by << _RANK_BITS | failure.peer) << 3 | _OUT_OF_STEP
+
+
+def _failure_of(code: int, source: int) -> Failure:
+    """What a peer that gave up has told."""
+    kind, ranks = code & 7, code >> 3
+    if kind == _OUT_OF_STEP:
+        return OutOfStep(ranks & (1 << _RANK_BITS) - 1, seen_by=ranks >> _RANK_BITS)
+    if kind == _UNTOLD:
+        return PeerLost(source, is_late=False, text="the peer has given up")
+    return PeerLost(ranks, is_late=kind == _LATE, text=f"rank {source} has lost rank {ranks}")

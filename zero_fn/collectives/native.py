@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zero_fn.collectives.messages import Gathering, Reducing
 from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
+from zero_fn.collectives.waiting import Failure
 from zero_fn.traffic import count
 
 __all__ = ["Native"]
@@ -149,7 +150,7 @@ class Native:
         count("control", message.numel() * (self._size - 1))
         return rows
 
-    def give_up(self) -> None:
+    def give_up(self, failure: Failure | None = None) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
 
 

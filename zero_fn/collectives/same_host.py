@@ -34,7 +34,7 @@ from zero_fn.collectives.segment import (
     runs_of,
 )
 from zero_fn.collectives.shared import Shared, shared_by
-from zero_fn.collectives.waiting import OutOfStep
+from zero_fn.collectives.waiting import Failure, OutOfStep
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.traffic import count
@@ -130,10 +130,10 @@ class SameHost(Exchange):
         sent.close()
         return rows
 
-    def give_up(self) -> None:
+    def give_up(self, failure: Failure | None = None) -> None:
         if self._shared is not None:
             for box in self._shared.boxes.values():
-                box.leave()
+                box.leave(failure)
 
     def _control(self, shared: Shared, message: Tensor, mark: int) -> _Message:
         sent = _Message(self, shared, _CONTROL, mark, [[[message]]])
@@ -206,7 +206,7 @@ class _Message:
         """
         mark, start = self._shared.boxes[source].take(self._header)
         if mark != self._mark:
-            raise OutOfStep(source)
+            raise OutOfStep(source, seen_by=self._transport._rank)
         if start == _OVER_GLOO:
             runs = [torch.empty(numel, dtype=dtype) for dtype, numel in sizes]
             works: list[Work] = []

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from zero_fn.collectives.waiting import wait_for
+from zero_fn.collectives.waiting import Failure, wait_for
 from zero_fn.kernels.nontemporal import copy, mean
 
 __all__ = [
@@ -292,8 +292,8 @@ class Transport(Protocol):
     def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
 
-    def give_up(self) -> None:
-        """After a failure: tells the peers, where it can, that nothing more will come."""
+    def give_up(self, failure: Failure | None = None) -> None:
+        """After a failure: tells the peers, where it can, that nothing more will come, and whom this rank blames."""
 
 
 _Item = TypeVar("_Item", Segment, Contribution)

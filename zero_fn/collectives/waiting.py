@@ -12,7 +12,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-__all__ = ["OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
+__all__ = ["Failure", "OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
 
 DEFAULT_DEADLINE_S = 300.0
 
@@ -33,11 +33,19 @@ class PeerLost(Exception):
 
 
 class OutOfStep(Exception):
-    """A message came that belongs to another collective."""
+    """A message came that belongs to another collective.
 
-    def __init__(self, peer: int) -> None:
-        super().__init__(f"rank {peer} is at another collective")
-        self.peer = peer
+    Attributes:
+        peer: The rank that sent it.
+        seen_by: The rank that it came to: this one, or one that told of it.
+    """
+
+    def __init__(self, peer: int, *, seen_by: int) -> None:
+        super().__init__(f"rank {peer} is at another collective than rank {seen_by}")
+        self.peer, self.seen_by = peer, seen_by
+
+
+Failure = PeerLost | OutOfStep
 
 
 def deadline() -> float:

@@ -1,25 +1,23 @@
-"""One object of a DeepSpeed config while it is read: every entry is asked for by name, and what nobody asked for is an error.
+"""A DeepSpeed config, read against the table of `keys`: values by their paths, what became of each, and all that is wrong.
 
-Each entry that was read has an outcome, a few words on what became of it: nothing is accepted and forgotten. (DeepSpeed 0.19
-accepts misspelt entries at the top level, text for numbers, and NaN.)
+Each entry that is there has an outcome or is refused: nothing is accepted and forgotten. (DeepSpeed 0.19 accepts misspelt
+entries at the top level, text for numbers, and NaN.)
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeGuard, TypeVar
+from typing import Any, NamedTuple
 
+from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
 
-__all__ = ["Entries", "Outcome", "shown"]
+__all__ = ["Entries", "Outcome", "RefusedEntry", "shown"]
 
-V = TypeVar("V")
-Became = str | Callable[[V], str]
-"""What became of an entry, in a few words; from its value, if that depends on it."""
+_SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,172 +35,132 @@ class Outcome:
     became: str
 
 
+class RefusedEntry(Exception):
+    """An entry that is needed cannot be taken; that is noted."""
+
+
+class _Problem(NamedTuple):
+    entry: str
+    got: str
+    wants: str
+    fix: str
+
+
 class Entries:
-    """One JSON object of the config.
+    """The entries of a config, by their paths in `KEYS`.
 
     Attributes:
-        path: Where it is in the JSON; empty for the whole.
-        outcomes: Of all entries read so far, in all objects of this config.
+        outcomes: Of all entries that were taken, in the order of the config.
+        autos: Those that hold `"auto"` and have to be filled in.
     """
 
-    def __init__(self, values: Mapping[str, object], path: str = "", outcomes: list[Outcome] | None = None) -> None:
-        self._values, self.path = values, path
-        self._known: set[str] = set()
-        self.outcomes: list[Outcome] = [] if outcomes is None else outcomes
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self.outcomes: list[Outcome] = []
+        self.autos: list[str] = []
+        self._problems: list[_Problem] = []
+        self._found: dict[str, tuple[str, object]] = {}  # by what name they stand in the config, and as what
+        self._taken: dict[str, object] = {}  # those that say something, as what they are meant to be
+        self._refused: set[str] = set()
+        self._read(config, "", "")
 
-    def path_of(self, name: str) -> str:
-        """The path of an entry in the JSON."""
-        return f"{self.path}.{name}" if self.path else name
-
-    def is_given(self, name: str) -> bool:
-        """Whether an entry is there, and not null."""
-        return self._values.get(name) is not None
-
-    def has(self, name: str) -> bool:
-        """Whether an entry says something: it is given, and not `"auto"`."""
-        return self.is_given(name) and self._values[name] != "auto"
-
-    # -- entries by kind ------------------------------------------------------------------------------------------
-
-    def boolean(self, name: str, default: bool, *, became: Became[bool]) -> bool:
-        """`true` or `false`."""
-        value = self._take(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, "true or false", f'"{name}": true')
-        return self._became(name, value, became)
-
-    def number(
-        self, name: str, default: float, *, became: Became[float], least: float = -math.inf, most: float = math.inf
-    ) -> float:
-        """A finite number within bounds."""
-        value = self._take(name, default)
-        if not _is_number(value) or not least <= value <= most:
-            bounds = [f"from {least:g}"] * (least > -math.inf) + [f"to {most:g}"] * (most < math.inf)
-            raise self.wrong(name, " ".join(("a number", *bounds)), f'"{name}": {default:g}')
-        return self._became(name, float(value), became)
-
-    def integer(self, name: str, default: int, *, became: Became[int], least: int = 0, most: float = math.inf) -> int:
-        """A whole number within bounds, `5e8` too."""
-        value = self._take(name, default)
-        if not _is_number(value) or value != math.floor(value) or not least <= value <= most:
-            wants = f"a whole number from {least}" + f" to {most:g}" * (most < math.inf)
-            raise self.wrong(name, wants, f'"{name}": {max(least, default)}')
-        return self._became(name, int(value), became)
-
-    def text(self, name: str, default: str, *, became: Became[str], among: Sequence[str] = ()) -> str:
-        """Text, one of a few if they are given."""
-        value = self._take(name, default)
-        if not isinstance(value, str) or value == "auto" or (among and value not in among):
-            wants = " or ".join(f'"{choice}"' for choice in among) if among else "text"
-            raise self.wrong(name, wants, f'"{name}": "{default}"')
-        return self._became(name, value, became)
-
-    def kind(self, *, became: Became[str], example: str) -> str:
-        """The entry `type`, which must be there."""
-        if not self.is_given("type"):
-            raise self.wrong("type", "text", f'"type": "{example}"')
-        return self.text("type", example, became=became)
-
-    def section(self, name: str) -> Entries | None:
-        """The object under a name; None if there is none. Its entries are asked for like these, and it is closed."""
-        value = self._take(name, None)
-        if value is None:
-            return None
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise self.wrong(name, "an object", f'"{name}": {{...}}')
-        return Entries(value, self.path_of(name), self.outcomes)
-
-    def params(self) -> Entries:
-        """The object under `params`, of which everything has a default: an empty one if there is none."""
-        return self.section("params") or Entries({}, self.path_of("params"), self.outcomes)
-
-    def rest(self, became: str) -> dict[str, object]:
-        """Every entry that was not asked for yet."""
-        names = [name for name in self._values if name not in self._known]
-        return {name: self._became(name, self._take(name, None), became) for name in names}
-
-    # -- entries that ask for nothing here ------------------------------------------------------------------------
-
-    def hints(self, names: Mapping[str, type], became: str) -> None:
-        """Entries that say how DeepSpeed should do what is done in another way here, and cannot change a result.
-
-        Args:
-            names: Of what type each must be: bool, float (a number from 0) or str. Null and `"auto"` will do for all.
-            became: Their outcome.
-        """
-        wants = {bool: "true or false", float: "a number from 0", str: "text"}
-        for name, kind in names.items():
-            value = self._take(name, None)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
-            if self.has(name) and not (is_number if kind is float else isinstance(value, kind)):
-                raise self.wrong(name, wants[kind], f"remove {self.path_of(name)}: it changes nothing here")
-            self._became(name, value, became)
-
-    def only(self, name: str, value: bool | float | str, *, fix: str, became: str = "as here") -> None:
-        """An entry that may have one value only, which asks for nothing."""
-        found = self._take(name, value)
-        if self.has(name) and (found != value or isinstance(found, bool) is not isinstance(value, bool)):
-            raise self._not_done(name, fix)
-        self._became(name, found, became)
-
-    def off(self, name: str, *, fix: str) -> None:
-        """A section that may be there if it is empty, or switched off by `"enabled": false`."""
-        value = self._take(name, None)
-        is_off = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
-        if not (is_off or value is None or value is False):
-            raise self._not_done(name, fix)
-        self._became(name, value, "off, as here")
-
-    # -- the end --------------------------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Raises if an entry was not asked for.
+    def __getitem__(self, path: str) -> Any:
+        """The value of an entry, or its default.
 
         Raises:
-            ConfigError: Names the first, and what may have been meant.
+            RefusedEntry: It cannot be taken.
         """
-        for name in self._values:
-            if name not in self._known:
-                near = difflib.get_close_matches(name, self._known - set(self._values), n=1, cutoff=0.75)
-                raise ConfigError(
-                    "A DeepSpeed config has an entry that nothing reads.",
-                    entry=self.path_of(name),
-                    got=shown(self._values[name]),
-                    fix=f"{near[0]}, or remove it" if near else "remove it",
-                )
+        return self._taken[path] if self.is_given(path) else KEYS[path].default
 
-    def wrong(self, name: str, wants: str, fix: str) -> ConfigError:
-        """The error for an entry whose value cannot be taken."""
-        value = self._values.get(name)
-        why = {"why": '"auto" is filled in by the Trainer of transformers'} if value == "auto" else {}
-        got = shown(value) if name in self._values else "nothing"
-        return ConfigError(
-            "A DeepSpeed config has an entry that cannot be taken.",
-            entry=self.path_of(name),
-            got=got,
-            wants=wants,
-            **why,
-            fix=fix,
-        )
+    def is_given(self, path: str) -> bool:
+        """Whether an entry or a section is there and says something: it is not null, and not `"auto"`."""
+        if path in self._refused:
+            raise RefusedEntry(path)
+        return path in self._taken
 
-    def _not_done(self, name: str, fix: str) -> ConfigError:
-        return ConfigError(
-            "A DeepSpeed config asks for something that is not done here.",
-            entry=self.path_of(name),
-            got=shown(self._values.get(name)),
-            fix=fix,
-        )
+    def is_auto(self, path: str) -> bool:
+        """Whether an entry is left to be filled in."""
+        return path in self._found and self._found[path][1] == "auto"
 
-    def _take(self, name: str, default: object) -> object:
-        self._known.add(name)
-        value = self._values.get(name, default)
-        return default if value is None else value
+    def given_under(self, section: str) -> dict[str, object]:
+        """All entries of a section that say something, by their names."""
+        start = f"{section}."
+        return {path.removeprefix(start): value for path, value in self._taken.items() if path.startswith(start)}
 
-    def _became(self, name: str, value: V, became: Became[V]) -> V:
-        if name in self._values:
-            words = became if isinstance(became, str) else became(value)
-            self.outcomes.append(Outcome(self.path_of(name), shown(self._values[name]), words))
-        return value
+    def refused(self, path: str, wants: str, fix: str) -> RefusedEntry:
+        """Notes that an entry cannot be taken, and gives what to raise where nothing can be done without it."""
+        self._refused.add(path)
+        entry, value = self._found.get(path, (path, None))
+        problem = _Problem(entry, shown(value) if path in self._found else "nothing", wants, fix)
+        if problem not in self._problems:
+            self._problems.append(problem)
+        return RefusedEntry(path)
+
+    def close(self) -> None:
+        """Says what is wrong, all at once.
+
+        Raises:
+            ConfigError: Something is.
+        """
+        found = list(self._problems)
+        if self.autos:
+            first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
+            wants = "values, which the Trainer of transformers would fill in"
+            found.append(_Problem(", ".join(self.autos), '"auto"', wants, f"zf.from_deepspeed(..., auto={first})"))
+        if len(found) == 1:
+            raise ConfigError("A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict())
+        if found:
+            lines = (f"{entry} = {got}, wants {wants}; {fix}" for entry, got, wants, fix in found)
+            raise ConfigError(
+                f"A DeepSpeed config has {len(found)} entries that cannot be followed.",
+                **{str(number): line for number, line in enumerate(lines, 1)},
+                fix="what each line ends with",
+            )
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def _read(self, section: Mapping[str, object], written: str, path: str) -> None:
+        """Reads all entries of a section, which stands at `written` in the config and at `path` in `KEYS`."""
+        for name, value in section.items():
+            entry, known = f"{written}{name}", OTHER_NAMES.get(f"{path}{name}", f"{path}{name}")
+            key = KEYS.get(known, KEYS.get(f"{path}*"))
+            is_name = isinstance(name, str) and "." not in name
+            if known in self._found:
+                self.refused(known, f"one of {self._found[known][0]} and {entry}", "remove one of the two")
+                continue
+            self._found[known] = (entry, value)
+            if is_name and key is not None:
+                self._take(key, known, entry, value)
+            elif not is_name or known not in _SECTIONS:
+                self.refused(known, "the name of an entry", _meant(str(name), section, path))
+            elif isinstance(value, Mapping):
+                self._taken[known] = value
+                self._read(value, f"{entry}.", f"{known}.")
+            elif value is not None:
+                self.refused(known, "an object", f'"{name}": {{...}}')
+
+    def _take(self, key: Key, path: str, entry: str, value: object) -> None:
+        words, taken = key.became, None
+        if value == "auto":
+            words = key.auto
+            if not words:
+                self._refused.add(path)
+                self.autos.append(entry)
+                return
+        elif key.role == "refused":
+            default = "off" if key.kind.name == "off" else shown(key.default)
+            if not _asks_for_nothing(key, value):
+                self.refused(path, f"{default}: anything else is not done here", str(words))
+                return
+            words, taken = "off, as here" if default == "off" else "as here", value
+        elif value is not None:
+            taken = key.kind.taken(value)
+            if taken is None:
+                self.refused(path, str(key.kind), _example(key, entry))
+                return
+        if taken is not None:
+            self._taken[path] = taken
+        by_value = words if isinstance(words, str) else words[str(self[path])]
+        self.outcomes.append(Outcome(entry, shown(value), by_value))
 
 
 def shown(value: object) -> str:
@@ -214,5 +172,23 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _asks_for_nothing(key: Key, value: object) -> bool:
+    if key.kind.name != "off":
+        return value is None or (value == key.default and isinstance(value, bool) is isinstance(key.default, bool))
+    if not isinstance(value, Mapping):
+        return value is None or value is False
+    return value.get("enabled") is False or all(entry is False for entry in value.values())
+
+
+def _meant(name: str, section: Mapping[str, object], path: str) -> str:
+    """What an entry that is not known may have been meant to be."""
+    known = {other.removeprefix(path).partition(".")[0] for other in KEYS if other.startswith(path)}
+    near = difflib.get_close_matches(name, sorted(known - set(section)), n=1, cutoff=0.75)
+    return f"{near[0]}, or remove it" if near else "remove it"
+
+
+def _example(key: Key, entry: str) -> str:
+    if key.role == "hint":
+        return f"remove {entry}: it changes nothing here"
+    value = key.default if key.default is not None else (*key.kind.choices, key.kind.least)[0]
+    return f'"{entry.rpartition(".")[2]}": {shown(value)}'

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from zero_fn.errors import ConfigError
 
-__all__ = ["Config", "config_of", "rows_of"]
+__all__ = ["Config", "config_of", "filled", "leaves_of"]
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 
@@ -58,14 +58,38 @@ def config_of(config: Config) -> Mapping[str, object]:
     return found
 
 
-def rows_of(config: object, path: str = "") -> list[str]:
-    """One line for each entry, in the order of names, for ranks to compare. Folders of disks may differ between ranks."""
-    if isinstance(config, Mapping):
-        names = sorted(map(str, config))
-        values = {str(name): value for name, value in config.items()}
-        inside = ((f"{path}.{name}" if path else name, values[name]) for name in names if name != "nvme_path")
-        return [row for entry, value in inside for row in rows_of(value, entry)] or [f"{path} = {{}}"]
-    return [f"{path} = {config!r}"]
+def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> Mapping[str, object]:
+    """The config with other values where it says `"auto"`, by their paths.
+
+    Raises:
+        ConfigError: It does not say `"auto"` there.
+    """
+    waiting = [path for path, value in leaves_of(config) if value == "auto"]
+    wrong = [path for path in auto if path not in waiting]
+    if wrong:
+        raise ConfigError(
+            'auto= has a value for an entry that is not "auto".',
+            entry=", ".join(map(str, wrong)),
+            autos=", ".join(waiting) or "none",
+            fix="write it into the config",
+        )
+
+    def fill(section: Mapping[str, object], path: str) -> dict[str, object]:
+        return {
+            name: fill(value, f"{path}{name}.") if isinstance(value, Mapping) else auto.get(f"{path}{name}", value)
+            for name, value in section.items()
+        }
+
+    return fill(config, "")
+
+
+def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """The path and the value of each entry that is no section with entries, in the order of names."""
+    for name, value in sorted(config.items(), key=lambda item: str(item[0])):
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
 
 
 def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.deepspeed.entries import Entries
 from zero_fn.errors import StateError
 
-__all__ = ["LossScale", "Scaler", "loss_scale_of"]
+__all__ = ["LossScale", "Scaler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +36,6 @@ class LossScale:
     hysteresis: int
     is_refilled: bool
     least: float
-
-
-def loss_scale_of(section: Entries) -> LossScale:
-    """Reads the section `fp16`, but for `enabled`.
-
-    Raises:
-        ConfigError: An entry cannot be taken.
-    """
-    fixed = section.number("loss_scale", 0.0, became=lambda s: "a scale that moves" if s == 0 else "the scale", least=0)
-    power = section.integer("initial_scale_power", 16, became="the first scale, as a power of 2", most=64)
-    window = section.integer("loss_scale_window", 1000, became="steps after which it doubles", least=1)
-    hysteresis = section.integer("hysteresis", 2, became="skipped steps after which it is halved", least=1)
-    is_refilled = section.boolean("consecutive_hysteresis", False, became="whether any step gives that number back")
-    least = section.number("min_loss_scale", 1.0, became="it never falls below", least=2.0**-24)
-    section.only("auto_cast", False, fix="remove it: floating point inputs of a unit are cast to what it computes in")
-    section.only("fp16_master_weights_and_grads", False, fix="model.half() before, for parameters that rest in float16")
-    section.close()
-    return LossScale(fixed or 2.0**power, fixed > 0, window, hysteresis, is_refilled, least)
 
 
 class Scaler(torch.amp.GradScaler):

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, shown
-from zero_fn.errors import ConfigError
+from zero_fn.deepspeed.keys import KEYS
 
 __all__ = ["Stock", "stock_of"]
 
-_ADAMS = ("adam", "adamw")
+_PARAMS = "optimizer.params"
 _OTHERS = {
     "lion": "an elementwise one of another library: optimizer=lambda model: Lion(model.parameters(), lr=1e-4)",
     "lamb": "AdamW; its norms of whole tensors are not those of shards",
@@ -51,81 +51,59 @@ class Stock:
         return self.kind(parameters, **self.options)
 
 
-def stock_of(section: Entries | None) -> Stock | None:
+def stock_of(entries: Entries) -> Stock | None:
     """Reads the section; None if there is none.
 
     Raises:
-        ConfigError: torch has no such optimizer, or it takes no such options.
+        RefusedEntry: torch has no such optimizer, or it takes no such options.
     """
-    if section is None:
+    if not entries.is_given("optimizer"):
         return None
-    name = section.kind(
-        became=lambda name: "Adam or AdamW of torch.optim" if name.lower() in _ADAMS else f"torch.optim.{name}",
-        example="AdamW",
-    )
-    kind = _kind(section, name)
-    section.hints({"legacy_fusion": bool}, "nothing to set")
-    params = section.params()
-    section.close()
-    stock = _adam(params, name) if name.lower() in _ADAMS else Stock(kind, _options(params, kind))
+    kind, defaults = _kind(entries)
+    stock = Stock(kind, {**defaults, **_options(entries, kind)})
     try:  # on a parameter of no consequence: what it refuses, it refuses before anything is sharded
         stock.over([nn.Parameter(torch.zeros(1))])
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
-        raise ConfigError(
-            f"torch.optim.{stock.kind.__name__} does not take the options of a DeepSpeed config.",
-            entry=params.path,
-            got=shown(dict(stock.options)),
-            error=str(error)[:200],
-            fix=f"values that torch.optim.{stock.kind.__name__} takes",
-        ) from error
+        wants = f"what torch.optim.{kind.__name__} takes: {str(error)[:200]}"
+        raise entries.refused(_PARAMS, wants, f"other values than {shown(dict(stock.options))}") from error
     return stock
 
 
-def _kind(section: Entries, name: str) -> type[Optimizer]:
+def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class, and options where they are not torch's own defaults. [Note: what Adam is]"""
+    name = entries["optimizer.type"] or ""
     small = name.lower()
-    if small in _ADAMS:
-        return torch.optim.AdamW
+    if small in ("adam", "adamw"):
+        is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
+        decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
+        kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
+        return kind, {"lr": 1e-3, "weight_decay": decay, "fused": True}
     found = torch.optim.Adagrad if small == "adagrad" else getattr(torch.optim, name, None)
     if small in _OTHERS or not (isinstance(found, type) and issubclass(found, Optimizer)) or found is Optimizer:
-        raise section.wrong(
-            "type",
-            "an optimizer of torch.optim by its name",
-            _OTHERS.get(small, '"AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'),
-        )
-    return found
+        instead = '"type": "AdamW"; or one of yours: optimizer=lambda model: Mine(model.parameters())'
+        raise entries.refused("optimizer.type", "an optimizer of torch.optim by its name", _OTHERS.get(small, instead))
+    return found, {}
 
 
-def _adam(params: Entries, name: str) -> Stock:
-    """[Note: what Adam is]"""
-    is_named = name.lower() == "adamw"
-    is_decoupled = is_named or params.boolean(
-        "adam_w_mode", True, became=lambda is_decoupled: "AdamW" if is_decoupled else "Adam"
-    )
-    if is_named:
-        params.hints({"adam_w_mode": bool}, "always, by this name")
-    is_torchs = params.boolean("torch_adam", False, became="always")
-    params.only("bias_correction", True, fix="remove it: Adam of torch corrects its moments")
-    params.only("fp32_optimizer_states", True, fix="remove it: states rest in the dtype of their parameter")
-    kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam
-    decay = 0.01 if is_torchs and is_decoupled else 0.0
-    return Stock(kind, {"lr": 1e-3, "weight_decay": decay, "fused": True, **_options(params, kind)})
-
-
-def _options(params: Entries, kind: type[Optimizer]) -> dict[str, Any]:
-    params.only("max_grad_norm", 0, fix='"gradient_clipping" of the config')
+def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
+    is_adam = kind in (torch.optim.Adam, torch.optim.AdamW)
     taken = inspect.signature(kind).parameters
     known = [name for name in taken if name not in ("params", "defaults")]
-    options: dict[str, Any] = params.rest(f"of torch.optim.{kind.__name__}")
-    for name, value in options.items():
+    options, wrong = {}, []
+    for name, value in entries.given_under(_PARAMS).items():
+        path = f"{_PARAMS}.{name}"
+        if path in KEYS and (is_adam or name == "max_grad_norm"):
+            continue  # read above, or of no other value than the one that asks for nothing
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
-            raise params.wrong(name, f"an option of torch.optim.{kind.__name__}", near[0] if near else "remove it")
-        default = taken[name].default
-        if not _is_like(value, default):
+            wrong.append(entries.refused(path, f"an option of torch.optim.{kind.__name__}", (*near, "remove it")[0]))
+        elif not _is_like(value, default := taken[name].default):
             wants = f"{len(default)} numbers" if isinstance(default, tuple) else "a number"
             wants = "true or false" if isinstance(default, bool) else wants
-            raise params.wrong(name, wants, f'"{name}": {shown(default)}' if default else "remove it")
+            wrong.append(entries.refused(path, wants, f'"{name}": {shown(default)}' if default else "remove it"))
         options[name] = tuple(value) if isinstance(value, list) else value
+    if wrong:
+        raise wrong[0]
     return options
 
 

@@ -16,6 +16,17 @@ from zero_fn.deepspeed.entries import Entries
 
 __all__ = ["Rates", "Warmup", "warmup_of"]
 
+_THEN: dict[str, Literal["hold", "decay", "cosine"]] = {
+    "WarmupLR": "hold",
+    "WarmupDecayLR": "decay",
+    "WarmupCosineLR": "cosine",
+}
+_RISES = ("warmup_type", "warmup_num_steps", "last_batch_iteration")
+_TAKES = {
+    "hold": (*_RISES, "warmup_min_lr", "warmup_max_lr"),
+    "decay": (*_RISES, "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
+    "cosine": (*_RISES, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
+}
 _OF_TORCH = {
     "OneCycle": "torch.optim.lr_scheduler.OneCycleLR(setup.optimizer, ...)",
     "LRRangeTest": "torch.optim.lr_scheduler.LambdaLR(setup.optimizer, lambda step: 1 + step / 2000)",
@@ -28,12 +39,12 @@ class Warmup:
 
     Attributes:
         then: What comes after: WarmupLR, WarmupDecayLR or WarmupCosineLR.
-        least: The first rate; of `cosine` as a part of the optimizer's.
+        least: The first rate; of "cosine" as a part of the optimizer's.
         most: The highest rate; None is the optimizer's.
         steps: How many it rises for.
         is_linear: Whether it rises linearly, and not with the logarithm of the step.
         total: Steps of the training; for "hold" without meaning.
-        last: The last rate of `cosine`, as a part of the optimizer's.
+        last: The last rate of "cosine", as a part of the optimizer's.
     """
 
     then: Literal["hold", "decay", "cosine"]
@@ -52,29 +63,19 @@ class Warmup:
             step: Steps that were taken.
         """
         done = step - 1  # as DeepSpeed counts
-        if self.then == "cosine":
-            return own * self._part(done)
-        most = own if self.most is None else self.most
-        return self.least if done < 0 else self.least + (most - self.least) * self._part_of_rise(done)
-
-    def _part(self, done: int) -> float:
-        """Of the optimizer's rate, for `cosine`."""
         if done < 0:
-            return 0.0
+            return 0.0 if self.then == "cosine" else self.least
+        part, rest = 1.0, max(1, self.total - self.steps)
         if done < self.steps:
-            return self.least + (1 - self.least) * self._risen(done)
-        progress = min(1.0, (done - self.steps + 1) / max(1, self.total - self.steps))
-        return max(0.0, self.last + (1 - self.last) * (1 + math.cos(math.pi * progress)) / 2)
-
-    def _part_of_rise(self, done: int) -> float:
-        if done < self.steps:
-            return self._risen(done)
-        if self.then == "hold":
-            return 1.0
-        return max(0.0, (self.total - done) / max(1.0, self.total - self.steps))
-
-    def _risen(self, done: int) -> float:
-        return done / self.steps if self.is_linear else math.log(done + 1) / math.log(self.steps)
+            part = done / self.steps if self.is_linear else math.log(done + 1) / math.log(self.steps)
+        elif self.then == "decay":
+            part = max(0.0, (self.total - done) / rest)
+        elif self.then == "cosine":
+            progress = min(1.0, (done - self.steps + 1) / rest)
+            return own * max(0.0, self.last + (1 - self.last) * (1 + math.cos(math.pi * progress)) / 2)
+        if self.then == "cosine":
+            return own * (self.least + (1 - self.least) * part)
+        return self.least + ((own if self.most is None else self.most) - self.least) * part
 
 
 class Rates(LRScheduler):
@@ -93,43 +94,36 @@ class Rates(LRScheduler):
         return {name: value for name, value in super().state_dict().items() if name != "_warmup"}
 
 
-def warmup_of(section: Entries | None) -> Warmup | None:
+def warmup_of(entries: Entries) -> Warmup | None:
     """Reads the section; None if there is none.
 
     Raises:
-        ConfigError: It asks for another scheduler, or for rates that are none.
+        RefusedEntry: It asks for another scheduler, or for rates that are none.
     """
-    if section is None:
+    if not entries.is_given("scheduler"):
         return None
-    kinds: dict[str, Literal["hold", "decay", "cosine"]] = {
-        "WarmupLR": "hold",
-        "WarmupDecayLR": "decay",
-        "WarmupCosineLR": "cosine",
-    }
-    name = section.kind(became="setup.scheduler", example="WarmupLR")
-    if name not in kinds:
-        raise section.wrong(
-            "type", " or ".join(kinds), _OF_TORCH.get(name, "a scheduler of torch, over setup.optimizer")
-        )
-    then = kinds[name]
-    params = section.params()
-    section.close()
-    is_linear = params.text("warmup_type", "log", became="how it rises", among=("log", "linear")) == "linear"
-    steps = max(2, params.integer("warmup_num_steps", 1000, became="steps", least=1))
-    params.only("last_batch_iteration", -1, fix="setup.scheduler.load_state_dict(...)")
-    total = 0
-    if then != "hold":
-        if not params.has("total_num_steps"):
-            raise params.wrong("total_num_steps", "the steps of the training", '"total_num_steps": 10000')
-        total = params.integer("total_num_steps", 10000, became="steps", least=1)
-    if then == "cosine":
-        least = params.number("warmup_min_ratio", 0.0, became="the first rate, in parts", least=0)
-        last = params.number("cos_min_ratio", 1e-4, became="the last rate, in parts", least=0)
-        params.close()
-        return Warmup(then, least, None, steps, is_linear, total, last)
-    least = params.number("warmup_min_lr", 0.0, became="the first rate", least=0)
-    most: float | None = None if then == "hold" else 0.001
-    if params.has("warmup_max_lr"):
-        most = params.number("warmup_max_lr", 0.001, became="the highest rate", least=0)
-    params.close()
-    return Warmup(then, least, most, steps, is_linear, total)
+    name, params = entries["scheduler.type"], "scheduler.params"
+    if name not in _THEN:
+        instead = _OF_TORCH.get(name, '"type": "WarmupLR"; or a scheduler of torch, over setup.optimizer')
+        raise entries.refused("scheduler.type", " or ".join(_THEN), instead)
+    then = _THEN[name]
+    wants, total = f"one of {', '.join(_TAKES[then])}, which {name} has", f"{params}.total_num_steps"
+    wrong = [
+        entries.refused(f"{params}.{entry}", wants, "remove it")
+        for entry in entries.given_under(params)
+        if entry not in _TAKES[then]
+    ]
+    if then != "hold" and not entries.is_given(total):
+        wrong.append(entries.refused(total, "the steps of the training", '"total_num_steps": 10000'))
+    if wrong:
+        raise wrong[0]
+    most = entries[f"{params}.warmup_max_lr"]
+    return Warmup(
+        then,
+        float(entries[f"{params}.warmup_min_ratio" if then == "cosine" else f"{params}.warmup_min_lr"]),
+        0.001 if then == "decay" and most is None else most,
+        max(2, entries[f"{params}.warmup_num_steps"]),
+        entries[f"{params}.warmup_type"] == "linear",
+        entries[total] or 0,
+        entries[f"{params}.cos_min_ratio"],
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Generic, TypeVar
@@ -14,11 +14,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero_fn.deepspeed.entries import Outcome
-from zero_fn.deepspeed.file import Config, config_of, rows_of
+from zero_fn.deepspeed.file import Config, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.rates import Rates
-from zero_fn.deepspeed.settings import Settings, settings_of
-from zero_fn.deepspeed.sharding import Sharding
+from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.mesh import axes_text, mesh_axis
 from zero_fn.runtime.everywhere import same_along
@@ -113,6 +112,7 @@ def from_deepspeed(
     config: Config,
     mesh: DeviceMesh,
     *,
+    auto: Mapping[str, object] | None = None,
     optimizer: Callable[[M], Optimizer] | None = None,
     units: Units = None,
     donate: bool = False,
@@ -131,15 +131,16 @@ def from_deepspeed(
     overflows are in `setup.step()`. Defaults are DeepSpeed's (0.19): clipping at 1.0, an `Adam` that decays as AdamW, and no
     weight decay; but gradients are summed in float32 unless `communication_data_type` says otherwise. What says how and not
     what (sizes of buckets, overlap, buffers) has nothing to set here. What asks for something that is not done here is
-    refused, and so is an entry that nobody reads.
+    refused, and so is an entry that is not known: all of them at once. `zero_fn.deepspeed.KEYS` is the table of all entries.
 
     Communicates 16 bytes per rank, by which ranks learn that all have the same config; and what the transforms do.
 
     Args:
         model: Any module, not transformed yet.
         config: A path of a JSON file, or the object itself. `"auto"`, which the Trainer of transformers fills in, will do
-            where nothing is to be set.
+            where nothing is to be set, and for a batch size that follows from the other two.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
+        auto: Values for entries that are `"auto"`, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: Makes an optimizer over the parameters of the transformed model, in place of the config's.
         units: What is gathered together.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
@@ -148,8 +149,8 @@ def from_deepspeed(
         The transformed model and what trains it. `model` is unchanged and still runs (unless donated).
 
     Raises:
-        ConfigError: An entry is unknown, cannot be taken, contradicts another, or asks for what is not done here. Names it by
-            its path, before anything is done.
+        ConfigError: Entries are unknown, cannot be taken, contradict others, ask for what is not done here, or are left to be
+            filled in. Names each by its path, before anything is done.
         DisagreementError: Ranks have different configs.
         MeshError: `mesh` has not the axes that the config needs.
         TierError, StorageError: As `offload` and `streamed` raise them.
@@ -159,7 +160,7 @@ def from_deepspeed(
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         _one_axis(mesh)
-    settings = _agreed(config, mesh)
+    settings = _agreed(config, auto or {}, mesh)
     _require_optimizer(settings, optimizer)
     placed = _placed(model, settings, mesh, units, donate=donate)
     stepped = optimizer(placed) if optimizer is not None else _stock(placed, settings)
@@ -183,12 +184,14 @@ def _with_another_optimizer(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
     return tuple(replace(each, became=unused) if each.entry.startswith("optimizer.") else each for each in outcomes)
 
 
-def _agreed(config: Config, mesh: DeviceMesh) -> Settings:
+def _agreed(config: Config, auto: Mapping[str, object], mesh: DeviceMesh) -> Settings:
     """The settings, which are those of every rank; or what is wrong with the config, on every rank."""
     failure: ConfigError | None = None
     try:
-        found = config_of(config)
-        settings, rows = settings_of(found, mesh.size()), rows_of(found)
+        found = filled(config_of(config), auto)
+        # Folders of disks may differ between ranks.
+        rows = [f"{path} = {value!r}" for path, value in leaves_of(found) if not path.endswith("nvme_path")]
+        settings = settings_of(found, mesh.size())
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
     same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")
@@ -227,15 +230,20 @@ def _placed(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, don
 
 
 def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
-    if sharding.stage < 3:
-        transform = (replicate, shard_optimizer, shard_grads)[sharding.stage]
-        return transform(model, _one_axis(mesh), units=units, donate=donate)
-
     def is_large(name: str, parameter: Tensor) -> bool:
         return parameter.numel() > sharding.persist_numel
 
+    keeps_all = not any(is_large("", parameter) for parameter in model.parameters())
+    stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # whole between uses: that is stage 2
+    where = is_large if stage == 3 else None
+
+    def cut(module: M, axis: DeviceMesh, *, donate: bool) -> M:
+        if stage == 3:
+            return shard_params(module, axis, units=units, where=where, donate=donate)
+        return (replicate, shard_optimizer, shard_grads)[stage](module, axis, units=units, donate=donate)
+
     if sharding.secondary in (1, mesh.size()):
-        return shard_params(model, _one_axis(mesh), units=units, where=is_large, donate=donate)
+        return cut(model, _one_axis(mesh), donate=donate)
     names = mesh.mesh_dim_names or ()
     if len(names) != 2 or mesh.size(1) != sharding.secondary:
         raise MeshError(
@@ -245,8 +253,7 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
             fix=f"init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
             'mesh_dim_names=("outer", "inner")), and give it whole',
         )
-    inner = shard_params(model, mesh[names[1]], units=units, where=is_large, donate=donate)
-    return shard_grads(inner, mesh[names[0]], where=is_large, donate=True)
+    return shard_grads(cut(model, mesh[names[1]], donate=donate), mesh[names[0]], where=where, donate=True)
 
 
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:

@@ -1,13 +1,10 @@
 """Loops in C, compiled by the machine's compiler when they are first needed.
 
-compiler    finds the compiler, and what its output depends on
-cache       a folder of this user's for what was compiled
-loaded      compiles, loads and hands out the functions, or says why there are none
-checksum    a digest of blocks of memory
+compiler    finds the compiler, keeps what it made, and hands out the functions or says why there are none
 adam        a step of Adam and AdamW in one pass
 nontemporal copies and means that are written past the caches
 
-Who calls a kernel has the same result without it, from torch or numpy: a machine without a compiler is slower, never
+Who calls a kernel has the same result without it, from torch: a machine without a compiler is slower, never
 different. `library()` says which of the two it is; whatever prints itself repeats it.
 
 [Note: why not a library for this] `torch.utils.cpp_extension.load` needs ninja and a C++ compiler and takes 20 to 40 s
@@ -16,6 +13,6 @@ compiler at the same time; wheels with compiled code would have to be built for 
 but C's own, so the compiler is called directly (0.5 s, once) and ctypes calls what it made without holding the interpreter.
 """
 
-from zero_fn.kernels.loaded import Library, library
+from zero_fn.kernels.compiler import Library, library
 
 __all__ = ["Library", "library"]

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.loaded import library
+from zero_fn.kernels.compiler import library
 
 __all__ = ["Piece", "Rates", "Rounding", "by_torch", "in_c", "rounding"]
 

@@ -1,20 +1,47 @@
-"""The C compiler of this machine, and what its output depends on."""
+"""The compiled kernels of this process, or why there are none.
+
+The machine's C compiler makes a library of the sources beside this file, once for a user, and a folder of this user's keeps
+it. What is loaded from there runs with the rights of this process, so no folder or file is trusted that another user owns or
+may write. Where there is no such folder (a read-only home, somebody else's), each process compiles for itself.
+
+[Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The system maps a library that was
+cut short (a full disk, a power cut) without complaint, and the process dies of SIGBUS at the first touch of what is missing.
+A file whose bytes do not have the digest in its name is removed and compiled anew.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import importlib.util
 import os
 import platform
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
-__all__ = ["Compiler", "CompilerError", "cpu_identity", "found_compiler"]
+import xxhash
+
+__all__ = [
+    "Compiler",
+    "CompilerError",
+    "Library",
+    "cache_folder",
+    "cpu_identity",
+    "found_compiler",
+    "is_ours",
+    "library",
+]
+
+_SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 
 # `-ffp-contract=off`: which products and sums are fused is part of the result, so the sources say it.
 _FLAGS = (
@@ -30,6 +57,89 @@ _FLAGS = (
 )
 _LIBRARIES = ("-lm",)
 _DEADLINE_S = 120
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """Kernels, or their absence. Printed, it says which.
+
+    Attributes:
+        functions: The loaded library; its calls do not hold the interpreter. None if there is none.
+        says: Who compiled it, or why nobody did.
+    """
+
+    functions: ctypes.CDLL | None
+    says: str
+
+    def __str__(self) -> str:
+        return f"compiled kernels ({self.says})" if self.functions is not None else f"no kernels: {self.says}"
+
+
+@cache
+def library() -> Library:
+    """The kernels, compiled and loaded at the first call of the process. Never raises: without them all goes on, slower."""
+    try:
+        compiler = found_compiler()
+        return Library(_loaded(compiler), compiler.version)
+    except CompilerError as error:
+        return Library(None, str(error))
+
+
+def _loaded(compiler: Compiler) -> ctypes.CDLL:
+    folder = cache_folder()
+    if folder is not None:
+        with suppress(OSError):  # not writable after all, or nothing may be loaded from there
+            return ctypes.CDLL(str(_kept_in(folder, compiler)))
+    try:
+        with tempfile.TemporaryDirectory(prefix="zero_fn.") as own:
+            return ctypes.CDLL(str(_kept_in(Path(own), compiler)))
+    except OSError as error:
+        raise CompilerError(f"what {compiler.command[0]} made could not be loaded: {error}") from error
+
+
+def _kept_in(folder: Path, compiler: Compiler) -> Path:
+    """The library in a folder, compiled into it unless it is there. Any number of processes may do so at once: each sees
+    all of it or nothing."""
+    key = compiler.key(_SOURCES)
+    for found in folder.glob(f"{key}-*.so"):
+        if is_ours(found) and found.name == f"{key}-{_digest(found)}.so":
+            return found
+        found.unlink(missing_ok=True)  # [Note: the digest in the name]
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
+        made = Path(own) / "kernels.so"
+        compiler.compile(_SOURCES, made)
+        made.chmod(0o700)
+        with made.open("rb") as file:
+            os.fsync(file.fileno())
+        return made.replace(folder / f"{key}-{_digest(made)}.so")
+
+
+def _digest(path: Path) -> str:
+    return xxhash.xxh3_128_hexdigest(path.read_bytes())
+
+
+def cache_folder() -> Path | None:
+    """The folder of compiled libraries, made if it is missing; None if none can be had that is this user's alone."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    with suppress(OSError, RuntimeError):  # RuntimeError: no home
+        folder = (Path(base) if base else Path.home() / ".cache") / "zero_fn" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if is_ours(folder) and os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            return folder
+    return None
+
+
+def is_ours(path: Path) -> bool:
+    """Whether this user owns a file or folder and nobody else may write it. Links are not followed."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return (
+        not stat.S_ISLNK(found.st_mode)
+        and found.st_uid == os.getuid()
+        and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 class CompilerError(Exception):

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zero_fn.kernels.loaded import library
+from zero_fn.kernels.compiler import library
 
 __all__ = ["copy", "mean"]
 

@@ -23,7 +23,7 @@ __all__ = ["GRACE_S", "RankDied", "RankHung", "RankTraceback", "judge"]
 E = TypeVar("E", bound=BaseException)
 
 GRACE_S = 1.0
-"""Longer than a rank takes to say whom it lost (`zero_fn.guarded.LAST_WORDS_S`)."""
+"""Longer than a rank takes to see whom it lost."""
 
 
 class RankDied(StateError):

@@ -158,7 +158,7 @@ def _proposals(
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units_of(placed) for slot in unit.slots if slot.parameter.requires_grad)
-        touched = 2 * states + 12 * sum(slot.local_numel for slot in slots)
+        touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
         fetched, moved = (_on_disks(found, tiers) for found in (without, planned))
         yield Proposal(

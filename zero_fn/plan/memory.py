@@ -33,7 +33,9 @@ __all__ = ["at_rest", "device_type_of"]
 
 def device_type_of(units: Sequence[Unit]) -> str:
     """The type of the device that computes; the CPU where that is not known yet."""
-    return next((slot.device_type for unit in units for slot in unit.slots if slot.device_type != "meta"), "cpu")
+    return next(
+        (slot.kind.device_type for unit in units for slot in unit.slots if slot.kind.device_type != "meta"), "cpu"
+    )
 
 
 def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
@@ -51,16 +53,16 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
     for unit in units:
-        for (kind, tier), forms in unit.forms_away().items():
+        for (kind, tier), forms in (away for group in unit.groups for away in group.forms_away()):
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
             largest[kind, tier] = max(nbytes, largest.get((kind, tier), 0))
         for slot in unit.slots:
-            parameters += slot.resting_nbytes
+            parameters += slot.kind.resting_nbytes(slot.path)
             if slot.parameter.requires_grad:
-                gradients += slot.gradient_numel * slot.dtype.itemsize if not slot.is_gradient_away else 0
-                states = slot.local_numel * optimizer_nbytes_per_element
-                away = slot.states_away_nbytes(states)
+                gradients += slot.path.gradient_numel * slot.dtype.itemsize if not slot.kind.is_gradient_away else 0
+                states = slot.path.local_numel * optimizer_nbytes_per_element
+                away = slot.kind.states_away_nbytes(states)
                 optimizer += states - away
                 if away:
                     tiers[str(slot.home.tiers.optim)] += away

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from zero_fn.runtime.group import Group
 from zero_fn.runtime.record import Parcel, parcels_of
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link
@@ -37,15 +38,15 @@ def add_units(
         times_gathered: How often each is gathered, by number.
         read, written: By tier.
     """
-    for unit in units:
-        away = unit.forms_away()
+    for index, group in _groups(units):
+        away = dict(group.forms_away())
         for (kind, tier), forms in away.items():
             parcels = parcels_of(forms)
             if kind != "gradients":
                 if kind == "compute copies" or ("compute copies", tier) not in away:
-                    read[tier] += times_gathered[unit.index] * sum(parcel.nbytes for parcel in parcels)
+                    read[tier] += times_gathered[index] * sum(parcel.nbytes for parcel in parcels)
                 continue
-            trained = [slot.parameter.requires_grad for slot in unit.slots if (kind, tier) in slot.shelved()]
+            trained = [slot.parameter.requires_grad for slot in group.slots]
             for parcel in parcels:
                 some = _trained_pieces(parcel, trained)
                 written[tier] += parcel.nbytes if any(some) else 0
@@ -61,17 +62,23 @@ def link_of_units(units: Sequence[Unit], times_gathered: Mapping[int, int]) -> L
         times_gathered: How often each is gathered, by number.
     """
     there = back = 0
-    for unit in units:
-        away = unit.forms_away()
-        for slot in unit.slots:
-            if not is_accelerator(slot.device_type):
-                continue
-            if slot.is_away:
-                dtype = slot.compute_dtype if ("compute copies", slot.home.tiers.params) in away else slot.dtype
-                there += times_gathered[unit.index] * slot.local_numel * dtype.itemsize
-            if slot.is_gradient_away and slot.parameter.requires_grad:
-                back += slot.local_numel * slot.dtype.itemsize
+    for index, group in _groups(units):
+        kind = group.kind
+        if not is_accelerator(kind.device_type):
+            continue
+        has_copies = any(what == "compute copies" for (what, _), _ in group.forms_away())
+        dtype = kind.compute_dtype if has_copies else kind.dtype
+        for slot in group.slots:
+            if kind.is_away:
+                there += times_gathered[index] * slot.path.local_numel * dtype.itemsize
+            if kind.is_gradient_away and slot.parameter.requires_grad:
+                back += slot.path.local_numel * kind.dtype.itemsize
     return Link(there, back)
+
+
+def _groups(units: Iterable[Unit]) -> Iterator[tuple[int, Group]]:
+    """The groups of units, each with the number of its unit."""
+    return ((unit.index, group) for unit in units for group in unit.groups)
 
 
 def _trained_pieces(parcel: Parcel, trained: list[bool]) -> list[bool]:

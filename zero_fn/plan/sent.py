@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from zero_fn.runtime.kind import Lifetime
 from zero_fn.runtime.slot import Slot
 from zero_fn.schedule import (
     Enter,
@@ -102,17 +103,19 @@ def sent_nbytes(slots: Sequence[Slot], *, times_gathered: int, is_exact: bool, p
     """
     total: Counter[str] = Counter()
     for slot in slots:
-        if not slot.numel or not slot.along:
+        if not slot.path.numel or not slot.path.hops:
             continue
-        first = slot.along[0]
-        whole = _Cut(slot.numel, slot.piece_numel, slot.rank, slot.size, pads=pads)
+        first = slot.path.hops[0].axis
+        whole = _Cut(slot.path.numel, slot.path.piece_numel, slot.path.rank, slot.path.size, pads=pads)
         total[first.name] += _sent_along_first(slot, whole, times_gathered, is_exact=is_exact)
-        if len(slot.along) > 1:
-            second = slot.along[1]
+        if len(slot.path.hops) > 1:
+            second = slot.path.hops[1].axis
             own = whole.own_numel
-            largest = slot.sublayout.shard_numel if slot.sublayout is not None else -(-own // second.size)
+            largest = slot.path.sublayout.shard_numel if slot.path.sublayout is not None else -(-own // second.size)
             part = _Cut(own, largest, second.rank, second.size, pads=pads)
-            total[second.name] += _sent_along_second(slot, part, 1 if slot.is_hosted else times_gathered)
+            total[second.name] += _sent_along_second(
+                slot, part, 1 if slot.kind.inner is Lifetime.ALWAYS else times_gathered
+            )
     return +total
 
 
@@ -131,18 +134,18 @@ class _Cut:
 
 
 def _sent_along_first(slot: Slot, whole: _Cut, times_gathered: int, *, is_exact: bool) -> int:
-    total = times_gathered * whole.gathered * slot.compute_dtype.itemsize if slot.layout is not None else 0
+    total = times_gathered * whole.gathered * slot.kind.compute_dtype.itemsize if slot.path.layout is not None else 0
     if slot.parameter.requires_grad:
-        total += whole.scattered * (slot.sum_dtype if is_exact else slot.compute_dtype).itemsize
-        if slot.layout is None:
+        total += whole.scattered * (slot.kind.sum_dtype if is_exact else slot.kind.compute_dtype).itemsize
+        if slot.path.layout is None:
             total += whole.gathered * slot.dtype.itemsize
     return total
 
 
 def _sent_along_second(slot: Slot, part: _Cut, times_gathered: int) -> int:
-    total = times_gathered * part.gathered * slot.compute_dtype.itemsize if slot.sublayout is not None else 0
+    total = times_gathered * part.gathered * slot.kind.compute_dtype.itemsize if slot.path.sublayout is not None else 0
     if slot.parameter.requires_grad:
-        total += part.scattered * slot.sum_dtype.itemsize
-        if slot.sublayout is None:
+        total += part.scattered * slot.kind.sum_dtype.itemsize
+        if slot.path.sublayout is None:
             total += part.gathered * slot.dtype.itemsize
     return total

@@ -17,7 +17,7 @@ from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
 from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.record import Form, Record, record_nbytes
+from zero_fn.runtime.record import Form, Record, record_nbytes, record_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.tiers import Tier
@@ -88,7 +88,7 @@ class Away:
     def put_gradients(self, unit: Unit) -> None:
         """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
         come to the host while those of the one before are written."""
-        if not unit.rest.gradient_records:
+        if all(group.gradient_record is None for group in unit.groups):
             return
         for record, (values, computed) in _take_gradients(unit).items():
             with self._failing_at_the_end():
@@ -104,7 +104,7 @@ class Away:
         Raises:
             StorageError: On every rank, if that failed on any.
         """
-        if not any(unit.rest.gradient_records for unit in units):
+        if all(group.gradient_record is None for unit in units for group in unit.groups):
             return
         with self._failing_at_the_end():
             self._finish_writing()
@@ -132,19 +132,19 @@ def _take_gradients(unit: Unit) -> dict[Record, tuple[dict[int, Tensor], dict[in
     their tensors take their place."""
     found: dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]] = {}
     for slot in unit.slots:
-        grad, place = slot.parameter.grad, slot.gradient_away
+        grad, place = slot.parameter.grad, slot.gradient_place
         if grad is None or place is None or isinstance(grad, PendingGradient):
             continue
         local = local_of(grad)
         if isinstance(local, TierTensor) or local.dtype != slot.dtype:
             continue
-        if local.stride() != slot.local_stride:
+        if local.stride() != slot.path.local_stride:
             local = torch.empty_strided(
-                slot.local_shape, slot.local_stride, dtype=local.dtype, device=local.device
+                slot.path.local_shape, slot.path.local_stride, dtype=local.dtype, device=local.device
             ).copy_(local)
-        values, computed = found.setdefault(place.record, ({}, {}))
+        values, computed = found.setdefault(record_of(place), ({}, {}))
         values[place.number] = local.as_strided((local.numel(),), (1,))
-        computed[place.number] = slot.compute_dtype
-        away = slot.local_view(place)
+        computed[place.number] = slot.kind.compute_dtype
+        away = slot.path.local_view(place)
         slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
     return found

@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from zero_fn.agreement import agree, content_digest, differ
 from zero_fn.collectives import Route, Segment
-from zero_fn.errors import StateError
 from zero_fn.hierarchy import Links
 
 __all__ = ["Buffers"]
@@ -105,28 +104,6 @@ class Buffers:
         self._due = [due or bit for due, bit in zip(self._due, union, strict=False)]
         if union[-1]:
             self._agreed = ()
-
-    @property
-    def will_change(self) -> bool:
-        """Whether the next forward is known to change some that are broadcast: statistics in training."""
-        modules = [reference() for reference in self._owners] if self.is_active else []
-        return any(isinstance(m, _NormBase) and m.training and m.track_running_stats for m in modules)
-
-    def require_unchanged(self) -> None:
-        """For forwards that no `note` follows, because they are parts of a compiled graph.
-
-        Raises:
-            StateError: Some were changed since they were sent.
-        """
-        for reference, seen in zip(self._owners, self._seen, strict=True) if self.is_active else ():
-            module = reference()
-            if module is not None and not _same(_version(module), seen):
-                raise StateError(
-                    "A buffer changed in a forward that is one graph, which sends no buffers of rank 0 to the others.",
-                    module=type(module).__name__,
-                    why="ranks would compute with different buffers; nothing was updated",
-                    fix='buffers="local" in the transform, or torch.compile(model) without fullgraph=True',
-                )
 
     @property
     def must_ask(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import local_of
+from zero_fn.runtime.kind import Lifetime
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
@@ -81,17 +82,14 @@ class Changes:
             _require_same_dtype(slot)
             if not _is_copy(slot):
                 continue
-            assert gathered is not None and slot.group is not None, f"{unit} is at rest"
-            key, end = (slot.group, slot.offset), slot.offset + slot.numel
+            assert gathered is not None, f"{unit} is at rest"
+            key = gathered.place(slot)
+            end = key[1] + slot.path.numel
             self._by_place[key] = (end, self._by_place.get(key, (end, 0))[1] + times[number])
             self.are_none = False
             slot.initial = None
-            if slot.hosted is None:
-                changed[slot] = gathered.whole(number)
-                continue
-            host = unit.rest.groups[slot.group].host_range(gathered.buffers[slot.group], slot)
-            with torch.no_grad():
-                slot.hosted.narrow(0, 0, slot.host_numel).copy_(host)
+            changed[slot] = gathered.whole(number)
+            gathered.write_back_inner(slot)
         _write_back(unit, changed)
 
 
@@ -124,9 +122,9 @@ def _write_back(unit: Unit, wholes: dict[Slot, Tensor]) -> None:
 
 
 def _require_same_dtype(slot: Slot) -> None:
-    if slot.compute_dtype != slot.dtype:
+    if slot.kind.compute_dtype != slot.dtype:
         raise PlacementError(
-            f"The forward changed {slot.fqn!r} in place, in its copy in {slot.compute_dtype}.",
+            f"The forward changed {slot.fqn!r} in place, in its copy in {slot.kind.compute_dtype}.",
             parameter=slot,
             why="the copy is dropped, and the parameter would stay as it was",
             fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); or leave this module out of "
@@ -195,4 +193,4 @@ def _sum_of_bits(whole: Tensor) -> int:
 
 def _is_copy(slot: Slot) -> bool:
     """Whether the gathered parameter has other memory than the resting one, and is dropped after use."""
-    return slot.compute_dtype != slot.dtype or not (slot.is_kept or slot.group is None)
+    return slot.kind.compute_dtype != slot.dtype or slot.kind.whole is Lifetime.USE

@@ -125,8 +125,8 @@ class ParameterRecord(Record):
 
 def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
     """The tensors of compute copies of these parameters; none if they were not smaller."""
-    saved = sum(slot.local_numel * (slot.dtype.itemsize - slot.compute_dtype.itemsize) for slot in slots)
-    return [Form(slot.local_numel, slot.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
+    saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
+    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
 
 
 class Copying:

@@ -34,5 +34,7 @@ def dense_offsets(slots: Sequence[Slot], numels: Sequence[int], itemsize: int) -
 
 def _is_even_and_small(slot: Slot) -> bool:
     """Whether its piece is as large on every rank, and travels packed with others."""
-    is_even = slot.sublayout is None and slot.numel == slot.piece_numel * slot.size
-    return not slot.keeps_whole_gradient and is_even and slot.piece_numel * slot.dtype.itemsize < PACKED_NBYTES
+    is_even = slot.path.sublayout is None and slot.path.numel == slot.path.piece_numel * slot.path.size
+    return (
+        not slot.path.keeps_whole_gradient and is_even and slot.path.piece_numel * slot.dtype.itemsize < PACKED_NBYTES
+    )

@@ -55,7 +55,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            if slot is not None and slot.is_spread:
+            if slot is not None and slot.path.is_spread:
                 raise PlacementError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {slot.fqn!r} is sharded.",
                     parameter=slot,

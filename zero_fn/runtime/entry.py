@@ -37,16 +37,8 @@ from zero_fn.runtime.saved import packing_gathered
 from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import called_outside, is_transforming
-from zero_fn.runtime.uncompiled import left_alone, traced_inside, uncompiled
+from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.whole_graph import (
-    Shown,
-    is_in_whole_graph,
-    is_wanted_whole,
-    show_resting,
-    show_whole,
-    with_own_code,
-)
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
 __all__ = ["Entry", "NoCodeError", "entries", "entry_of", "forget_entries", "methods_of", "steps_of", "units_of"]
@@ -99,10 +91,8 @@ class Entry:
     __slots__ = (
         "__weakref__",
         "_begun",
-        "_graph",
         "_is_inner",
         "_module",
-        "_shown",
         "attribute",
         "input_dtype",
         "is_hidden",
@@ -126,9 +116,7 @@ class Entry:
         self.own: Callable[..., Any] | None = module.__dict__.get(attribute)
         self.unit = unit
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        self._graph: Callable[..., Any] | None = None
         self._begun: _Begun | None = None  # by a hook, and not yet taken over
-        self._shown: Shown | None = None  # the same in one graph
         module.__dict__[attribute] = self
         if attribute == "forward":
             module.__dict__[_ENTRY] = self
@@ -179,19 +167,8 @@ class Entry:
             )
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    @traced_inside
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            if is_in_whole_graph():
-                return self._trace(*args, **kwargs)
-        elif is_wanted_whole():
-            if self._graph is None:
-                self._graph = with_own_code(Entry._trace)
-            return self._graph(self, *args, **kwargs)
-        return self._run(*args, **kwargs)
-
     @left_alone
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         unit = self.unit
         if unit.leaves is not None:
             return self._call_with_leaves(*args, **kwargs)
@@ -261,31 +238,19 @@ class Entry:
         with outside_selection():
             _leave(begun.use, begun.tensors if begun.is_watched else None, failed=failed)
 
-    @traced_inside
+    @left_alone
     def begin_before_hooks(self) -> None:
         """Enters the unit where the forward is about to. [Note: hooks before a forward]"""
-        if not torch.compiler.is_compiling() or not is_in_whole_graph():
-            self._begin_before_hooks()
-        elif not self.unit.open:
-            self._shown = show_whole(self.unit)
-            self.unit.open += 1
-
-    @left_alone
-    def _begin_before_hooks(self) -> None:
         unit = self.unit
         if unit.leaves is None and not unit.open and not unit.step.is_recomputing(unit, self):
             self._begun = self._begin()
 
-    @traced_inside
+    @left_alone
     def end_after_hooks(self) -> None:
         """Leaves the unit if a hook raised before the forward."""
-        if self._begun is not None:
-            self._end_before_forward(self._begun)
-
-    @left_alone
-    def _end_before_forward(self, begun: _Begun) -> None:
-        self._begun = None
-        self._end(begun, failed=True)
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._end(begun, failed=True)
 
     @left_alone
     def _call_with_leaves(self, *args: Any, **kwargs: Any) -> Any:
@@ -309,31 +274,6 @@ class Entry:
             unit.open -= 1
             unit.unshadow()
 
-    def _trace(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward as a part of one graph. (whole_graph.py)"""
-        unit = self.unit
-        shown, self._shown = self._shown, None
-        if shown is None:
-            if unit.open:
-                return self._own(*args, **kwargs)
-            shown = show_whole(unit)
-            unit.open += 1
-        try:
-            if self.input_dtype is not None:
-                args, kwargs = _cast_floating((args, kwargs), self.input_dtype)
-            output = self._own(*args, **kwargs)
-            return output if self.output_dtype is None else _cast_floating(output, self.output_dtype)
-        finally:
-            unit.open -= 1
-            show_resting(shown)
-
-    def _own(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own method, in words that the compiler can trace."""
-        if self.own is not None:
-            return self.own(*args, **kwargs)
-        module = self.module
-        return getattr(type(module), self.attribute)(module, *args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Entry:
         module = copy.deepcopy(self.module, memo)
         twin = object.__new__(Entry)
@@ -342,7 +282,7 @@ class Entry:
         twin.attribute = self.attribute
         twin.own = copy.deepcopy(self.own, memo)
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._graph, twin._begun, twin._shown = None, None, None
+        twin._begun = None
         twin.unit = copy.deepcopy(self.unit, memo)
         twin._is_inner, twin.is_hidden = self._is_inner, self.is_hidden
         if self.attribute == "forward" and not self._is_inner:
@@ -371,7 +311,7 @@ def _enter_before_hooks(module: nn.Module) -> None:
         module.register_forward_hook(_after_hooks, always_call=True)
 
 
-@traced_inside
+@left_alone
 def _before_hooks(module: nn.Module, _args: object) -> None:
     entry = module.__dict__.get("forward")
     while isinstance(entry, Entry):
@@ -379,7 +319,7 @@ def _before_hooks(module: nn.Module, _args: object) -> None:
         entry = entry.own
 
 
-@traced_inside
+@left_alone
 def _after_hooks(module: nn.Module, _args: object, _output: object) -> None:
     entry = module.__dict__.get("forward")
     while isinstance(entry, Entry):
@@ -507,10 +447,6 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
 
 @uncompiled
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    return _cast_floating(tree, dtype)
-
-
-def _cast_floating(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
         [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec

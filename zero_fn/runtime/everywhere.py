@@ -162,7 +162,7 @@ def is_shared(parameters: Iterable[Tensor]) -> bool:
 def is_cut(parameter: Tensor) -> bool:
     """Whether this rank has a part of a parameter, and others the rest."""
     slot = slot_of(parameter)
-    return slot is not None and slot.layout is not None
+    return slot is not None and slot.path.layout is not None
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:

@@ -1,4 +1,8 @@
-"""What ranks compare before they first gather: layouts, and the values each cut its shards from."""
+"""What ranks compare before they first gather: layouts, the values each cut its shards from, and what several of them hold.
+
+[Note: what several ranks hold] Replicas are never gathered, so nothing would ever tell that they differ: made on `meta` and
+drawn with other seeds, edited on one rank, or loaded from other files. Shards that only one rank holds may be anything.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zero_fn.agreement import agree
+from zero_fn.agreement import agree, content_digest
 from zero_fn.hierarchy import Links
+from zero_fn.mesh import Axis
 from zero_fn.runtime.same_values import agree_on_values
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.tier_tensor import in_memory
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
@@ -17,8 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["agree_on_units"]
 
 
-def agree_on_units(transport: Links, units: Sequence[Unit], device: torch.device) -> None:
-    """Compares layouts and initial values over ranks. Communicates two digests per rank to each peer; waits.
+def agree_on_units(transport: Links, axes: Sequence[Axis], units: Sequence[Unit], device: torch.device) -> None:
+    """Compares layouts, initial values, and what several ranks hold at rest. Communicates some digests per rank to each
+    peer; waits. Reads what several ranks hold once, from its tier too.
 
     Raises:
         DisagreementError: They differ; on every rank.
@@ -34,9 +42,29 @@ def agree_on_units(transport: Links, units: Sequence[Unit], device: torch.device
     )
     agree_on_values(
         transport,
+        axes,
         "initial values",
-        [(slot, f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
+        [([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
         device=device,
         why="each rank cut its shard from another tensor",
         fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
     )
+    # [Note: what several ranks hold]
+    agree_on_values(
+        transport,
+        axes,
+        "values of the same parameter",
+        [(alike, f"{slot}, sum of bits {_held(slot)}") for _, slot in slots if (alike := _held_alike(slot))],
+        device=device,
+        why="what rests whole on several ranks is never gathered, so each would train a model of its own",
+        fix="torch.manual_seed(0) before what draws or edits values on every rank, or load the same state_dict",
+    )
+
+
+def _held_alike(slot: Slot) -> list[Axis]:
+    """The axes along which ranks hold the same elements of a parameter."""
+    return [hop.axis for hop in slot.path.hops if hop.layout is None]
+
+
+def _held(slot: Slot) -> int:
+    return content_digest(in_memory(slot.flat))

@@ -270,16 +270,18 @@ class _Reduce(torch.autograd.Function):
                 wholes.append(None)
                 continue
             local = local_of(grad)
-            if slot.layout is None:
+            if slot.path.layout is None:
                 wholes.append(local)
                 continue
-            flat = torch.zeros(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-            flat.narrow(0, slot.start, slot.local_numel).copy_(local.permute(slot.layout.order).reshape(-1))
-            segments.append(slot.segment(flat))
-            wholes.append(slot.whole_view(flat))
+            flat = torch.zeros(slot.path.layout.padded_numel, dtype=local.dtype, device=local.device)
+            flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(
+                local.permute(slot.path.layout.order).reshape(-1)
+            )
+            segments.append(slot.path.segment(flat))
+            wholes.append(slot.path.whole_view(flat))
         if segments:
             unit.transport.all_gather(segments, f"second gradients of {unit}").wait()
         return None, *(
-            whole if whole is None else whole.to(slot.compute_dtype)
+            whole if whole is None else whole.to(slot.kind.compute_dtype)
             for whole, slot in zip(wholes, unit.slots, strict=True)
         )

@@ -22,55 +22,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zero_fn.collectives import Route, Segment
 from zero_fn.hierarchy import Links
-from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.compute_copies import ParameterRecord
+from zero_fn.runtime.group import Group
+from zero_fn.runtime.kind import Rests
 from zero_fn.runtime.saved import remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage.recycled import Recurring
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit
 
-__all__ = ["Gathered", "Group"]
+__all__ = ["Gathered"]
 
 _references = torch._C._storage_Use_Count
-
-
-class Group:
-    """Parameters of one compute dtype that are gathered into one buffer.
-
-    Attributes:
-        slots: Its parameters.
-        numel: Elements of the buffer: whole parameters, padded to equal shards, on aligned boundaries.
-        kept: The buffer, where it stays in memory between uses; None where it has memory during each use only.
-    """
-
-    def __init__(self, slots: list[Slot], dtype: torch.dtype, device: torch.device, *, is_kept: bool) -> None:
-        self.slots, self.dtype, self.device = slots, dtype, device
-        numels = [slot.layout.padded_numel if slot.layout is not None else slot.numel for slot in slots]
-        *offsets, self.numel = aligned_offsets(numels, dtype.itemsize)
-        for slot, offset in zip(slots, offsets, strict=True):
-            slot.offset = offset
-        self._recurring = Recurring(self.numel, dtype, device) if not is_kept else None
-        self.kept = self.allocate() if is_kept else None
-
-    def allocate(self) -> Tensor:
-        """A buffer for the whole group."""
-        if self._recurring is None:
-            return torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        return self._recurring.take()
-
-    def own_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of what this rank holds of one parameter at rest."""
-        return buffer.as_strided((slot.local_numel,), (1,), slot.offset + slot.start)
-
-    def host_range(self, buffer: Tensor, slot: Slot) -> Tensor:
-        """The flat range of this rank's part on the first axis."""
-        assert slot.layout is not None
-        return buffer.narrow(0, slot.offset + slot.rank * slot.layout.shard_numel, slot.host_numel)
 
 
 class Lent:
@@ -113,31 +80,45 @@ class Gathered:
         lent: Tensors that are shown again in the next backward, if there are any.
     """
 
-    __slots__ = ("__weakref__", "_arriving", "_away", "_copied", "_freed", "_views", "buffers", "lent", "segments")
+    __slots__ = (
+        "__weakref__",
+        "_arriving",
+        "_away",
+        "_copied",
+        "_freed",
+        "_groups",
+        "_views",
+        "buffers",
+        "lent",
+        "segments",
+    )
 
     def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
         """Allocates the buffers that do not stay in memory, and cuts all of them."""
         with torch.inference_mode(False):  # they outlive the forward that asks for them
-            self.buffers = [group.allocate() if group.kept is None else group.kept for group in groups]
-            self._views = [
-                slot.local
-                if slot.group is None
-                else self.buffers[slot.group].as_strided(slot.shape, slot.stride, slot.offset)
-                for slot in slots
-            ]
-            segments = [
-                slot.segment_in(buffer)
-                for group, buffer in zip(groups, self.buffers, strict=True)
-                for slot in group.slots
-                if slot.layout is not None
-            ]
+            self.buffers: list[Tensor] = []
+            segments: list[Segment] = []
+            views: dict[Slot, Tensor] = {}
+            self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
+            self._away: list[tuple[Tensor, ParameterRecord, int]] = []
+            for group in groups:
+                if group.whole is not None:
+                    buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
+                    self.buffers.append(buffer)
+                    for slot in group.slots:
+                        start = group.whole.starts[slot]
+                        views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
+                        if group.kind.is_cut:
+                            segments.append(_segment(group, slot, buffer, start))
+                        self._cut_own(group, slot, buffer, start)
+            self._views = [views.get(slot, slot.local) for slot in slots]
             self.segments = transport.prepared(segments)
-            self._cut_own(groups)
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
-        for number, (group, buffer) in enumerate(zip(groups, self.buffers, strict=True)):
-            if group.kept is not None:
+        self._groups = [group for group in groups if group.whole is not None]
+        for number, (group, buffer) in enumerate(zip(self._groups, self.buffers, strict=True)):
+            if not group.is_transient:
                 continue
             remember_buffer(buffer, self, unit, number)
             storage = buffer.untyped_storage()
@@ -146,22 +127,22 @@ class Gathered:
             elif self._freed is not None:
                 self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
 
-    def _cut_own(self, groups: Sequence[Group]) -> None:
+    def _cut_own(self, group: Group, slot: Slot, buffer: Tensor, start: int) -> None:
         """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
-        self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._away: list[tuple[Tensor, ParameterRecord, int]] = []
-        for group, buffer in zip(groups, self.buffers, strict=True):
-            for slot in group.slots:
-                if slot.hosted is not None:
-                    self._copied[0].append(group.host_range(buffer, slot))
-                    self._copied[1].append(slot.hosted.narrow(0, 0, slot.host_numel))
-                elif isinstance(slot.flat, TierTensor):
-                    record = slot.flat.record
-                    assert isinstance(record, ParameterRecord)
-                    self._away.append((group.own_range(buffer, slot), record, slot.flat.number))
-                elif not slot.is_source and (group.kept is None or slot.compute_dtype != slot.dtype):
-                    self._copied[0].append(group.own_range(buffer, slot))
-                    self._copied[1].append(slot.flat)
+        path = slot.path
+        if group.inner is not None:
+            assert path.layout is not None
+            inner_start = start + path.rank * path.layout.shard_numel
+            self._copied[0].append(buffer.narrow(0, inner_start, path.inner_numel))
+            self._copied[1].append(group.inner.range(slot, 0, path.inner_numel))
+            return
+        own = buffer.as_strided((path.local_numel,), (1,), start + path.start)
+        if isinstance(slot.flat, TierTensor):
+            assert group.record is not None
+            self._away.append((own, group.record, slot.flat.number))
+        elif group.kind.rests is not Rests.IN_WHOLE and not _is_source(group, slot):
+            self._copied[0].append(own)
+            self._copied[1].append(slot.flat)
 
     def fill_own(self, *, has_failed: bool = False) -> None:
         """Copies what this rank holds into its place. `has_failed`: what rests in another tier could not be read."""
@@ -227,6 +208,22 @@ class Gathered:
             storage.resize_(0)
         return True
 
+    def place(self, slot: Slot) -> tuple[int, int]:
+        """Where a gathered parameter lies: the number of its buffer, and its first element there."""
+        for number, group in enumerate(self._groups):
+            if group.kind is slot.kind and group.whole is not None:
+                return number, group.whole.starts[slot]
+        raise AssertionError(f"{slot.fqn} is not gathered")
+
+    def write_back_inner(self, slot: Slot) -> None:
+        """Writes this rank's part of a gathered parameter back to where it is kept between two axes, if it is."""
+        number, start = self.place(slot)
+        inner, layout = self._groups[number].inner, slot.path.layout
+        if inner is not None and layout is not None:
+            part = self.buffers[number].narrow(0, start + slot.path.rank * layout.shard_numel, slot.path.inner_numel)
+            with torch.no_grad():
+                inner.range(slot, 0, slot.path.inner_numel).copy_(part)
+
     @property
     def lends(self) -> bool:
         """Whether tensors on it may go on from step to step."""
@@ -237,3 +234,16 @@ class Gathered:
         assert self._freed is not None, "buffers that cannot be freed were kept"
         for storage, nbytes, _ in self._freed:
             storage.resize_(nbytes)
+
+
+def _is_source(group: Group, slot: Slot) -> bool:
+    """Whether the all-gather reads the resting parameter where it lies, and copies it."""
+    return group.kind.is_gathered_from_rest and slot.path.route is None
+
+
+def _segment(group: Group, slot: Slot, buffer: Tensor, start: int) -> Segment:
+    """The place of a whole parameter in its buffer, for the all-gather."""
+    path = slot.path
+    route = path.route if group.inner is None else Route(path.hops[0].number, None)
+    source = slot.flat if _is_source(group, slot) else None
+    return Segment(buffer, path.numel, path.piece_numel, route, start=start, source=source)

@@ -85,7 +85,7 @@ class Gradients:
             if have is not None and self._is_owned[i]:
                 have.add_(grad)
             elif have is not None:
-                self.local[i] = have.to(slot.sum_dtype, copy=True).add_(grad)
+                self.local[i] = have.to(slot.kind.sum_dtype, copy=True).add_(grad)
                 self._is_owned[i] = True
             elif exact:
                 self.local[i] = self._room(slot, memory, grad.device).copy_(grad)
@@ -141,13 +141,18 @@ class Gradients:
         return taken
 
     def _room(self, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
-        if slot.keeps_whole_gradient and slot.sum_dtype == slot.dtype and slot.numel and slot in memory.ranges:
+        if (
+            slot.path.keeps_whole_gradient
+            and slot.kind.sum_dtype == slot.dtype
+            and slot.path.numel
+            and slot in memory.ranges
+        ):
             if self._memory is not memory:  # none yet, or parameters were frozen since
                 self._buffers, self._memory = memory.allocate(), memory
             assert self._buffers is not None
             place = memory.ranges[slot]
-            return self._buffers[place.buffer].as_strided(slot.shape, slot.stride, place.offset)
-        return torch.empty_strided(slot.shape, slot.stride, dtype=slot.sum_dtype, device=device)
+            return self._buffers[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)
+        return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.kind.sum_dtype, device=device)
 
 
 def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
@@ -172,14 +177,18 @@ class _Range:
 
     def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
         self.buffer, self.offset, self.numel = buffer, offset, numel
-        start, out_numel = 0, slot.local_numel
-        if slot.layout is None:
-            start, out_numel = slot.segment(slot.flat).piece_bounds(slot.rank)
-        elif slot.keeps_whole_gradient:
-            start = slot.start
+        start, out_numel = 0, slot.path.local_numel
+        if slot.path.layout is None:
+            start, out_numel = slot.path.segment(slot.flat).piece_bounds(slot.path.rank)
+        elif slot.path.keeps_whole_gradient:
+            start = slot.path.start
         self.out = offset + start, out_numel
-        self.alone = way_to_be_alone(slot.flat, slot.local_shape)
-        self.resting = slot.local_shape, slot.local_stride, offset if slot.layout is None else offset + start
+        self.alone = way_to_be_alone(slot.flat, slot.path.local_shape)
+        self.resting = (
+            slot.path.local_shape,
+            slot.path.local_stride,
+            offset if slot.path.layout is None else offset + start,
+        )
 
 
 class GradientMemory:
@@ -199,19 +208,19 @@ class GradientMemory:
         for slot in slots:
             by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
         for (dtype, device), members in by_dtype.items():
-            offsets, total = dense_offsets(members, [slot.gradient_room for slot in members], dtype.itemsize)
+            offsets, total = dense_offsets(members, [slot.path.gradient_room for slot in members], dtype.itemsize)
             for slot in members:
-                self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.gradient_room)
+                self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.path.gradient_room)
             self._buffers.append(Recurring(total, dtype, device))
-        self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.numel]
-        self._numel = sum(slot.numel for slot, _ in self._reduced)
+        self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.path.numel]
+        self._numel = sum(slot.path.numel for slot, _ in self._reduced)
 
     def contributions(self, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Contributions:
         """The contributions of all slots with elements, in order, `exact` or not, to sums in `buffers`."""
 
         def make(at: int, rows: Tensor) -> Contribution:
             slot, place = self._reduced[at]
-            return Contribution(slot.addend(rows), buffers[place.buffer], slot.sum_dtype, place.out)
+            return Contribution(slot.path.addend(rows), buffers[place.buffer], slot.kind.sum_dtype, place.out)
 
         return Contributions(rows, buffers, make, self._numel, self._memos[exact])
 
@@ -230,7 +239,7 @@ class GradientMemory:
     def padding_nbytes(self) -> int:
         """Bytes of the buffers beyond the elements of the gradients."""
         total = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
-        return total - sum(slot.gradient_numel * slot.dtype.itemsize for slot in self.ranges)
+        return total - sum(slot.path.gradient_numel * slot.dtype.itemsize for slot in self.ranges)
 
 
 class Reduction:
@@ -268,17 +277,17 @@ class Reduction:
         self._regathered: Waits | None = None
         rows: list[Tensor] = []
         for slot, grad in zip(slots, local, strict=True):
-            if slot not in memory.ranges or not slot.numel:
+            if slot not in memory.ranges or not slot.path.numel:
                 continue
-            dtype = slot.sum_dtype if exact else slot.compute_dtype
-            if grad is not None and grad.dtype is dtype and slot.is_in_order:
+            dtype = slot.kind.sum_dtype if exact else slot.kind.compute_dtype
+            if grad is not None and grad.dtype is dtype and slot.path.is_in_order:
                 rows.append(grad)
                 continue
             if grad is None:
-                grad = torch.zeros(slot.shape, dtype=dtype, device=slot.flat.device)
+                grad = torch.zeros(slot.path.shape, dtype=dtype, device=slot.flat.device)
             elif grad.dtype != dtype:
                 grad = grad.to(dtype)
-            rows.append(slot.rows_of(grad))
+            rows.append(slot.path.rows_of(grad))
         contributions = memory.contributions(rows, self._buffers, exact=exact)
         self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
@@ -289,9 +298,9 @@ class Reduction:
     def regather(self) -> None:
         """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
         segments = [
-            slot.segment(self._buffers[place.buffer].narrow(0, place.offset, place.numel))
+            slot.path.segment(self._buffers[place.buffer].narrow(0, place.offset, place.numel))
             for slot, place in self._memory.ranges.items()
-            if slot.layout is None and slot.numel and slot.size > 1
+            if slot.path.layout is None and slot.path.numel and slot.path.size > 1
         ]
         if segments:
             self._regathered = self._transport.all_gather(segments, f"replicated gradients of {self._unit}")
@@ -335,7 +344,7 @@ def settle(slot: Slot, grad: Tensor) -> None:
     else:
         rest_gradient(parameter)
         resting, added = local_of(parameter.grad), local_of(grad)
-        resting.add_(on_host(added, slot.compute_dtype) if isinstance(resting, TierTensor) else added)
+        resting.add_(on_host(added, slot.kind.compute_dtype) if isinstance(resting, TierTensor) else added)
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)

@@ -116,7 +116,7 @@ class _OfParameter(_Wrapped):
 
     def __call__(self, parameter: nn.Parameter) -> None:
         slot = slot_of(parameter)
-        unit = slot.unit() if slot is not None and slot.unit is not None else None
+        unit: Any = slot.owner() if slot is not None else None
         if unit is None or unit.deferred_in != _current_graph_task():
             self.users(parameter)
 

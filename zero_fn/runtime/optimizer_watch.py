@@ -24,14 +24,14 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import StaleError, StateError
+from zero_fn.runtime.advice import say_if_rounded
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.step import Step
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit, unit_of
 
 __all__ = ["watch_optimizers"]
 
@@ -53,16 +53,14 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it settles what it loads itself
     if _LOADS not in optimizer.__dict__ and not is_streamed:
+        say_if_rounded(optimizer)
         settle_states(optimizer)  # loaded before the first step
         optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(settle_states)
-    in_graphs: dict[int, Step] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            unit = _unit_of(slot) if slot is not None else None
-            if unit is not None and unit.in_graph is not None:
-                in_graphs[id(unit.step)] = unit.step
-            if slot is not None and slot.must_be_streamed and not is_streamed:
+            unit = unit_of(slot) if slot is not None else None
+            if slot is not None and slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
@@ -83,8 +81,6 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
                     "another tier and the model was copied or moved since, after its next forward",
                 )
-    for step in in_graphs.values():
-        step.buffers.require_unchanged()
 
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
@@ -123,13 +119,9 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            unit = _unit_of(slot) if slot is not None else None
+            unit = unit_of(slot) if slot is not None else None
             if unit is not None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
         unit.step.note_optimizer_step()
-
-
-def _unit_of(slot: Slot | None) -> Unit | None:
-    return slot.unit() if slot is not None and slot.unit is not None else None

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,8 +26,7 @@ from zero_fn.errors import StorageError, TierError
 from zero_fn.guarded import Guarded
 from zero_fn.runtime.entry import Entry, units_of
 from zero_fn.runtime.parked import Parked, Parking
-from zero_fn.runtime.uncompiled import left_alone, traced_inside
-from zero_fn.runtime.whole_graph import begin_region, end_region, is_in_whole_graph
+from zero_fn.runtime.uncompiled import left_alone
 
 __all__ = ["Recomputed"]
 
@@ -63,26 +61,8 @@ class Recomputed:
         method: Callable[..., Any] = type(module).forward.__get__(module)
         return method
 
-    @traced_inside
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and is_in_whole_graph():
-            return self._trace(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _trace(self, *args: Any, **kwargs: Any) -> Any:
-        """As a part of one graph, whose compiler recomputes. (whole_graph.py)"""
-        if self.own is not None:
-            forward = self.own
-        else:
-            module = self._module()
-            forward = partial(type(module).forward, module)  # type: ignore[union-attr]
-        begin_region(str(self.name), is_moved=self._transport is not None or self._parking is not None)
-        output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        end_region()
-        return output
-
     @left_alone
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         forward = self.__wrapped__
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all, whole_pages
 from zero_fn.tiers import Cpu, Tier
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
-
-__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nbytes"]
+__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "Record", "parcels_of", "record_nbytes", "record_of"]
 
 PARCEL_NBYTES = 4 << 20
 _ALIGNMENT_NBYTES = 64
@@ -122,7 +119,7 @@ class Record:
         device: Where they are computed with.
         parcels: Their parcels, in order.
         nbytes: Bytes of all parcels.
-        owner: The unit whose tensors they are, weakly.
+        owner: Whose tensors they are, weakly.
         waited_for: A step that has to be taken before anything else reads or writes it, as a function and what to call it
             with. [Note: a step that waits]
     """
@@ -139,7 +136,7 @@ class Record:
             place: Of the range, `record_nbytes(forms)` long.
         """
         self.shelf, self.device, self._place = shelf, device, place
-        self.owner: Callable[[], Unit | None] = lambda: None
+        self.owner: Callable[[], object] = lambda: None
         self._forms = list(forms)
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)
@@ -458,6 +455,12 @@ class Record:
         numel, dtype, _ = self._forms[number]
         begin = self._offsets[number] - start
         return memory[begin : begin + numel * dtype.itemsize].view(dtype)
+
+
+def record_of(tensor: TierTensor) -> Record:
+    """Where a tensor in a tier rests."""
+    assert isinstance(tensor.record, Record)
+    return tensor.record
 
 
 class _Opened:

@@ -11,15 +11,13 @@ from __future__ import annotations
 import traceback
 import weakref
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.slot import Slot, slot_of
 
-__all__ = ["Replacement", "call_site", "note_replacement", "note_slot", "replacement_of", "slot_of"]
+__all__ = ["Replacement", "call_site", "note_replacement", "replacement_of", "slot_of"]
 
 
 class Replacement:
@@ -42,21 +40,7 @@ class Replacement:
 
 _PACKAGE_FOLDER = str(Path(__file__).resolve().parents[1])
 
-_slots: dict[int, weakref.ref[Slot]] = {}
 _replaced: dict[int, tuple[weakref.ref[Tensor], Replacement]] = {}
-
-
-def note_slot(parameter: nn.Parameter, slot: Slot) -> None:
-    """Remembers that `parameter` is the resting parameter of `slot`. [Note: no weak references to DTensors]"""
-    key = id(parameter)
-    _slots[key] = weakref.ref(slot, lambda _: _slots.pop(key, None))
-
-
-def slot_of(parameter: object) -> Slot | None:
-    """The slot of a resting parameter; None for any other tensor."""
-    reference = _slots.get(id(parameter))
-    slot = reference() if reference is not None else None
-    return slot if slot is not None and slot.parameter is parameter else None
 
 
 def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:

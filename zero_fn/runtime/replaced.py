@@ -25,12 +25,12 @@ def resting_successor(slot: Slot) -> nn.Parameter:
         parameter is None
         or isinstance(parameter, DTensor) != (slot.spec is not None)
         or tuple(parameter.shape) != slot.full_shape
-        or local_of(parameter).shape != slot.local_shape
+        or local_of(parameter).shape != slot.path.local_shape
     ):
         found = "nothing" if parameter is None else f"{type(parameter.data).__name__} of {list(parameter.shape)}"
         raise PlacementError(
             f"{slot.fqn!r} was replaced after the transform.",
-            expected=f"{slot}, {list(slot.local_shape)} of it on this rank",
+            expected=f"{slot}, {list(slot.path.local_shape)} of it on this rank",
             got=found,
             why="it would be trained on this rank alone and never reduced",
             fix="replace parameters before the transform, or edit values in `with zf.unsharded(model, writeback=True):`",

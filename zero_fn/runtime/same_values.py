@@ -6,44 +6,39 @@ from collections.abc import Sequence
 
 import torch
 
-from zero_fn.agreement import Exchanges, agree
-from zero_fn.hierarchy import Hierarchy, Links
-from zero_fn.runtime.slot import Slot
+from zero_fn.agreement import agree_along
+from zero_fn.hierarchy import Links
+from zero_fn.mesh import Axis
 
 __all__ = ["agree_on_values"]
 
 
 def agree_on_values(
     transport: Links,
+    axes: Sequence[Axis],
     what: str,
-    rows: Sequence[tuple[Slot, str]],
+    rows: Sequence[tuple[Sequence[Axis], str]],
     *,
     device: torch.device,
     why: str,
     fix: str,
 ) -> None:
-    """`agree`, where some parameters are the same along one of two data axes only: experts that lie on the other.
+    """`agree`, where ranks need not hold the same along every data axis: experts lie on one, shards are cut over some.
 
-    Communicates 16 bytes to each peer, twice if there are such parameters. Waits.
+    Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
 
     Args:
         transport: Of the module or unit.
+        axes: Over which it is.
         what: What the rows describe.
-        rows: One line for each parameter, in the same order on every rank.
+        rows: A line for each parameter, in the same order on every rank, and the axes along which ranks have the same one.
         device: Where messages are made.
         why: What would go wrong.
         fix: How to mend it.
 
     Raises:
-        DisagreementError: Names the first two ranks and the first row that differ.
+        DisagreementError: Names two ranks and the first row that differ; on every rank.
     """
-    by_axis: dict[int | None, list[str]] = {None: []}
-    for slot, row in rows:
-        is_alone = slot.route is not None and slot.route.is_alone
-        by_axis.setdefault(slot.route.first if slot.route is not None and is_alone else None, []).append(row)
-    for number, chosen in sorted(by_axis.items(), key=lambda item: -1 if item[0] is None else item[0]):
-        links: Exchanges = transport
-        if number is not None:
-            assert isinstance(transport, Hierarchy), "a tensor leaves an axis out where there are two"
-            links = transport.member(number)
-        agree(links, what, chosen, device=device, why=why, fix=fix)
+    along = [[row for alike, row in rows if axis in alike] for axis in axes]
+    if any(along):
+        agree_along(transport, [axis.size for axis in axes], what, along, device=device, why=why, fix=fix)

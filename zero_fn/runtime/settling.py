@@ -27,7 +27,7 @@ class Settling:
         self._undecided.append((unit, reduction))
         is_settled = True
         for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-            if has_local and slot.is_reduced_at_once:
+            if has_local and slot.path.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
                 self._away.settle(slot, grad)
@@ -54,7 +54,7 @@ class Settling:
             if reduction.is_released:
                 continue
             for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
-                grad = reduction.resting(slot) if has_any and not (has_local and slot.is_reduced_at_once) else None
+                grad = reduction.resting(slot) if has_any and not (has_local and slot.path.is_reduced_at_once) else None
                 if grad is not None:
                     self._away.settle(slot, grad)
             self._away.put_gradients(unit)

@@ -232,17 +232,15 @@ class Step:
             if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
         }
 
-    def prepare_graph(self) -> None:
-        """Before a forward is traced as one graph: as `prepare`, which a forward around it has done already."""
-        if self._forward is None:
-            self.prepare()
-
     def _agree(self) -> None:
         """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True
         if self.assignment.axis is not None:
             agree_on_units(
-                self.transport, [unit for unit in self.live_units() if not unit.is_gone], self._control.device
+                self.transport,
+                self.assignment.axes,
+                [unit for unit in self.live_units() if not unit.is_gone],
+                self._control.device,
             )
             self.buffers.begin(self._control.device)
 

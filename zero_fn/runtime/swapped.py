@@ -100,7 +100,7 @@ def whole_value(unit: Unit, slot: Slot, value: Tensor) -> Tensor:
             parameter=slot,
             fix="values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}, or torch.autograd.grad",
         )
-    return value.to(slot.compute_dtype) if value.dtype == slot.dtype else value
+    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
 
 
 def _unwrapped(tensor: Tensor) -> Tensor:
@@ -116,12 +116,12 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, slot: Slot, value: Tensor) -> Tensor:
         ctx.unit, ctx.slot = unit, slot
         local = local_of(value)
-        if slot.layout is None:
+        if slot.path.layout is None:
             return local.clone()
-        flat = torch.empty(slot.layout.padded_numel, dtype=local.dtype, device=local.device)
-        flat.narrow(0, slot.start, slot.local_numel).copy_(local.permute(slot.layout.order).reshape(-1))
-        unit.transport.all_gather([slot.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
-        return slot.whole_view(flat)
+        flat = torch.empty(slot.path.layout.padded_numel, dtype=local.dtype, device=local.device)
+        flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(local.permute(slot.path.layout.order).reshape(-1))
+        unit.transport.all_gather([slot.path.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
+        return slot.path.whole_view(flat)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:

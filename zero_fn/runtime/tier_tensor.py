@@ -20,16 +20,14 @@ arguments cross to the device and from it; all else is computed on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zero_fn.errors import StateError
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.record import Record
+from zero_fn.tiers import Tier
 
 __all__ = ["PLACE", "TierTensor", "in_memory", "on_host", "same_place", "written_by"]
 
@@ -43,6 +41,39 @@ _LIKE = frozenset(
     )
 )  # fmt: skip
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
+
+
+class Opened(Protocol):
+    """One tensor in memory for an operation: its elements, flat."""
+
+    flat: Tensor
+
+    def put(self) -> None:
+        """Writes it back."""
+
+    def close(self) -> None:
+        """Lets go of it."""
+
+
+class Holder(Protocol):
+    """What holds tensors in a tier. (record.py)"""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are computed with."""
+
+    @property
+    def tier(self) -> Tier:
+        """Where they rest."""
+
+    def numel(self, number: int) -> int:
+        """Elements of a tensor."""
+
+    def dtype(self, number: int) -> torch.dtype:
+        """Dtype of a tensor."""
+
+    def open(self, number: int, *, on_host: bool = False) -> Opened:
+        """Brings one tensor into memory, for an operation."""
 
 
 PLACE = ("record", "number", "first", "moved")
@@ -59,14 +90,14 @@ class TierTensor(Tensor):
         moved: Values in memory that were put in place of those; see [Note: .data].
     """
 
-    record: Record
+    record: Holder
     number: int
     first: int
     moved: Tensor | None = None
 
     @staticmethod
     def __new__(
-        cls, record: Record, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
+        cls, record: Holder, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
     ) -> TierTensor:
         tensor: TierTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(size), strides=tuple(stride), dtype=record.dtype(number), device=record.device

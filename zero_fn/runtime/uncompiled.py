@@ -2,9 +2,9 @@
 
 [Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks: nothing to trace. The
 compiler therefore breaks its graph where a unit is entered, runs this package's part in plain Python, and goes on with
-the module's own forward, which it compiles with everything inside the unit. Where a graph must not break, it traces the
-entry of a unit in another form: see whole_graph.py. `torch.compiler.disable` would say the same but
-imports the compiler, which takes longer than all of zero_fn.
+the module's own forward, which it compiles with everything inside the unit. A graph that must not break (`fullgraph=True`)
+can hold the inside of one unit and not several: the compiler refuses it with the words below.
+`torch.compiler.disable` would say the same but imports the compiler, which takes longer than all of zero_fn.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from typing import Any, TypeVar
 
 from torch._C._dynamo import eval_frame
 
-__all__ = ["left_alone", "traced_inside", "uncompiled"]
+__all__ = ["left_alone", "uncompiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_WHY = (
+    "zero_fn gathers a unit here, which breaks the graph: torch.compile(model) without fullgraph=True, "
+    "or block.compile() for each block"
+)
 
 _SKIP, _AS_USUAL = eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT
 
@@ -31,16 +36,9 @@ def left_alone(function: F) -> F:
     return _marked(function, _AS_USUAL)
 
 
-def traced_inside(function: F) -> F:
-    """The same function: as `left_alone`, but the compiler traces it where it meets its call while it traces another one."""
-    strategy = eval_frame._FrameExecStrategy(_SKIP, _AS_USUAL)
-    eval_frame.set_code_exec_strategy(function.__code__, strategy)
-    return function
-
-
 def _marked(function: F, inner: eval_frame._FrameAction) -> F:
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "zero_fn enters a unit"  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
     strategy = eval_frame._FrameExecStrategy(_SKIP, inner)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
     return function

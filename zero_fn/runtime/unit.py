@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any
 
@@ -37,11 +38,11 @@ from zero_fn.runtime.changes import Changes
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
-from zero_fn.runtime.graph_operations import key_of
+from zero_fn.runtime.group import Group, groups_of
+from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.names import Names
-from zero_fn.runtime.record import Form
+from zero_fn.runtime.record import Form, Record, record_of
 from zero_fn.runtime.replaced import on_other_memory, resting_successor
-from zero_fn.runtime.rest import Rest, forms_away
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
@@ -49,11 +50,9 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.tiled import is_tile
 
 if TYPE_CHECKING:
-    from zero_fn.runtime.away import Shelved
     from zero_fn.runtime.step import Step
-    from zero_fn.runtime.whole_graph import Plan
 
-__all__ = ["Phase", "Unit"]
+__all__ = ["Phase", "Unit", "unit_of"]
 
 
 class Phase(Enum):
@@ -71,7 +70,9 @@ class Unit:
         name: Name of the anchor module in the transformed module; "" is the root.
         index: Its number in the step, the same on every rank.
         slots: Its parameters, in registration order.
-        rest: Where they rest.
+        groups: Its parameters by kind, and the buffers they have.
+        is_away: Whether any resting parameter is in another tier.
+        is_transient: Whether any gathered parameter is freed between uses.
         watched: Which parameters were trained when hooks on their nodes were looked for.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
@@ -89,8 +90,6 @@ class Unit:
         open: Forwards of the unit that are running (more than one when a module calls itself).
         anchor: The anchor module, weakly.
         inner: Modules below the anchor whose entries are taken out while the unit runs.
-        key: Its name among all units of the process, by which a compiled graph finds it.
-        in_graph: What a graph that is traced reads of it.
         reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
@@ -105,8 +104,6 @@ class Unit:
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
         self.lenders: tuple[int, ...] = ()
-        self.key = key_of(self)
-        self.in_graph: Plan | None = None
         self.deferred_in: int | None = None
         self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
@@ -115,7 +112,9 @@ class Unit:
         self.swapped: dict[int, Tensor] = {}
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
-        self.rest = Rest()
+        self.groups: list[Group] = []
+        self.is_away = self.is_transient = False
+        self._known_records: list[Record] = []
         self._failure: StorageError | None = None
         self._told: Told | None = None
         self.gradients, self._names = Gradients(slots), Names(slots)
@@ -131,7 +130,7 @@ class Unit:
         self._gathering, self._reducing = f"parameters of {self}", f"gradients of {self}"
         step.units.append(weakref.ref(self))
         for slot in slots:
-            slot.unit = weakref.ref(self)
+            slot.owner = weakref.ref(self)
 
     # -- memory at rest ---------------------------------------------------------------------------------------------
 
@@ -142,24 +141,28 @@ class Unit:
             sources: For each slot, the parameter it takes the place of.
             owned: For each slot, what this rank holds of it from now on.
         """
-        self.allocate([source.device for source in sources], [source.requires_grad for source in sources])
-        with self.rest.in_memory():
+        self.allocate([source.requires_grad for source in sources])
+        with self.in_memory():
             for slot, values in zip(self.slots, owned, strict=True):
                 if values.device.type != "meta":
-                    slot.local_view(slot.flat).copy_(values)
+                    slot.path.local_view(slot.flat).copy_(values)
 
-    def allocate(self, devices: list[torch.device], requires_grad: list[bool]) -> None:
+    def allocate(self, requires_grad: list[bool]) -> None:
         """Lays out the memory at rest, and registers parameters on it. Their values are still to be written."""
-        self._lay_out(devices)
+        self._lay_out()
         for slot, flag in zip(self.slots, requires_grad, strict=True):
             parameter = resting_parameter(slot.resting_local(), slot.spec, requires_grad=flag)
             slot.adopt(parameter, slot.flat)
             for place in slot.places:
                 place.register(parameter)
 
-    def forms_away(self) -> dict[Shelved, list[Form]]:
-        """What it puts into other tiers: elements and dtypes, by kind and tier."""
-        return forms_away(self.slots)
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
+        with ExitStack() as stack:
+            for group in self.groups:
+                stack.enter_context(group.in_memory())
+            yield
 
     @property
     def is_gone(self) -> bool:
@@ -204,16 +207,9 @@ class Unit:
         self.is_evicted = True
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
             return  # it is in another tier already
-        self.rest.vacate()
-        self._spare = None
-        for slot in self.slots:
-            if isinstance(slot.flat, TierTensor):
-                continue
-            slot.hosted = None
-            slot.flat = torch.empty(0, dtype=slot.dtype, device=slot.flat.device)
-            slot.local = slot.flat  # of no parameter: the slot is not current
-            slot.group = None
-        self._memory = None
+        for group in self.groups:
+            group.vacate()
+        self._spare = self._memory = None
 
     def move_in_again(self) -> None:
         """Undoes `vacate`, when parameters have memory again."""
@@ -221,11 +217,10 @@ class Unit:
         self.readopt()
 
     def _take_over(self, moved: list[nn.Parameter]) -> None:
-        for slot, parameter in zip(self.slots, moved, strict=True):
-            slot.set_dtype(parameter.dtype)
         locals_ = [local_of(parameter) for parameter in moved]
-        self._lay_out([local.device for local in locals_])
-        with self.rest.in_memory():
+        self.form_groups([parameter.dtype for parameter in moved], [local.device for local in locals_])
+        self._lay_out()
+        with self.in_memory():
             for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
                 if not same_place(local, slot.flat):
                     view = slot.resting_local()
@@ -248,9 +243,9 @@ class Unit:
         twin.phase, twin.generation, twin.open = Phase.AT_REST, 0, 0
         twin.pinned, twin.leaves, twin.lenders = None, None, self.lenders
         twin.anchor = _no_anchor
-        twin.inner, twin.has_model_axes, twin.rest = [], self.has_model_axes, Rest()
+        twin.inner, twin.has_model_axes, twin.groups = [], self.has_model_axes, []
+        twin._known_records, twin.is_away, twin.is_transient = [], False, False
         twin.reshards_after_backward = self.reshards_after_backward
-        twin.key, twin.in_graph = key_of(twin), None
         twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
         twin._failure, twin._told = None, None
@@ -260,15 +255,43 @@ class Unit:
         twin.slots = [slot.twin(memo) for slot in self.slots]
         twin.gradients, twin._names, twin.changes = Gradients(twin.slots), Names(twin.slots), Changes()
         for slot in twin.slots:
-            slot.unit = weakref.ref(twin)
+            slot.owner = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
         twin.step.units[self.index] = weakref.ref(twin)
         return twin
 
-    def _lay_out(self, devices: list[torch.device]) -> None:
+    def form_groups(self, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> None:
+        """Decides how the parameters, of these dtypes on these devices, rest, compute and are summed."""
+        records = self._records()
+        self.groups = groups_of(self.slots, dtypes, devices)
+        self._known_records = records
+
+    def _lay_out(self) -> None:
         self._memory = self._spare = None
         self.watched = []
-        self.rest.lay_out(self, devices)
+        for group in self.groups:
+            group.lay_out(self._record_for)
+        self.is_away = any(group.record is not None for group in self.groups)
+        self.is_transient = any(group.is_transient for group in self.groups)
+        self._known_records = []
+
+    def group_of(self, slot: Slot) -> Group:
+        """The group of one of its parameters."""
+        return next(group for group in self.groups if group.kind is slot.kind)
+
+    def _records(self) -> list[Record]:
+        return [record for group in self.groups for record in group.records()]
+
+    def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, record_type: type[Record]) -> Record:
+        """Room in another tier; that of before, where nothing has changed. [Note: away]"""
+        for known in self._known_records:
+            if type(known) is record_type and known.is_for(what[1], forms, device):
+                self._known_records.remove(known)
+                return known
+        away = self.step.away
+        record = record_type(away.shelf(what), forms, device, away.place_for(what, forms, device))
+        record.owner = weakref.ref(self)
+        return record
 
     # -- gathered parameters ----------------------------------------------------------------------------------------
 
@@ -282,13 +305,13 @@ class Unit:
         if self.phase is not Phase.AT_REST or self.is_replaced or (self.pinned is not None and not even_pinned):
             return
         if self.is_away:
-            self._failure = self.rest.arrive()
-        hosts = self.rest.hosts
-        if hosts.slots and not hosts.are_current:
-            hosts.gather(self.transport, str(self))
+            self._failure = self._arrive()
+        for group in self.groups:
+            if group.inner is not None and not group.is_inner_current:
+                group.gather_inner(self.transport, str(self))
         gathered, self._spare = self._spare, None
         if gathered is None:
-            gathered = Gathered(self, self.slots, self.rest.groups, self.transport)
+            gathered = Gathered(self, self.slots, self.groups, self.transport)
         else:
             gathered.renew()
         self.gathered = gathered
@@ -298,28 +321,29 @@ class Unit:
         self._pending = self.transport.all_gather(gathered.segments, self._gathering) if gathered.segments else None
         self.phase = Phase.GATHERING
         if self.is_away:
-            self.rest.let_go()
+            self._let_go()
             self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
-
-    @property
-    def is_away(self) -> bool:
-        """Whether any resting parameter is in another tier."""
-        return bool(self.rest.records)
-
-    @property
-    def is_transient(self) -> bool:
-        """Whether any gathered parameter is freed between uses."""
-        return self.rest.is_transient
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
         if self.phase is Phase.AT_REST and self.pinned is None and self.leaves is None and not self.is_replaced:
-            self.rest.fetch()
+            for group in self.groups:
+                group.fetch()
+
+    def _arrive(self, *, exact: bool = False) -> StorageError | None:
+        """Waits for resting parameters that are in another tier; the first failure. `exact`: see `Group.arrive`."""
+        failures = [group.arrive(exact=exact) for group in self.groups]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def _let_go(self) -> None:
+        for group in self.groups:
+            group.let_go()
 
     def expire(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
         self.reshard()
-        self.rest.hosts.are_current = False
+        for group in self.groups:
+            group.is_inner_current = False
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -353,7 +377,7 @@ class Unit:
         if self.backward_entry is not None:
             self.leave_backward()
         if self.is_away:
-            self.rest.let_go()
+            self._let_go()
         if self.phase is Phase.AT_REST:
             return
         if self.phase is Phase.GATHERING:
@@ -368,7 +392,7 @@ class Unit:
         """The parameters as the forward sees them: whole, in the compute dtype, fresh autograd identities."""
         if self.pinned is not None:
             return [
-                whole.to(slot.compute_dtype) if slot.compute_dtype != whole.dtype else whole.data
+                whole.to(slot.kind.compute_dtype) if slot.kind.compute_dtype != whole.dtype else whole.data
                 for slot, whole in zip(self.slots, self.pinned, strict=True)
             ]
         assert self.phase is Phase.GATHERED and self.gathered is not None, f"unit {self.name!r} is {self.phase}"
@@ -389,22 +413,26 @@ class Unit:
     def buffers(self) -> list[Tensor]:
         """All memory of parameters that the unit holds beside that of its resting ones."""
         gathered = self.gathered.buffers if self.gathered is not None else ()
-        return [*self.rest.kept(), *gathered, *(self.pinned or ())]
+        return [*(kept for group in self.groups for kept in group.kept()), *gathered, *(self.pinned or ())]
 
     @property
     def gathered_nbytes(self) -> int:
         """Bytes of its gathered parameters that are freed between uses."""
-        return self.rest.gathered_nbytes
+        return sum(group.whole.nbytes for group in self.groups if group.is_transient and group.whole is not None)
 
     @property
     def local_gradient_nbytes(self) -> int:
         """Bytes of the whole gradients that a backward makes, and that are freed once they are reduced."""
-        return sum(slot.numel * slot.compute_dtype.itemsize for slot in self.slots if slot.parameter.requires_grad)
+        return sum(
+            slot.path.numel * slot.kind.compute_dtype.itemsize for slot in self.slots if slot.parameter.requires_grad
+        )
 
     def padding_nbytes(self) -> tuple[int, int]:
         """Bytes of padding in the memory at rest, and in that of gradients."""
-        is_away = any(slot.is_gradient_away for slot in self.slots)
-        return self.rest.padding_nbytes(self.slots), 0 if is_away else self.gradient_memory().padding_nbytes
+        is_away = any(group.kind.is_gradient_away for group in self.groups)
+        return sum(
+            group.padding_nbytes for group in self.groups
+        ), 0 if is_away else self.gradient_memory().padding_nbytes
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -483,7 +511,7 @@ class Unit:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank.
         """
         if self.is_away:
-            failure = self.rest.arrive(exact=True)
+            failure = self._arrive(exact=True)
             told = tell(self.transport, self.step.assignment.axes, failure, f"Fetching {self}")
             failure = told.failure(failure)
             if failure is not None:
@@ -492,22 +520,22 @@ class Unit:
         for slot in self.slots:
             own = slot.flat
             if isinstance(own, TierTensor):
-                own = own.record.values(own.number)
-            if slot.layout is None:
-                wholes.append(slot.whole_view(own).to(slot.flat.device, copy=True))
+                own = record_of(own).values(own.number)
+            if slot.path.layout is None:
+                wholes.append(slot.path.whole_view(own).to(slot.flat.device, copy=True))
                 continue
-            flat = torch.empty(slot.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
-            flat.narrow(0, slot.start, slot.local_numel).copy_(own)
-            segments.append(slot.segment(flat))
-            wholes.append(slot.whole_view(flat))
-        self.rest.let_go()
+            flat = torch.empty(slot.path.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
+            flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(own)
+            segments.append(slot.path.segment(flat))
+            wholes.append(slot.path.whole_view(flat))
+        self._let_go()
         return wholes, self.transport.all_gather(segments, f"whole parameters of {self}") if segments else None
 
     def scatter_whole(self, wholes: Mapping[Slot, Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
-        with self.rest.in_memory():
+        with self.in_memory():
             for slot, whole in wholes.items():
-                slot.local.copy_(slot.owned(local_of(whole)))
+                slot.local.copy_(slot.path.owned(local_of(whole)))
 
     # -- in flight --------------------------------------------------------------------------------------------------
 
@@ -563,6 +591,13 @@ class Unit:
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'!r}, {len(self.slots)} parameters, {self.phase.name})"
+
+
+def unit_of(slot: Slot | None) -> Unit | None:
+    """The unit of a parameter; None if it is gone, or if there is no parameter."""
+    unit = slot.owner() if slot is not None else None
+    assert unit is None or isinstance(unit, Unit)
+    return unit
 
 
 def _no_anchor() -> nn.Module | None:

@@ -59,7 +59,7 @@ def cast_leaves(unit: Unit) -> list[Tensor]:
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return cast_leaves(unit)
     return [
-        leaf if leaf.dtype == slot.compute_dtype else leaf.to(slot.compute_dtype)
+        leaf if leaf.dtype == slot.kind.compute_dtype else leaf.to(slot.kind.compute_dtype)
         for slot, leaf in zip(unit.slots, unit.leaves, strict=True)
     ]
 

@@ -1,7 +1,6 @@
 """Memory and files in which training state rests off the device.
 
 memory      how much the host has left
-numa        spreads memory over the nodes of the machine
 slab        one page-aligned range of host memory of exact size, pinned where it can be
 request     one read or write of a file, continued until it is complete
 uring       requests through io_uring; threads: the same through a few threads, where io_uring is refused

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from zero_fn.errors import TierError
 from zero_fn.storage.memory import available
-from zero_fn.storage.numa import spread
 from zero_fn.tiers import Cpu, bytes_text
 
 __all__ = ["PAGE_NBYTES", "Slab", "advise", "too_small", "whole_pages"]
@@ -68,7 +67,6 @@ class Slab:
         if not forked:
             advise(mapped, "MADV_DONTFORK")
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)
-        spread(self.address, self.nbytes)
         self.is_pinned = tier.pinned and torch.cuda.is_available() and _register(mapped, self.nbytes)
 
     @property

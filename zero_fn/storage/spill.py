@@ -3,7 +3,8 @@
 Both are kept in memory, as the file dies with the process anyway. A read that finds other bytes than the last write
 left raises, and says whether they are those of the write before: a disk that lost a write.
 
-The digests of a write are taken while the disk reads the same memory.
+The digests of a write are taken while the disk reads the same memory: 64 bits of xxh3, at some 37 GB/s on one core. They see
+flipped bits, and sectors or words that are lost, stale or in the wrong place.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import xxhash
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.kernels.checksum import digests
 from zero_fn.storage.carrier import Carrier
 from zero_fn.storage.forked import Owned
 from zero_fn.storage.request import Request
@@ -163,11 +164,8 @@ def _requests(extents: Sequence[Extent], view: Tensor, *, is_write: bool) -> lis
 
 
 def _digests(extents: Sequence[Extent], view: Tensor) -> list[int]:
-    """The digest of each extent. All but the first and the last are of one size."""
-    if len(extents) < 3:
-        return [digest for start, nbytes, _, _ in extents for digest in digests(view[start : start + nbytes], nbytes)]
-    first = extents[0].nbytes
-    return [*digests(view[:first], first), *digests(view[first:], extents[1].nbytes)]
+    memory = view.numpy().data
+    return [xxhash.xxh3_64_intdigest(memory[start : start + nbytes]) for start, nbytes, _, _ in extents]
 
 
 def _require_undamaged(request: Request, block: _Block, found: int) -> None:

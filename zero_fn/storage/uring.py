@@ -5,6 +5,9 @@
 `io_uring_enter`, too. The system call orders both sides on every processor, so no other barrier is needed. Layouts are
 those of `linux/io_uring.h`, which never change.
 
+[Note: giving the interpreter away] A call that releases the interpreter may wait 5 ms to have it back, when another thread
+runs Python. So calls that do not wait for a disk keep it.
+
 Buffers that are registered are pinned once and not for each request. Registering counts as locked memory (`ulimit -l`);
 where that is too low, requests go without.
 """

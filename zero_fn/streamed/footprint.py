@@ -78,7 +78,7 @@ def footprint(optimizer: Optimizer) -> Footprint:
     if isinstance(optimizer, Streamed):
         return _streamed(parameters, optimizer.states.chunks)
     planner, slots = Planner(optimizer), map(slot_of, parameters)
-    if any(slot is not None and slot.must_be_streamed for slot in slots):
+    if any(slot is not None and slot.kind.must_be_streamed for slot in slots):
         require_streamable(optimizer, elementwise=False)
         return _streamed(parameters, planner.chunks(parameters))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -129,8 +129,8 @@ def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            value = nbytes * ((slot is not None and slot.is_away) != on_host)
-            gradient = nbytes * ((slot is not None and slot.is_gradient_away) != on_host)
+            value = nbytes * ((slot is not None and slot.kind.is_away) != on_host)
+            gradient = nbytes * ((slot is not None and slot.kind.is_gradient_away) != on_host)
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
             # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY

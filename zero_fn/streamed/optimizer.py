@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import rest_gradient
+from zero_fn.runtime.advice import say_if_rounded, say_if_slow
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.loaded import settle_states
@@ -54,7 +55,8 @@ def streamed(
 
     Adam and AdamW with `fused=True` are stepped in one pass by a kernel in C, compiled at first use, whose bits are those of
     torch's; it also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. `print(optimizer)` says whether
-    it is used, and if not, why: torch then does the same step.
+    it is used, and if not, why: torch then does the same step. Without `fused` a step takes several times as long, which a
+    warning says once; `fused=False` says that it is meant.
 
     With `finish="forward"`, a step of what rests in tiers (parameters and gradients, by `zf.offload`) is taken unit by unit,
     each before it is read next: while the device computes a unit, the host steps the next ones, and a disk reads and writes
@@ -115,7 +117,10 @@ def streamed(
             fix='finish="step"; or torch.optim.AdamW',
         )
     require_streamable(optimizer, elementwise=elementwise)
-    return Streamed(Planner(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer")), waits=finish == "forward")
+    found = Streamed(Planner(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer")), waits=finish == "forward")
+    say_if_slow(optimizer)
+    say_if_rounded(optimizer)
+    return found
 
 
 class Streamed(Optimizer):

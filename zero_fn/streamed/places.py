@@ -10,10 +10,10 @@ from torch import Tensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.record import Parcel, Record, parcels_of
+from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import unit_of
 from zero_fn.tiers import Tier
 
 __all__ = ["KINDS", "Place", "away_of", "device_of", "follow", "parcels_away", "place_of", "records_of"]
@@ -42,13 +42,16 @@ def place_of(parameter: Tensor) -> Place | None:
     """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
     away = away_of(parameter)
     if away is not None:
-        return Place(away.record, away.number, away.record.parcels, away.record.device)
-    slot, unit = slot_of(parameter), _unit_of(parameter)
-    what = next(slot.shelved(), None) if slot is not None else None
+        record = record_of(away)
+        return Place(record, away.number, record.parcels, record.device)
+    slot = slot_of(parameter)
+    unit = unit_of(slot)
+    what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
-    members = [other for other in unit.slots if what in other.shelved()]
-    return Place((unit, what), members.index(slot), parcels_of(unit.forms_away()[what]), device_of(parameter))
+    group = unit.group_of(slot)
+    forms = dict(group.forms_away())[what]
+    return Place((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
 
 
 def away_of(parameter: Tensor) -> TierTensor | None:
@@ -56,33 +59,37 @@ def away_of(parameter: Tensor) -> TierTensor | None:
     local, slot = local_of(parameter), slot_of(parameter)
     if isinstance(local, TierTensor):
         return local
-    return slot.gradient_away if slot is not None else None
+    return slot.gradient_place if slot is not None else None
 
 
 def device_of(parameter: Tensor) -> torch.device:
     """The device that computes with a parameter; of one on `meta`, if that is known, the one that will."""
     slot, local = slot_of(parameter), local_of(parameter)
-    return torch.device(slot.device_type) if local.is_meta and slot is not None else local.device
+    return torch.device(slot.kind.device_type) if local.is_meta and slot is not None else local.device
 
 
 def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
-    unit = _unit_of(parameter)
-    if unit is not None and (unit.is_away or unit.rest.gradient_records):
+    unit = unit_of(slot_of(parameter))
+    if unit is not None and any(group.records() for group in unit.groups):
         unit.readopt()
 
 
 def parcels_away(parameters: Iterable[Tensor]) -> dict[str, list[tuple[Tier, Sequence[Parcel]]]]:
-    """The parcels of units that have any of these parameters, or their gradients, in another tier: by kind, for each unit."""
+    """The parcels of groups that have any of these parameters, or their gradients, in another tier, by kind and group."""
     found: dict[str, list[tuple[Tier, Sequence[Parcel]]]] = {kind: [] for kind in KINDS}
     seen = set()
     for parameter in parameters:
-        slot, unit = slot_of(parameter), _unit_of(parameter)
-        for what in slot.shelved() if slot is not None and unit is not None else ():
-            if unit is None or (unit, what) in seen:
+        slot = slot_of(parameter)
+        unit = unit_of(slot)
+        if slot is None or unit is None:
+            continue
+        group = unit.group_of(slot)
+        for what in slot.kind.shelved():
+            if (group, what) in seen:
                 continue
-            seen.add((unit, what))
-            (kind, tier), forms = what, unit.forms_away()
+            seen.add((group, what))
+            (kind, tier), forms = what, dict(group.forms_away())
             found[kind].append((tier, parcels_of(forms[what])))
             copies = forms.get(("compute copies", tier))
             if kind == "parameters" and copies:
@@ -95,12 +102,8 @@ def records_of(tensors: Iterable[Tensor]) -> list[Record]:
     found: dict[Record, None] = {}
     for local in map(local_of, tensors):
         if isinstance(local, TierTensor):
-            found[local.record] = None
-            if isinstance(local.record, ParameterRecord) and local.record.copies is not None:
-                found[local.record.copies] = None
+            record = record_of(local)
+            found[record] = None
+            if isinstance(record, ParameterRecord) and record.copies is not None:
+                found[record.copies] = None
     return list(found)
-
-
-def _unit_of(parameter: Tensor) -> Unit | None:
-    slot = slot_of(parameter)
-    return slot.unit() if slot is not None and slot.unit is not None else None

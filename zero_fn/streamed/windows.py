@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.record import Record
+from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -69,7 +69,7 @@ def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
 def _visiting(parameter: Tensor) -> tuple[bool, bool]:
     """Whether there is room for visits of a parameter, and of its gradient: if they do not rest in a tier."""
     slot = slot_of(parameter)
-    return slot is None or not slot.is_away, slot is None or not slot.is_gradient_away
+    return slot is None or not slot.kind.is_away, slot is None or not slot.kind.is_gradient_away
 
 
 @dataclass(slots=True)
@@ -178,9 +178,9 @@ class Windows:
             number = cut.piece.parameter
             grad, place = local_of(self._grads[number]) if number in self._grads else None, away_of(self._known[number])
             if isinstance(grad, TierTensor):
-                if place is None or grad.number != place.number or not grad.record.is_like(place.record):
+                if place is None or grad.number != place.number or not record_of(grad).is_like(record_of(place)):
                     return None
-                found.add(grad.record)
+                found.add(record_of(grad))
         return found.pop() if len(found) == 1 else None
 
     def _parcel(self, kind: int, record: Record, chunk: Chunk) -> Tensor:

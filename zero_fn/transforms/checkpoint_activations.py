@@ -15,7 +15,7 @@ from zero_fn.runtime.parked import Parking
 from zero_fn.runtime.recomputed import Recomputed
 from zero_fn.substitute import assignment_of, substitute
 from zero_fn.tiers import Tier
-from zero_fn.units import Units, anchors_of
+from zero_fn.units import Units, anchors_of, repeated_blocks
 
 __all__ = ["checkpoint_activations"]
 
@@ -56,7 +56,7 @@ def checkpoint_activations(
         ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a and P_a+cpu).
     """
     axis = None if partition is None else mesh_axis(partition, verb="checkpoint_activations")
-    names = [name for name in anchors_of(module, units) if name]
+    names = list(repeated_blocks(module)) if units is None else [name for name in anchors_of(module, units) if name]
     if not names:
         raise UnitError(
             "checkpoint_activations found no module to recompute.",

@@ -1,20 +1,33 @@
-"""From `meta` to memory, one unit at a time."""
+"""From `meta` to memory, one unit at a time.
+
+[Note: who writes what] A module is initialised by its own `reset_parameters()`, or, below a model of transformers, by that
+model's `_init_weights`, which knows how the whole is drawn and recomputes buffers that no checkpoint holds (the frequencies
+of rotary embeddings). It is called for every module, the innermost first, as the model itself does: one for attention
+draws the weights of a projection below it anew. Memory is filled with a pattern before, so what nobody wrote is found.
+"""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.grid import local_part
 from zero_fn.runtime.entry import steps_of, units_of
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.unit import Unit
 
 __all__ = ["materialize"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_UNWRITTEN = 0xFB  # each byte of memory that nobody has written: -2.6e36 in float32, no value that anybody draws
+_SHOWN = 8
 
 
 def materialize(module: M, device: torch.device | str) -> M:
@@ -24,76 +37,185 @@ def materialize(module: M, device: torch.device | str) -> M:
             model = GPT(config)
         model = zf.materialize(zf.shard_params(model, mesh["dp"]), "cpu")
 
-    Each unit in turn is allocated whole, `reset_parameters()` of its modules runs on whole plain tensors, and this
-    rank's shard is kept. With the same seed on every rank the values are those that one process gets from calling
-    `reset_parameters()` in the same order, whatever the stage, the axes and the number of ranks. Buffers are allocated and
-    must be set by `reset_parameters()` too.
+    Each unit in turn is allocated whole, its modules are initialised on whole plain tensors, and this rank's shard is kept.
+    A module is initialised by its `reset_parameters()`, or, in a model of transformers, by the `_init_weights` of that. With
+    the same seed on every rank the values are those that one process gets from calling these in the same order, whatever the
+    stage, the axes and the number of ranks. Buffers are allocated and must be set there too. To load a checkpoint, load it
+    after that: buffers that it does not hold have their values then.
 
-    Communicates nothing.
+    Communicates nothing; the next forward compares over ranks what was drawn, and raises `DisagreementError` if it differs.
 
     Args:
         module: A transformed module whose parameters are on `meta`. It is materialized in place and returned; parameters
-            keep their names, and an optimizer built before holds other objects.
+            keep their names, and an optimizer built before holds other objects. Units that are in memory stay.
         device: Where to allocate, `"cpu"` or `"cuda"`.
 
     Returns:
         `module`.
 
     Raises:
-        StateError: `module` was not transformed; or a module owns parameters or buffers on `meta` and has no
-            `reset_parameters()`, so its values would be garbage.
+        StateError: `module` was not transformed; or parameters or buffers on `meta` would have no values: nothing
+            initialises their module (then nothing was changed), or what does so leaves them out.
     """
-    steps_of(module, verb="materialize")
-    owners = [
+    for step in steps_of(module, verb="materialize"):
+        step.note_loaded()
+    ways = _ways(module)
+    _require_ways(module, ways)
+    target = torch.empty(0, device=device).device  # with its index
+    units = [unit for unit in units_of(module) if any(slot.parameter.is_meta for slot in unit.slots)]
+    late = {id(child) for _, child in _owners(module)}
+    buffers: list[tuple[str, nn.Module, str, Tensor]] = []
+    for name, child in _owners(module):
+        for attribute, buffer in child._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                child._buffers[attribute] = unwritten = _filled(torch.empty_like(buffer, device=target))
+                buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
+    for unit in units:
+        unit.reshard()
+        unit.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+        unit.allocate([slot.parameter.requires_grad for slot in unit.slots])
+    missed: list[str] = []
+    regions = _regions(module, units)
+    with torch.no_grad():
+        for unit in units:
+            inside = regions[id(unit)] | {id(child) for child in unit.modules()}
+            missed += _initialise(unit, [way for key, way in ways.items() if key in inside], target)
+            late -= inside
+        for key in late:
+            ways[key]()
+    missed += [
+        name for name, child, attribute, empty in buffers if child._buffers[attribute] is empty and _is_filled(empty)
+    ]
+    if missed:
+        raise StateError(
+            f"{len(missed)} parameters and buffers on meta were given memory, and nobody gave them values.",
+            first=", ".join(missed[:_SHOWN]),
+            why="reset_parameters() or _init_weights() of their modules leaves them out",
+            fix="set them there; or, as they have memory now, write them, and load the rest with load_state_dict()",
+        )
+    return module
+
+
+def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device) -> list[str]:
+    """Lets these write whole parameters of a unit, and keeps this rank's part of them.
+
+    Returns:
+        The names of those that they did not write.
+    """
+    wholes = [nn.Parameter(_filled(_empty(slot, device)), slot.parameter.requires_grad) for slot in unit.slots]
+    for slot, whole in zip(unit.slots, wholes, strict=True):
+        for place in slot.places:
+            place.register(whole)
+    try:
+        for way in ways:
+            way()
+            for slot, whole in zip(unit.slots, wholes, strict=True):
+                if len(slot.places) > 1 and not _is_filled(whole):
+                    whole._is_hf_initialized = True  # type: ignore[attr-defined]  # a tied one is drawn by its first name
+    finally:
+        for slot in unit.slots:
+            for place in slot.places:
+                place.register(slot.parameter)
+    parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
+    unit.scatter_whole(dict(zip(unit.slots, parts, strict=True)))
+    for slot, whole in zip(unit.slots, wholes, strict=True):
+        slot.initial = content_digest(whole)
+    return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if _is_filled(whole)]
+
+
+def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules that have parameters or buffers of their own on `meta`."""
+    return [
         (name, child)
         for name, child in module.named_modules()
         if any(t is not None and t.is_meta for t in (*child._parameters.values(), *child._buffers.values()))
     ]
-    for name, child in owners:
-        if not callable(getattr(child, "reset_parameters", None)):
-            raise StateError(
-                "A module on meta has no reset_parameters(): its values would be garbage.",
-                module=f"{name}: {type(child).__name__}",
-                fix="give it a reset_parameters() that sets its parameters and buffers, or use to_empty() and load values",
-            )
-    target = torch.empty(0, device=device).device  # with its index
-    for unit in units_of(module):
-        unit.reshard()
-        unit.allocate([target] * len(unit.slots), [slot.parameter.requires_grad for slot in unit.slots])
-    pending = {id(child) for _, child in owners}
-    for unit in units_of(module):
-        inside = unit.modules()
-        wholes = [_empty(slot, target) for slot in unit.slots]
-        for slot, whole in zip(unit.slots, wholes, strict=True):
-            for place in slot.places:
-                place.register(nn.Parameter(whole, requires_grad=slot.parameter.requires_grad))
-        try:
-            for child in inside:
-                if id(child) in pending:
-                    pending.discard(id(child))
-                    _reset(child, target)
-        finally:
-            for slot in unit.slots:
-                for place in slot.places:
-                    place.register(slot.parameter)
-        with torch.no_grad():
-            parts = [local_part(whole, slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
-            unit.scatter_whole(dict(zip(unit.slots, parts, strict=True)))
-    for _, child in owners:
-        if id(child) in pending:
-            _reset(child, target)
-    return module
+
+
+def _ways(module: nn.Module) -> dict[int, Callable[[], None]]:
+    """What initialises each module, the innermost first. [Note: who writes what]"""
+    ways: dict[int, Callable[[], None]] = {}
+    owners = {id(child) for _, child in _owners(module)}
+
+    def visit(child: nn.Module, model: Any) -> None:
+        if id(child) in ways or hasattr(child, "reset_lora_parameters"):
+            return  # an adapter of peft begins at 0, of which neither its linears nor the model know
+        if hasattr(child, "_init_weights") and hasattr(child, "initialize_weights"):
+            model = child
+        for grandchild in child.children():
+            visit(grandchild, model)
+        reset = getattr(child, "reset_parameters", None)
+        if model is not None:
+            ways[id(child)] = partial(model._init_weights, child)
+        elif id(child) in owners and callable(reset):
+            ways[id(child)] = reset
+
+    visit(module, None)
+    return ways
+
+
+def _require_ways(module: nn.Module, ways: dict[int, Callable[[], None]]) -> None:
+    """
+    Raises:
+        StateError: Nothing initialises a module that has something on `meta`.
+    """
+    without = [(name, child) for name, child in _owners(module) if id(child) not in ways]
+    if not without:
+        return
+    kinds = dict.fromkeys(f"{type(child).__name__} ({name or 'root'})" for name, child in reversed(without))
+    lost = [
+        f"{name}.{attribute}".lstrip(".")
+        for name, child in module.named_modules()
+        for attribute in child._non_persistent_buffers_set
+        if child._buffers[attribute] is not None
+    ]
+    own = "; then `with torch.no_grad(): model.init_weights()`" if hasattr(module, "init_weights") else ""
+    raise StateError(
+        "A module on meta has no reset_parameters(): its values would be garbage.",
+        module=", ".join(list(kinds)[:_SHOWN]),
+        **({"not_in_files": ", ".join(lost[:_SHOWN])} if lost else {}),
+        fix="give it a reset_parameters() that sets its parameters and buffers; or model.to_empty(device=...)"
+        + (own or " and load values")
+        + (f", and set the buffers that no state_dict holds: {lost[0]}, ..." if lost else ""),
+    )
+
+
+def _regions(module: nn.Module, units: list[Unit]) -> dict[int, set[int]]:
+    """The modules of each unit: at its anchor and below, outside the anchors of others."""
+    anchors = {id(unit.anchor()): unit for unit in units}
+    regions: dict[int, set[int]] = {id(unit): set() for unit in units}
+
+    def visit(child: nn.Module, unit: Unit | None) -> None:
+        unit = anchors.get(id(child), unit)
+        if unit is not None:
+            regions[id(unit)].add(id(child))
+        for grandchild in child.children():
+            visit(grandchild, unit)
+
+    visit(module, None)
+    return regions
 
 
 def _empty(slot: Slot, device: torch.device) -> Tensor:
     """The parameter on all axes: on model axes too, so that its values do not depend on them."""
     if slot.model is not None:
         return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
-    return torch.empty_strided(slot.shape, slot.stride, dtype=slot.dtype, device=device)
+    return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.dtype, device=device)
 
 
-def _reset(module: nn.Module, device: torch.device) -> None:
-    for name, buffer in module._buffers.items():
-        if buffer is not None and buffer.is_meta:
-            module._buffers[name] = torch.empty_like(buffer, device=device)
-    module.reset_parameters()  # type: ignore[operator]
+def _filled(memory: Tensor) -> Tensor:
+    """The same memory with the pattern of what nobody has written."""
+    _bytes_of(memory).fill_(_UNWRITTEN)
+    return memory
+
+
+def _is_filled(tensor: Tensor) -> bool:
+    """Whether nobody has written any of it."""
+    own = _bytes_of(tensor)
+    return own.numel() > 0 and bool(own[0] == _UNWRITTEN) and bool((own == _UNWRITTEN).all())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that begins and ends with it, which other dims may lie in."""
+    memory = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    return memory.view(torch.uint8)

@@ -37,7 +37,7 @@ def offload(
 
         disk = zf.nvme("/local_nvme")
         model = zf.offload(zf.shard_params(model, mesh["dp"]), params=disk, grads=disk, optim=disk)
-        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4))
+        optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
 
     With `params`, between uses no parameter is in memory, at any stage: each rank reads what it owns of a unit from its
     tier, ahead of the unit's forward and of its backward, gathers it as the stage says, and frees it. What is computed is

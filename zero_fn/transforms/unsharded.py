@@ -109,19 +109,20 @@ def _close(unit: Unit) -> list[Tensor]:
 
 def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
     for slot, whole in zip(unit.slots, wholes, strict=True):
-        if tuple(whole.shape) != slot.shape:
+        if tuple(whole.shape) != slot.path.shape:
             raise StateError(
                 f"{slot.fqn!r} has another shape at the end of unsharded().",
-                before=list(slot.shape),
+                before=list(slot.path.shape),
                 after=list(whole.shape),
                 fix="edit values in place; change shapes before the transform",
             )
     if unit.axis is not None:
         agree_on_values(
             unit.transport,
+            unit.step.assignment.axes,
             "edits",
             [
-                (slot, f"{slot}, sum of bits {content_digest(whole)}")
+                ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
                 for slot, whole in zip(unit.slots, wholes, strict=True)
             ],
             device=wholes[0].device if wholes else torch.device("cpu"),

@@ -1,0 +1,72 @@
+"""What a step asks of the host: calls of Python and C functions per unit, which no busy machine can change.
+
+`examples/benchmarks/hosts.py` measures the time; this bound sees what makes it grow before anyone measures. It only falls.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.groups import pretended
+
+CALLS_PER_UNIT = {"replicate": 900, "zero1": 785, "zero2": 725, "zero3": 830}
+"""Most calls of a unit of six parameters in a forward and a backward, with those of torch itself. Lower it with each gain."""
+
+UNITS, STEPS = 8, 4
+
+
+class Unit(nn.Module):
+    """Six small parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def calls_per_unit(stage: str) -> float:
+    """Calls of functions in a training step, over the number of units, on one of two pretended ranks."""
+    with pretended(2) as mesh:
+        plain = nn.Sequential(*(Unit() for _ in range(UNITS)))
+        model = getattr(zf, stage)(plain, mesh, units=Unit)
+        x = torch.randn(2, 8)
+
+        def step() -> None:
+            model(x).sum().backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        for _ in range(3):  # what is made once is made
+            step()
+        profile = cProfile.Profile()
+        profile.enable()
+        for _ in range(STEPS):
+            step()
+        profile.disable()
+    stats = pstats.Stats(profile)
+    return stats.total_calls / STEPS / UNITS  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize("stage", CALLS_PER_UNIT)
+def test_a_step_asks_no_more_of_the_host_than_it_did(stage: str) -> None:
+    found = calls_per_unit(stage)
+    assert found <= CALLS_PER_UNIT[stage], f"{found:.0f} calls per unit"
+
+
+def test_the_count_sees_a_call_more_per_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound is worth something if what it is about moves the number."""
+    from zero_fn.runtime.slot import Slot
+
+    before, is_current = calls_per_unit("zero3"), Slot.is_current
+    monkeypatch.setattr(Slot, "is_current", lambda slot: is_current(slot))
+    assert calls_per_unit("zero3") >= before + 6

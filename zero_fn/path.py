@@ -1,0 +1,306 @@
+"""How one parameter is cut over the data axes, and how it comes back: hops between placements.
+
+                hop over axis 2            hop over axis 1
+    rest (S,S) ------------> inner (R,S) ------------> whole (R,R)
+
+A *hop* is one cut by one axis, and its inverse: an all-gather of the parameter there, a reduce-scatter of its gradient back.
+A *path* is the hops of one parameter, the axis that cuts first comes first: the one that shards
+most, and of equals the innermost of the mesh.
+One axis makes a path of one hop; HSDP and hpZ make a path of two.
+
+Where an axis does not cut a parameter, the hop over it moves no parameter, and gradients are summed over it all the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from zero_fn.collectives import Route, Rows, Segment
+from zero_fn.grid import Cut, Grid
+from zero_fn.home import Sharded
+from zero_fn.layout import ShardLayout
+from zero_fn.mesh import Axis
+
+__all__ = ["Hop", "Path", "path_of"]
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One axis on the path of a parameter.
+
+    Attributes:
+        axis: The axis.
+        number: Its number among the data axes of the module.
+        level: How much of the state it shards; NOTHING where it does not cut the parameter.
+        layout: How it cuts what the hops before it have left to this rank; None where it does not.
+        numel: Elements of what it cuts.
+    """
+
+    axis: Axis
+    number: int
+    level: Sharded
+    layout: ShardLayout | None
+    numel: int
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of the largest piece when a gradient is reduced: a shard, or an even part where nothing is cut."""
+        return self.layout.shard_numel if self.layout is not None else -(-self.numel // self.axis.size)
+
+
+@dataclass(frozen=True)
+class Path:
+    """Where the elements of one parameter are, between rest and whole, on this rank.
+
+    Attributes:
+        shape, stride: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
+        cut: The dims in the order in which they lie in memory, and which axes cut the first; None if none does.
+        hops: One for each data axis that its gradients are summed over.
+        is_alone: Whether there is a data axis beside those of the hops: gradients come summed over that one already.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    cut: Cut | None
+    hops: tuple[Hop, ...]
+    is_alone: bool = False
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return prod(self.shape)
+
+    @cached_property
+    def layout(self) -> ShardLayout | None:
+        """How the first axis cuts it; None where it rests replicated (by its home, or because it has no rows)."""
+        return self.hops[0].layout if self.hops else None
+
+    @cached_property
+    def sublayout(self) -> ShardLayout | None:
+        """How the second axis cuts this rank's part on the first; None where it does not."""
+        return self.hops[1].layout if len(self.hops) > 1 else None
+
+    @cached_property
+    def rank(self) -> int:
+        """On the first axis."""
+        return self.hops[0].axis.rank if self.hops else 0
+
+    @cached_property
+    def size(self) -> int:
+        """Ranks of the first axis."""
+        return self.hops[0].axis.size if self.hops else 1
+
+    @cached_property
+    def piece_numel(self) -> int:
+        """Elements of the largest piece on the first axis."""
+        return self.hops[0].piece_numel if self.hops else self.numel
+
+    @cached_property
+    def padded_numel(self) -> int:
+        """Elements that the whole parameter takes in a gathered buffer."""
+        return self.layout.padded_numel if self.layout is not None else self.numel
+
+    @cached_property
+    def inner_shape(self) -> tuple[int, ...]:
+        """Of this rank's part on the first axis."""
+        return self.layout.local_shape(self.rank) if self.layout is not None else self.shape
+
+    @cached_property
+    def inner_numel(self) -> int:
+        """Elements of that."""
+        return prod(self.inner_shape)
+
+    @cached_property
+    def local_shape(self) -> tuple[int, ...]:
+        """Of what this rank holds at rest."""
+        return self.inner_shape if self.sublayout is None else self.sublayout.local_shape(self.hops[1].axis.rank)
+
+    @cached_property
+    def local_stride(self) -> tuple[int, ...]:
+        """Strides of that."""
+        cut = self.sublayout or self.layout
+        return cut.strides_of(self.local_shape) if cut is not None else self.stride
+
+    @cached_property
+    def local_numel(self) -> int:
+        """Elements of that."""
+        return prod(self.local_shape)
+
+    @cached_property
+    def inner_start(self) -> int:
+        """First element of what this rank holds in its part on the first axis, flat and padded."""
+        if self.sublayout is None:
+            return 0
+        return self.sublayout.owned_rows(self.hops[1].axis.rank)[0] * self.sublayout.row_numel
+
+    @cached_property
+    def start(self) -> int:
+        """First element of what this rank holds in the whole parameter, flat and padded."""
+        return (self.rank * self.layout.shard_numel if self.layout is not None else 0) + self.inner_start
+
+    @cached_property
+    def axes(self) -> tuple[Axis, ...]:
+        """The data axes that cut it, first to last."""
+        return tuple(hop.axis for hop in self.hops if hop.layout is not None)
+
+    @cached_property
+    def levels(self) -> tuple[Sharded, ...]:
+        """How much of its state each axis that cuts it shards."""
+        return tuple(hop.level for hop in self.hops if hop.layout is not None)
+
+    @cached_property
+    def is_spread(self) -> bool:
+        """Whether any other rank of the data axes holds a part of it."""
+        return any(hop.layout is not None and hop.axis.size > 1 for hop in self.hops)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def keeps_whole_gradient(self) -> bool:
+        """Whether the gradient lives in a whole buffer, of which `.grad` is a view or all."""
+        return self.layout is None or max(self.levels) == Sharded.OPTIMIZER
+
+    @cached_property
+    def is_reduced_at_once(self) -> bool:
+        """Whether the gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
+        return self.layout is not None or self.size == 1
+
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether it is cut along its first dim, and its dims lie in order."""
+        return self.layout is not None and self.layout.order == tuple(range(len(self.shape)))
+
+    @cached_property
+    def gradient_numel(self) -> int:
+        """Elements of gradient memory between backward and step, without padding."""
+        return self.numel if self.keeps_whole_gradient else self.local_numel
+
+    @cached_property
+    def gradient_room(self) -> int:
+        """Elements of gradient memory: the largest that any rank needs."""
+        if self.keeps_whole_gradient:
+            return self.piece_numel * self.size
+        return self.sublayout.shard_numel if self.sublayout is not None else self.piece_numel
+
+    def rows_of(self, grad: Tensor) -> Tensor:
+        """A whole gradient in such a shape that pieces are cut along the first dim; copied only where it must be."""
+        if self.layout is not None:
+            return grad if self.is_in_order else grad.permute(self.layout.order)
+        if grad.stride() != self.stride:
+            grad = torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        return grad.as_strided((self.numel,), (1,))
+
+    def addend(self, rows: Tensor) -> Segment:
+        """What `rows_of` gave, as collectives take it."""
+        return Rows(rows, self.layout.shard_rows, self.route) if self.layout is not None else self.segment(rows)
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def whole_view(self, flat: Tensor) -> Tensor:
+        """The whole parameter on a flat range in storage order."""
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset())
+
+    def local_view(self, flat: Tensor) -> Tensor:
+        """What this rank holds at rest, on a flat range in storage order."""
+        return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
+
+    def padded_whole(self, local: Tensor) -> Tensor:
+        """Room for the whole parameter, flat, in which what this rank holds is filled in: what an all-gather completes."""
+        flat = torch.zeros(self.padded_numel, dtype=local.dtype, device=local.device)
+        own = local if self.cut is None else local.permute(self.cut.order)
+        flat.narrow(0, self.start, self.local_numel).copy_(own.reshape(-1))
+        return flat
+
+    def owned(self, whole: Tensor) -> Tensor:
+        """This rank's part of a whole tensor, as a view."""
+        if self.layout is None:
+            return whole
+        return self.owned_of_inner(whole.narrow(self.layout.dim, *self.layout.owned_rows(self.rank)))
+
+    def owned_of_inner(self, part: Tensor) -> Tensor:
+        """This rank's part of its part on the first axis, as a view."""
+        if self.sublayout is None:
+            return part
+        return part.narrow(self.sublayout.dim, *self.sublayout.owned_rows(self.hops[1].axis.rank))
+
+    # -- travel -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def route(self) -> Route | None:
+        """What collectives must know where there are two axes."""
+        if len(self.hops) < 2 and not self.is_alone:
+            return None
+        second = self.sublayout.shard_numel if self.sublayout is not None else None
+        return Route(self.hops[0].number, second, self.is_alone)
+
+    def segment(self, whole: Tensor) -> Segment:
+        """A flat range that holds the whole tensor, as collectives take it."""
+        return Segment(whole, self.numel, self.piece_numel, self.route)
+
+    def inner_segment(self, inner: Tensor) -> Segment:
+        """A flat range that holds this rank's part on the first axis, as collectives over the second take it."""
+        assert self.sublayout is not None, "the second axis does not cut it"
+        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, Route(self.hops[1].number, None))
+
+
+def path_of(
+    grid: Grid,
+    shape: Sequence[int],
+    stride: Sequence[int],
+    model: DTensorSpec | None,
+    levels: Sequence[Sharded],
+    *,
+    is_cuttable: bool,
+    before: Path | None,
+) -> Path:
+    """The path of a parameter over the data axes of a module.
+
+    Args:
+        grid: The axes of the module.
+        shape, stride: Of the parameter on this rank of its model axes.
+        model: Where it lies on its model axes.
+        levels: How much of its state each data axis shards.
+        is_cuttable: Whether it may be cut at all.
+        before: Its path by earlier transforms: what is cut over the same axes stays as it is cut.
+    """
+    cut: Cut | None = None
+    if is_cuttable:
+        cut = grid.cut(shape if model is None else _largest(model), stride, model, levels)
+        axes = () if cut is None else tuple(grid.axes[number] for number in cut.axes)
+        if cut is not None and before is not None and before.cut is not None and before.axes == axes:
+            cut = Cut(before.cut.order, cut.axes)
+    hops: list[Hop] = []
+    left = tuple(shape)
+    for number in grid.order(levels, model):
+        axis = grid.axes[number]
+        layout, level = None, Sharded.NOTHING
+        if cut is not None and number in cut.axes:
+            layout, level = ShardLayout(left, cut.order, axis.size), levels[number]
+        hops.append(Hop(axis, number, level, layout, prod(left)))
+        left = left if layout is None else layout.local_shape(axis.rank)
+    first = hops[0].layout if hops else None
+    stride = first.stride if first is not None else _dense_stride(tuple(shape), tuple(stride))
+    return Path(tuple(shape), tuple(stride), cut, tuple(hops), is_alone=len(grid.axes) > 1 and len(hops) == 1)
+
+
+def _largest(model: DTensorSpec) -> tuple[int, ...]:
+    """The shape of the largest part of a parameter on its model axes."""
+    shape = list(model.shape)
+    for size, placement in zip(model.mesh.shape, model.placements, strict=True):
+        if isinstance(placement, Shard):
+            shape[placement.dim] = -(-shape[placement.dim] // size)
+    return tuple(shape)
+
+
+def _dense_stride(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides if they are dense, contiguous ones otherwise."""
+    meta = torch.empty_strided(shape, stride, device="meta")
+    return tuple(torch.empty_like(meta, memory_format=torch.preserve_format).stride())

@@ -1,0 +1,260 @@
+"""A group: the parameters of a unit that are of one kind, and the buffers in which they rest and are gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import Tensor
+
+from zero_fn.errors import StorageError
+from zero_fn.hierarchy import Links
+from zero_fn.layout import aligned_offsets
+from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
+from zero_fn.runtime.dense import dense_offsets
+from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
+from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.slot import Slot
+from zero_fn.storage.recycled import Recurring
+
+__all__ = ["Buffer", "Group", "MakeRecord", "groups_of"]
+
+MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
+"""Makes room for tensors on the shelf of a tier."""
+
+
+class Buffer:
+    """One placement of a group in memory of the device.
+
+    Attributes:
+        level: Which placement.
+        starts: First element of each parameter.
+        numel, dtype, device: Of the buffer.
+        memory: What stays between uses; None of a buffer that has memory during a use only.
+    """
+
+    __slots__ = ("_recurring", "device", "dtype", "level", "memory", "numel", "starts")
+
+    def __init__(
+        self,
+        level: Level,
+        starts: Mapping[Slot, int],
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lifetime: Lifetime = Lifetime.ALWAYS,
+    ) -> None:
+        self.level, self.starts, self.numel, self.dtype, self.device = level, starts, numel, dtype, device
+        self._recurring = Recurring(numel, dtype, device) if lifetime is Lifetime.USE else None
+        self.memory: Tensor | None = self.allocate() if lifetime is Lifetime.ALWAYS else None
+
+    @property
+    def stays(self) -> bool:
+        """Whether it has memory between uses."""
+        return self.memory is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its memory, padding included."""
+        return self.numel * self.dtype.itemsize
+
+    def allocate(self) -> Tensor:
+        """Fresh memory for the whole buffer."""
+        if self._recurring is not None:
+            return self._recurring.take()
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
+
+    def range(self, slot: Slot, start: int, numel: int) -> Tensor:
+        """Some elements of a parameter, flat, in the memory that stays."""
+        assert self.memory is not None, "the buffer has memory during a use only"
+        return self.memory.narrow(0, self.starts[slot] + start, numel)
+
+
+class Group:
+    """The parameters of a unit that are of one kind.
+
+    Attributes:
+        kind: What they have in common.
+        slots: The parameters.
+        whole, inner: Their buffers; None of those they do not have. (kind.py)
+        is_inner_current: Whether `inner` holds what rests now.
+        record, gradient_record: What of them rests in other tiers. [Note: away]
+    """
+
+    def __init__(self, kind: Kind, slots: list[Slot]) -> None:
+        self.kind, self.slots = kind, slots
+        self.whole: Buffer | None = None
+        self.inner: Buffer | None = None
+        self.is_inner_current = False
+        self.record: ParameterRecord | None = None
+        self.gradient_record: Record | None = None
+        self._rest: Buffer | None = None
+        self._failure: StorageError | None = None  # of a fetch
+        for slot in slots:
+            slot.join(kind)
+
+    # -- memory -----------------------------------------------------------------------------------------------------
+
+    def lay_out(self, make_record: MakeRecord) -> None:
+        """Takes memory, and points the `flat` of each slot at its resting elements."""
+        kind, slots = self.kind, self.slots
+        if kind.whole is not Lifetime.NEVER:
+            starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
+            self.whole = Buffer(Level.WHOLE, starts, numel, kind.compute_dtype, kind.device, kind.whole)
+        if kind.inner is not Lifetime.NEVER:
+            numels = [slot.path.sublayout.padded_numel for slot in slots if slot.path.sublayout is not None]
+            starts, numel = _aligned(slots, numels, kind.compute_dtype)
+            self.inner = Buffer(Level.INNER, starts, numel, kind.compute_dtype, kind.device)
+        if kind.rests is Rests.IN_OWN:
+            starts, numel = dense_offsets(slots, [slot.path.local_numel for slot in slots], kind.dtype.itemsize)
+            self._rest = Buffer(Level.REST, starts, numel, kind.dtype, kind.device)
+        if kind.device.type != "meta":
+            self._lay_out_records(make_record)
+        for number, slot in enumerate(slots):
+            path = slot.path
+            if kind.rests is Rests.ON_SHELF:
+                assert self.record is not None
+                slot.flat = self.record.tensor(number)
+            elif kind.rests is Rests.IN_WHOLE:
+                assert self.whole is not None
+                slot.flat = self.whole.range(slot, path.start, path.local_numel)
+            elif kind.rests is Rests.IN_INNER:
+                assert self.inner is not None
+                slot.flat = self.inner.range(slot, path.inner_start, path.local_numel)
+            else:
+                assert self._rest is not None
+                slot.flat = self._rest.range(slot, 0, path.local_numel)
+            slot.gradient_place = self.gradient_record.tensor(number) if self.gradient_record is not None else None
+
+    def _lay_out_records(self, make_record: MakeRecord) -> None:
+        kind = self.kind
+        for what, forms in self.forms_away():
+            record_type = ParameterRecord if what[0] == "parameters" else Record
+            record = make_record(what, forms, kind.device, record_type)
+            if isinstance(record, ParameterRecord):
+                self.record = record
+            elif what[0] == "gradients":
+                self.gradient_record = record
+            else:
+                assert self.record is not None, "copies come after their originals"
+                self.record.copies = record
+
+    def forms_away(self) -> list[tuple[Shelved, list[Form]]]:
+        """What it puts into other tiers: elements and dtypes, by kind and tier."""
+        found: list[tuple[Shelved, list[Form]]] = []
+        for what, tier in self.kind.shelved():
+            found.append(((what, tier), [Form(slot.path.local_numel, self.kind.dtype) for slot in self.slots]))
+            copies = forms_of_copies(self.slots) if what == "parameters" else []
+            if copies:
+                found.append((("compute copies", tier), copies))
+        return found
+
+    def vacate(self) -> None:
+        """Drops what is in the memory of the device. What is in other tiers stays there."""
+        self.whole = self.inner = self._rest = None
+        if self.kind.rests is Rests.ON_SHELF:
+            return
+        for slot in self.slots:
+            slot.flat = torch.empty(0, dtype=self.kind.dtype, device=slot.flat.device)
+            slot.local = slot.flat  # of no parameter: the slot is not current
+
+    def kept(self) -> list[Tensor]:
+        """The buffers beside resting parameters that stay in memory."""
+        return [
+            buffer.memory for buffer in (self.whole, self.inner) if buffer is not None and buffer.memory is not None
+        ]
+
+    def records(self) -> list[Record]:
+        """What of it rests in other tiers."""
+        copies = self.record.copies if self.record is not None else None
+        return [record for record in (self.record, copies, self.gradient_record) if record is not None]
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of padding in the memory at rest. What will be away, on `meta` still, is not there."""
+        kept = sum(
+            buffer.nbytes for buffer in (self.whole, self.inner, self._rest) if buffer is not None and buffer.stays
+        )
+        if self.kind.is_away:
+            return 0
+        return kept - sum(self.kind.resting_nbytes(slot.path) for slot in self.slots)
+
+    @property
+    def is_transient(self) -> bool:
+        """Whether the gathered parameters are freed between uses."""
+        return self.kind.whole is Lifetime.USE
+
+    # -- hops -------------------------------------------------------------------------------------------------------
+
+    def gather_inner(self, transport: Links, unit: str) -> None:
+        """The hop over the second axis, where its result stays in memory: once after the parameters have changed. Waits."""
+        if self.inner is None or self.is_inner_current:
+            return
+        segments = []
+        for slot in self.slots:
+            own = self.inner.range(slot, slot.path.inner_start, slot.path.local_numel)
+            if own.data_ptr() != slot.flat.data_ptr():
+                own.copy_(slot.flat)
+            sublayout = slot.path.sublayout
+            assert sublayout is not None
+            segments.append(slot.path.inner_segment(self.inner.range(slot, 0, sublayout.padded_numel)))
+        transport.all_gather(segments, f"inner parameters of {unit}").wait()
+        self.is_inner_current = True
+
+    # -- other tiers ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
+        with self.record.held() if self.record is not None else nullcontext():
+            yield
+
+    def fetch(self) -> None:
+        """Begins to bring resting parameters from their tier, for the next gather. `arrive` says what failed."""
+        if self.record is not None:
+            try:
+                self.record.source.fetch()
+            except StorageError as error:
+                self._failure = error
+
+    def arrive(self, *, exact: bool = False) -> StorageError | None:
+        """Waits for resting parameters that are in another tier, and returns what failed.
+
+        Args:
+            exact: As they rest, and not as they are computed with.
+        """
+        failure, self._failure = self._failure, None
+        if self.record is not None:
+            try:
+                if exact:
+                    self.record.arrive()
+                else:
+                    self.record.arrive_for_gather()
+            except StorageError as error:
+                failure = failure or error
+        return failure
+
+    def let_go(self) -> None:
+        """Drops what was fetched."""
+        self._failure = None
+        if self.record is not None:
+            self.record.let_go()
+
+
+def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
+    """The groups of a unit: its parameters by kind, in their order. They have no memory yet.
+
+    Args:
+        slots: The parameters of the unit.
+        dtypes, devices: Of each, at rest.
+    """
+    by_kind: dict[Kind, list[Slot]] = {}
+    for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
+        by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device), []).append(slot)
+    return [Group(kind, members) for kind, members in by_kind.items()]
+
+
+def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -> tuple[dict[Slot, int], int]:
+    *starts, numel = aligned_offsets(numels, dtype.itemsize)
+    return dict(zip(slots, starts, strict=True)), numel

@@ -1,0 +1,184 @@
+"""What decides how a parameter rests, computes and is summed; parameters of a unit that are equal in it make up a group.
+
+A group has up to three placements of its parameters, each a buffer, and the memory of its gradients. Stages, several axes,
+precision and offload are only which of these live how long, and where:
+
+    |                            | rest              | inner     | whole                | gradient at rest           |
+    |----------------------------|-------------------|-----------|----------------------|----------------------------|
+    | replicate                  | is whole          | -         | is rest              | whole                      |
+    | shard_optimizer            | a view of whole   | -         | always               | a view of a whole buffer   |
+    | shard_grads                | a view of whole   | -         | always               | a shard                    |
+    | shard_params               | its own           | -         | during a use         | a shard                    |
+    | shard_params, over two     | its own           | -         | during a use         | a shard                    |
+    | shard_params inside,       | a view of inner   | always    | during a use         | a shard                    |
+    |   less outside (hpZ)       |                   |           |                      |                            |
+    | + precision(bf16)          | its own, float32  | bf16      | bf16                 | float32                    |
+    | + offload(params=)         | on a shelf        | -         | during a use         |                            |
+    | + offload(grads=)          |                   |           |                      | on a shelf                 |
+
+`rest` is what a rank holds of its own, `inner` its part on the first axis once the second has been gathered, `whole` the
+parameters as a forward reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from functools import cached_property
+
+import torch
+
+from zero_fn.home import Home, ReshardAfter, Sharded
+from zero_fn.path import Path
+from zero_fn.tiers import Tier, is_away
+
+__all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved"]
+
+Shelved = tuple[str, Tier]
+"""What rests in a tier: "parameters", their "compute copies", or "gradients"."""
+
+
+class Level(Enum):
+    """A placement of the parameters of a group: what a rank owns, its part on the first axis, or all."""
+
+    REST = auto()
+    INNER = auto()
+    WHOLE = auto()
+
+
+class Lifetime(Enum):
+    """How long a buffer has memory."""
+
+    NEVER = auto()
+    USE = auto()
+    ALWAYS = auto()
+
+
+class Rests(Enum):
+    """Where the resting parameters of a group have their memory."""
+
+    IN_OWN = auto()
+    IN_WHOLE = auto()
+    IN_INNER = auto()
+    ON_SHELF = auto()
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the parameters of a group have in common.
+
+    Attributes:
+        home: Where their state rests.
+        dtype: At rest.
+        device: Of the resting memory; `meta` before there is any.
+        device_type: Of the device that computes with them.
+        hops: For each axis that their gradients are summed over, its number and how much of the state it shards.
+        is_cut: Whether any axis cuts them.
+    """
+
+    home: Home
+    dtype: torch.dtype
+    device: torch.device
+    device_type: str
+    hops: tuple[tuple[int, Sharded], ...]
+    is_cut: bool
+
+    @classmethod
+    def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device) -> Kind:
+        """The kind of a parameter with this path and home."""
+        device_type = path.hops[0].axis.device_type if path.hops else device.type
+        hops = tuple((hop.number, hop.level) for hop in path.hops)
+        return cls(home, dtype, device, device_type, hops, path.layout is not None)
+
+    @cached_property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered parameters."""
+        return self.home.compute_dtype(self.dtype)
+
+    @cached_property
+    def sum_dtype(self) -> torch.dtype:
+        """In which gradients are summed."""
+        return self.home.sum_dtype(self.dtype)
+
+    # -- which buffers live how long --------------------------------------------------------------------------------
+
+    @cached_property
+    def is_away(self) -> bool:
+        """Whether the resting parameters are in another tier than the memory of the device."""
+        return is_away(self.home.tiers.params, self.device_type)
+
+    @cached_property
+    def is_gradient_away(self) -> bool:
+        """Whether the resting gradients are in another tier than the memory of the device."""
+        return is_away(self.home.tiers.grads, self.device_type)
+
+    @cached_property
+    def whole(self) -> Lifetime:
+        """Of the buffer with the gathered parameters; NEVER where the resting ones are whole already."""
+        if not self.is_cut and self.compute_dtype == self.dtype and not self.is_away:
+            return Lifetime.NEVER
+        return Lifetime.ALWAYS if self.is_kept else Lifetime.USE
+
+    @cached_property
+    def is_kept(self) -> bool:
+        """Whether whole parameters stay in memory between uses: no axis shards the parameters themselves."""
+        return not self.is_away and all(level < Sharded.PARAMS for _, level in self.hops)
+
+    @cached_property
+    def inner(self) -> Lifetime:
+        """Of the buffer with this rank's part on the first axis: the second cuts less than the parameters themselves."""
+        levels = [level for _, level in self.hops if level > Sharded.NOTHING]
+        is_hosted = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
+        return Lifetime.ALWAYS if is_hosted else Lifetime.NEVER
+
+    @cached_property
+    def rests(self) -> Rests:
+        """Where the resting parameters have their memory."""
+        if self.is_away and self.device.type != "meta":
+            return Rests.ON_SHELF
+        if self.compute_dtype == self.dtype and self.whole is Lifetime.ALWAYS:
+            return Rests.IN_WHOLE
+        if self.compute_dtype == self.dtype and self.inner is Lifetime.ALWAYS:
+            return Rests.IN_INNER
+        return Rests.IN_OWN
+
+    @cached_property
+    def is_gathered_from_rest(self) -> bool:
+        """Whether an all-gather reads the resting parameters where they lie: they rest apart, and need no cast."""
+        is_apart = self.rests is Rests.IN_OWN and self.whole is Lifetime.USE
+        return is_apart and self.is_cut and self.compute_dtype == self.dtype and len(self.hops) == 1
+
+    @cached_property
+    def reshards_after_backward(self) -> bool:
+        """Whether gathered parameters stay from forward to backward."""
+        return self.home.reshard_after is ReshardAfter.BACKWARD
+
+    # -- tiers ------------------------------------------------------------------------------------------------------
+
+    def shelved(self) -> Iterator[Shelved]:
+        """Which of their states rest in another tier than the memory of the device."""
+        for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
+            if tier is not None and is_away(tier, self.device_type):
+                yield kind, tier
+
+    def states_away_nbytes(self, nbytes: int) -> int:
+        """How many of so many bytes of optimizer states are to rest in another tier than the memory of the device."""
+        tiers = self.home.tiers
+        return round(nbytes * tiers.fraction) if is_away(tiers.optim, self.device_type) else 0
+
+    @cached_property
+    def must_be_streamed(self) -> bool:
+        """Whether an optimizer must go to another tier to step them."""
+        return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self.device_type)
+
+    def resting_nbytes(self, path: Path) -> int:
+        """Bytes of the elements of one parameter that are held in memory of the device between uses: at rest, and whole
+        where the gathered parameter is kept."""
+        if self.is_away:
+            return 0
+        own = path.local_numel * self.dtype.itemsize
+        kept = path.numel if self.is_kept else path.inner_numel if self.inner is Lifetime.ALWAYS else 0
+        if self.compute_dtype != self.dtype:
+            return own + kept * self.compute_dtype.itemsize
+        return kept * self.dtype.itemsize or own
