@@ -231,3 +231,10 @@ def test_a_failed_restoration_can_be_tried_again(tmp_path: Path, monkeypatch: py
         model(torch.ones(1, 700))
     evicted.restore()
     assert torch.equal(model.weight, before)
+
+
+def test_a_model_that_is_in_a_tier_already_leaves_nothing_to_evict(tmp_path: Path) -> None:
+    model = zf.offload(nn.Linear(3, 2), params=zf.nvme(tmp_path))
+    before = model.weight.detach().clone()
+    zf.evict(model, to=zf.nvme(tmp_path)).restore()
+    assert torch.equal(model.weight.detach().clone(), before)

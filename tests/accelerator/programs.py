@@ -263,6 +263,24 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
 
 
 @program
+def chunks_that_stay_on_the_device_take_no_buffer(tier: Tier) -> None:
+    """A chunk had come into the buffer of the last one before that was back: every other one passes through two."""
+    models: list[Any] = [
+        nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).to(device.NAME) for _ in range(2)
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    plain, inner = (SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models)
+    streamed = zf.streamed(inner, tier, buffer="32KiB", fraction=0.5)
+    assert "what is on the device through 2 buffers" in str(streamed)
+    for optimizer, each in ((plain, models[0]), (streamed, models[1])):
+        for _ in range(3):
+            optimizer.zero_grad()
+            each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
+            optimizer.step()
+    assert all(map(torch.equal, values(models[0]), values(models[1])))
+
+
+@program
 def links_are_measured(tier: Tier) -> None:
     links = zf.measure_links(nbytes="1MiB", rounds=1)
     assert min(links.to_device or 0, links.from_device or 0, links.device_memory or 0) > 0

@@ -42,7 +42,7 @@ class Ring(Buffers):
 
     def buffer(self, turn: int, nbytes: int) -> Tensor:
         """Memory for that many bytes, in whole pages."""
-        return self.views[turn % self.count][: whole_pages(nbytes)] if nbytes else NOTHING
+        return self.views[turn % self.count][: whole_pages(nbytes)]
 
 
 class Stored(Protocol):

@@ -190,6 +190,8 @@ class Windows:
         return record.memory_of(parcel) if record.is_addressable else self._buffer(kind, parcel.nbytes)
 
     def _buffer(self, kind: int, nbytes: int) -> Tensor:
+        if not nbytes:
+            return NOTHING  # it takes no turn: a ring has no more buffers than there are chunks that pass through it
         self._turns[kind] += 1
         return self._rings[kind].buffer(self._turns[kind], nbytes)
 
