@@ -20,12 +20,12 @@ BUDGET = {
     "deepspeed": 1240,
     "kernels": 1000,
     "local": 1320,
-    "plan": 1300,
-    "runtime": 8960,
+    "plan": 1130,
+    "runtime": 8410,
     "storage": 1680,
     "streamed": 2560,
     "transforms": 1680,
-    "": 4990,
+    "": 4910,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
 Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote."""
