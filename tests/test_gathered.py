@@ -64,8 +64,8 @@ def train(model: nn.Module, steps: int) -> None:
 
 def memory_of(unit: Unit) -> Gathered:
     """The memory of a unit at rest, to be used again."""
-    assert unit._spare is not None, "it was not kept"
-    return unit._spare
+    assert unit.in_flight._spare is not None, "it was not kept"
+    return unit.in_flight._spare
 
 
 def lent_by(unit: Unit) -> Lent:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.groups import alone
 from tests.snapshot import assert_matches
-from zero_fn.runtime.gather import UnitUse
-from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.gradients import Gradients, Reduction
+from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.run import Run
 from zero_fn.runtime.settling import Settling
-from zero_fn.runtime.step import Step
-from zero_fn.runtime.unit import Phase, Unit
+from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.runtime.use import UnitUse
 from zero_fn.schedule import (
     Await,
     Enter,
@@ -140,7 +142,7 @@ def test_second_step_of_a_recipe_is_golden(
     axis: DeviceMesh, monkeypatch: pytest.MonkeyPatch, recipe: str, depth: int
 ) -> None:
     model = RECIPES[recipe](Root(), axis)
-    step_of(model).depth = depth
+    zf.runtime.entry.runs_of(model, verb="test")[0].module.depth = depth
     done = record(monkeypatch)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -165,18 +167,14 @@ def test_an_accumulated_step_of_a_recipe_is_golden(
     assert_matches(GOLDEN / f"{recipe}_accumulating_2.txt", text(done, NAMES))
 
 
-def step_of(model: nn.Module) -> Step:
-    return zf.runtime.entry.steps_of(model, verb="test")[0]
-
-
 def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done: list[Event] = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduce, settle = Step.enter, Step.leave, Unit.reduce_local, Settling.settle
+    enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Settling.settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
-        if not phases or unit.phase in phases:
+        if not phases or unit.in_flight.phase in phases:
             done.append(event)
 
     def unshard_noted(unit: Unit) -> None:
@@ -191,18 +189,20 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         note(Reshard(unit.index), unit, Phase.GATHERING, Phase.GATHERED)
         reshard(unit)
 
-    def enter_noted(step: Step, unit: Unit, entry: object) -> UnitUse:
-        use = enter(step, unit, entry)
+    def enter_noted(run: Run, unit: Unit, entry: Any) -> UnitUse:
+        use = enter(run, unit, entry)
         done.append(Enter(Use(unit.index, use.number)))
         return use
 
-    def leave_noted(step: Step, use: UnitUse, *, failed: bool) -> None:
+    def leave_noted(run: Run, use: UnitUse, *, failed: bool) -> None:
         done.append(Exit(Use(use.unit.index, use.number)))
-        leave(step, use, failed=failed)
+        leave(run, use, failed=failed)
 
-    def reduce_noted(unit: Unit, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+    def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+        unit = unit_of(gradients._slots[0])
+        assert unit is not None
         done.append(Reduce(unit.index))
-        return reduce(unit, exact=exact, present=present)
+        return reduce(gradients, exact=exact, present=present)
 
     def settle_noted(settling: Settling, unit: Unit, under_way: Reduction) -> None:
         done.append(Settle(unit.index))
@@ -211,9 +211,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(Unit, "unshard", unshard_noted)
     monkeypatch.setattr(Unit, "await_gathered", await_noted)
     monkeypatch.setattr(Unit, "reshard", reshard_noted)
-    monkeypatch.setattr(Step, "enter", enter_noted)
-    monkeypatch.setattr(Step, "leave", leave_noted)
-    monkeypatch.setattr(Unit, "reduce_local", reduce_noted)
+    monkeypatch.setattr(Run, "enter", enter_noted)
+    monkeypatch.setattr(Run, "leave", leave_noted)
+    monkeypatch.setattr(Gradients, "reduce", reduce_noted)
     monkeypatch.setattr(Settling, "settle", settle_noted)
     return done
 

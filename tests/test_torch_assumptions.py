@@ -159,7 +159,7 @@ def test_mixing_a_dtensor_and_a_plain_tensor_raises_with_these_words(mesh: Devic
         torch.ones(5, 3) @ sharded(mesh, torch.ones(2, 3)).t()
 
 
-# -- autograd (runtime/gather.py, runtime/step.py, runtime/passes.py) ------------------------------------------------
+# -- autograd (runtime/gather.py, runtime/backwards.py, runtime/ending.py) ------------------------------------------------
 
 
 class Twice(torch.autograd.Function):

@@ -9,8 +9,9 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
+from zero_fn.held import padding_nbytes
 from zero_fn.home import Sharded
-from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
@@ -94,14 +95,14 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
     Raises:
         StateError: `module` was not transformed.
     """
-    axes = steps_of(module, verb="describe")[0].assignment.axes
+    axes = runs_of(module, verb="describe")[0].axes
     rows: list[Row] = []
     for unit in units_of(module):
         unit.readopt()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
             kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)
-        padding = sum(unit.padding_nbytes())
+        padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
             rows.append(_row(unit, slots, padding, placement, tier, dtypes))
             padding = 0

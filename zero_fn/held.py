@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
 from zero_fn.tiers import is_accelerator, is_away
 
-__all__ = ["Held", "held"]
+__all__ = ["Held", "held", "padding_nbytes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +76,12 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     gradients = [local_of(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
-        parameters += [*unit.buffers(), *(slot.flat for slot in unit.slots)]  # with the padding between them
+        memory = unit.in_flight.memory
+        parameters += [*unit.groups.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
+        parameters += [*(memory.buffers if memory is not None else ()), *(unit.shown.unsharded_values or ())]
         gradients += [grad for grad in unit.gradients.local if grad is not None]
-        buffers += unit.gradient_memory().held()
-    shelves = [shelf for step in {unit.step for unit in units_of(module)} for _, shelf in step.away.shelves()]
+        buffers += unit.gradients.memory().held()
+    shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.away.shelves()]
     tiers = Counter[str]()
     for shelf in shelves:
         tiers[str(shelf.tier)] += shelf.nbytes
@@ -118,3 +121,9 @@ def _nbytes(tensors: Iterable[Tensor], buffers: Iterable[torch.UntypedStorage] =
         total += max(end - max(start, reached), 0)
         reached = max(reached, end)
     return total
+
+
+def padding_nbytes(unit: Unit) -> tuple[int, int]:
+    """Bytes of padding in the memory at rest of a unit, and in that of its gradients."""
+    is_away = any(group.kind.is_gradient_away for group in unit.groups)
+    return unit.groups.padding_nbytes, 0 if is_away else unit.gradients.memory().padding_nbytes

@@ -20,6 +20,7 @@ from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of
 from zero_fn.runtime.loaded import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import unit_of
 from zero_fn.tiled import Tiled
@@ -189,7 +190,7 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
         unit = unit_of(slot)
         if unit is not None:
             unit.generation += 1
-            unit.step.note_loaded()
+            run_of(unit).note_loaded()
         if not slot.full_shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
             entry = entry[0]
         if slot.spec is not None and tuple(entry.shape) == slot.full_shape:

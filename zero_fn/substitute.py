@@ -39,8 +39,8 @@ from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.refused import note_mesh
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
+from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of
-from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.saving import check_entries_saved
@@ -63,14 +63,14 @@ def assignment_of(module: nn.Module) -> Assignment:
     if isinstance(module.__dict__.get("forward"), Donated):
         module.forward()
     joined = Assignment()
-    steps: dict[int, tuple[str, Step]] = {}
+    runs: dict[int, tuple[str, Run]] = {}
     for name, attached in attached_below(module):
-        steps.setdefault(id(attached.unit.step), (name, attached.unit.step))
+        runs.setdefault(id(attached.run), (name, attached.run))
     anchors: list[str] = []
-    for name, step in steps.values():
-        below = step.assignment.below(name)
+    for name, run in runs.values():
+        below = run.module.assignment.below(name)
         if name:
-            anchors += [name, *(below.anchors or ()), *_anchor_names(name, step)]
+            anchors += [name, *(below.anchors or ()), *_anchor_names(name, run)]
             below = replace(below, anchors=None, output=None)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
@@ -80,8 +80,8 @@ def assignment_of(module: nn.Module) -> Assignment:
     return joined
 
 
-def _anchor_names(prefix: str, step: Step) -> list[str]:
-    return [f"{prefix}.{unit.name}".rstrip(".") for unit in step.live_units()]
+def _anchor_names(prefix: str, run: Run) -> list[str]:
+    return [f"{prefix}.{unit.name}".rstrip(".") for unit in run.module.live_units()]
 
 
 def _inside(name: str, root: str) -> bool:
@@ -143,7 +143,7 @@ def _substitute(
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin)}
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
-    step = Step(_links(assignment.axes), assignment)
+    run = Run(_links(assignment.axes), assignment)
     wholes = _Wholes()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
@@ -153,9 +153,9 @@ def _substitute(
     for anchor in anchors:
         if members[anchor] or not anchor:
             chosen = [shared[i] for i in members[anchor]]
-            units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, step, grid)
+            units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, run, grid)
     if reserves:
-        _reserve(step, site)
+        _reserve(run, site)
     for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
@@ -165,7 +165,7 @@ def _substitute(
             if donate:
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
-    _note_lenders(units, modules)
+    _note_lenders(run, units, modules)
     for path in assignment.methods:
         name, _, attribute = path.rpartition(".")
         if name in modules:
@@ -189,28 +189,29 @@ def _tiles(module: nn.Module) -> Iterator[str]:
 
 
 def _unit_of(
-    anchor: str, chosen: list[Shared], sources: list[Tensor], modules: dict[str, nn.Module], step: Step, grid: Grid
+    anchor: str, chosen: list[Shared], sources: list[Tensor], modules: dict[str, nn.Module], run: Run, grid: Grid
 ) -> Unit:
     """A unit that has no memory yet."""
-    slots, assignment = [], step.assignment
+    slots, assignment = [], run.module.assignment
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
         home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
         slot = Slot(parameter.fqn, places, home, source, grid, levels)
         slot.initial = _initial(source)
         slots.append(slot)
-    unit = Unit(anchor, len(step.units), slots, assignment.axis, step.transport, step)
-    unit.form_groups([source.dtype for source in sources], [source.device for source in sources])
+    unit = Unit(anchor, len(run.module.units), run)
+    unit.hold(slots)
+    unit.at_rest.form_groups([source.dtype for source in sources], [source.device for source in sources])
     return unit
 
 
-def _reserve(step: Step, site: str) -> None:
+def _reserve(run: Run, site: str) -> None:
     """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. None where ranks
     are pretended, on torch's fake process group: that is a plan for another machine."""
-    if any(axis.backend == "fake" for axis in step.assignment.axes):
+    if any(axis.backend == "fake" for axis in run.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
-    for unit in step.live_units():
+    for unit in run.module.live_units():
         for group in unit.groups:
             for what, forms in group.forms_away():
                 records.setdefault(what, []).append(forms)
@@ -218,11 +219,11 @@ def _reserve(step: Step, site: str) -> None:
         return
     failure: Exception | None = None
     try:
-        device = next(slot.kind.device_type for unit in step.live_units() for slot in unit.slots)
-        step.away.reserve(records, torch.device(device))
+        device = next(slot.kind.device_type for unit in run.module.live_units() for slot in unit.slots)
+        run.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
-    found = tell(step.transport, step.assignment.axes, failure, site.partition(" ")[0]).failure(failure)
+    found = tell(run.transport, run.axes, failure, site.partition(" ")[0]).failure(failure)
     if found is not None:
         raise found
 
@@ -231,24 +232,25 @@ def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
     """Gives a unit memory, and this rank's part of the parameters that it takes the place of."""
     slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
-    unit.settle_in(
-        sources,
+    unit.at_rest.allocate([source.requires_grad for source in sources])
+    unit.note_moved()
+    unit.at_rest.write(
         [
             part if part is not None else slot.path.owned(wholes.of(source))
             for slot, source, part in zip(slots, sources, owned, strict=True)
-        ],
+        ]
     )
 
 
-def _note_lenders(units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
+def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
     names = {id(module): name for name, module in modules.items()}
     for anchor, unit in units.items():
         inside = f"{anchor}." if anchor else ""
-        unit.lenders = tuple(
+        run.module.lenders[unit.index] = tuple(
             other.index
             for other in units.values()
             if other is not unit
-            and any(f"{names[id(module)]}.".startswith(inside) for module in other.modules())
+            and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
             and inside.startswith(f"{other.name}." if other.name else "")
         )
 
@@ -277,7 +279,9 @@ class _Wholes:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
             self._unit = unit
-            self._wholes = {id(s.parameter): whole for s, whole in zip(unit.slots, unit.gather_whole(), strict=True)}
+            self._wholes = {
+                id(s.parameter): whole for s, whole in zip(unit.slots, unit.at_rest.gather_whole(), strict=True)
+            }
         return self._wholes[id(source)]
 
 
@@ -288,8 +292,8 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     }
     compute = computes.pop() if len(computes) == 1 else None
     attach(Attached(anchor, unit, is_anchor=True, input_dtype=compute, output_dtype=output))
-    unit.step.buffers.watch(anchor)
-    for module in unit.modules():
+    run_of(unit).forwards.statistics.watch(anchor)
+    for module in unit.at_rest.modules():
         if module is not anchor:
             attach(Attached(module, unit))
 
@@ -311,9 +315,9 @@ def _source(shared: Shared, assignment: Assignment) -> Tensor:
 
 def _require_rest(module: nn.Module, verb: str) -> None:
     for unit in units_of(module):
-        unit.step.recover()
+        run_of(unit).recover()
         unit.readopt()
-        if unit.is_in_use or unit.step.accumulating:
+        if unit.is_in_use or run_of(unit).module.accumulating:
             raise StateError(
                 f"{verb} was called while the module is in use.",
                 unit=unit.name or "root",

@@ -24,7 +24,7 @@ from tests.ranks import Ranks
 from tests.seeds import seed_generator
 from tests.worlds import World, differences
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.unit import Phase
+from zero_fn.runtime.in_flight import Phase
 
 WIDTH = 6
 TOLERANCE = 1e-11
@@ -289,7 +289,7 @@ def failing_forward(model: nn.Module, step: int) -> None:
     with pytest.raises(ZeroDivisionError):
         model(x)
     hook.remove()
-    assert all(unit.phase is Phase.AT_REST for unit in units_of(model))
+    assert all(unit.in_flight.phase is Phase.AT_REST for unit in units_of(model))
     plain(model, step)
 
 

@@ -102,7 +102,7 @@ def autoplan(
     """
     axis = mesh_axis(mesh, verb="autoplan")
     units = units_of(module)
-    if any(unit.step.assignment.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
+    if any(unit.run.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
         raise StateError(
             "autoplan takes a module that is neither sharded nor offloaded.",
             got="a module that rests sharded or replicated over an axis, or in a tier",

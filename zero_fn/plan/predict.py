@@ -10,10 +10,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.held import Held
+from zero_fn.held import Held, padding_nbytes
 from zero_fn.plan.counted import Moved, add_moved, at_rest, device_type_of, link_of, sent_nbytes
 from zero_fn.plan.walked import walk
-from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
 
 __all__ = ["Plan", "plan"]
@@ -110,7 +110,7 @@ def plan(
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
         TierError: The optimizer has to be streamed, and nobody said where its states are to be.
     """
-    steps = steps_of(module, verb="plan")
+    runs = runs_of(module, verb="plan")
     units = units_of(module)
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
@@ -123,11 +123,11 @@ def plan(
     rest = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
     states = footprint(optimizer) if optimizer is not None else Footprint()
     (there, back), sent, in_flight_nbytes = states.link, Counter[str](), 0
-    for step in steps:
-        gathers, uses, peak = walk(step, backwards=backwards)
+    for run in runs:
+        gathers, uses, peak = walk(run, backwards=backwards)
         in_flight_nbytes = max(in_flight_nbytes, peak)
-        for unit in step.live_units():
-            times, pads = gathers[unit.index], step.transport.pads
+        for unit in run.module.live_units():
+            times, pads = gathers[unit.index], run.transport.pads
             for group in unit.groups:
                 add_moved(group, times, states.read, states.written)
                 link = link_of(group, times)
@@ -137,7 +137,7 @@ def plan(
             for slot in unit.slots:
                 sent += sent_nbytes(slot, times_gathered=times, is_exact=is_exact, pads=pads)
     tiers = Counter(rest.tiers) + Counter({str(tier): nbytes for tier, nbytes in states.tiers.items()})
-    paddings = [unit.padding_nbytes() for unit in units]
+    paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
         device_type=device_type_of(units),
         held=replace(

@@ -13,7 +13,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY
-from zero_fn.runtime.step import PREFETCH_DEPTH, Step
+from zero_fn.runtime.run import Run
+from zero_fn.runtime.transformed import PREFETCH_DEPTH
+from zero_fn.runtime.unit import Unit
 from zero_fn.schedule import (
     Enter,
     Exit,
@@ -46,28 +48,30 @@ class Walk(NamedTuple):
     in_flight_nbytes: int
 
 
-def walk(step: Step, *, backwards: int) -> Walk:
+def walk(run: Run, *, backwards: int) -> Walk:
     """Runs the schedule that was recorded last, or, before the first forward, that of units in registration order.
 
     Args:
-        step: Of a transformed module.
+        run: Of a transformed module.
         backwards: Microbatches accumulated in the step: whole gradients of several wait for the last.
     """
-    units = {unit.index: unit for unit in step.live_units()}
-    trace = step.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
+    units = {unit.index: unit for unit in run.module.live_units()}
+    trace = run.forwards.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
     forward = prefetch(forward_schedule(trace, keeps_last=True), depth=PREFETCH_DEPTH)
-    taking_part = backward_trace(_with_backward(trace, lambda index: units[index].requires_grad))
-    backward = backward_schedule(taking_part, reduces=lambda index: backwards == 1 and units[index].requires_grad)
+    taking_part = backward_trace(_with_backward(trace, lambda index: units[index].gradients.are_wanted))
+    backward = backward_schedule(
+        taking_part, reduces=lambda index: backwards == 1 and units[index].gradients.are_wanted
+    )
     backward = limit_reductions(prefetch(backward, depth=PREFETCH_DEPTH), limit=REDUCTIONS_UNDER_WAY)
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
-    gathers = Counter({index: 1 for index in uses if not units[index].is_transient})
+    gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
     gathered: set[int] = set()
     pending: set[int] = set()
     peak = 0
     for events, in_forward in ((forward, True), (backward, False)) * backwards:
         for event in events:
             if isinstance(event, Unshard):
-                gathers[event.unit] += units[event.unit].is_transient and event.unit not in gathered
+                gathers[event.unit] += units[event.unit].groups.is_transient and event.unit not in gathered
                 gathered.add(event.unit)
             elif isinstance(event, Reshard) and not (in_forward and units[event.unit].reshards_after_backward):
                 gathered.discard(event.unit)
@@ -75,11 +79,17 @@ def walk(step: Step, *, backwards: int) -> Walk:
                 pending.add(event.use.unit)
             elif isinstance(event, Settle):
                 pending.discard(event.unit)
-            whole = sum(units[index].gathered_nbytes for index in gathered)
-            peak = max(peak, whole + sum(units[index].local_gradient_nbytes for index in pending))
+            whole = sum(units[index].groups.gathered_nbytes for index in gathered)
+            peak = max(peak, whole + sum(_gradient_nbytes(units[index]) for index in pending))
         if not in_forward:
             gathered.clear()  # a backward ends with every transient unit at rest
     return Walk(gathers, uses, peak)
+
+
+def _gradient_nbytes(unit: Unit) -> int:
+    """Bytes of the whole gradients that a backward makes, and that are freed once they are reduced."""
+    trained = (slot for slot in unit.slots if slot.parameter.requires_grad)
+    return sum(slot.path.numel * slot.kind.compute_dtype.itemsize for slot in trained)
 
 
 def _nested_trace(units: Mapping[int, str]) -> Trace:

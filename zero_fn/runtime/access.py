@@ -13,7 +13,7 @@ every rank. That of what a forward computes is not: each rank has other inputs. 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,10 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import ShardedAccessError
 from zero_fn.runtime.registry import slot_of
-from zero_fn.runtime.unit import unit_of
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.run import run_of
+from zero_fn.runtime.unit import Unit, unit_of
 
 __all__ = ["MEMBER", "explain", "watch_redistribution"]
 
@@ -37,7 +35,7 @@ def explain(error: BaseException | None, unit: Unit) -> None:
     """Adds a note to an error about a resting shard that passed through the forward of a unit."""
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return
-    if hasattr(error, "__notes__") or any(other.has_model_axes for other in unit.step.live_units()):
+    if hasattr(error, "__notes__") or any(other.has_model_axes for other in run_of(unit).module.live_units()):
         return  # under tensor parallelism torch's own words fit: activations are DTensors too
     error.add_note(
         "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
@@ -56,7 +54,7 @@ def _redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """[Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
     unit = unit_of(slot)
-    if slot is not None and unit is not None and (unit.step.is_in_forward or _is_past_call()):
+    if slot is not None and unit is not None and (run_of(unit).is_in_forward or _is_past_call()):
         raise ShardedAccessError(
             f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
             parameter=slot,

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,15 +15,13 @@ from zero_fn.hierarchy import Links
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
+from zero_fn.runtime.group import Groups
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.record import Form, Record, record_nbytes, record_of
+from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.tiers import Tier
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
-    from zero_fn.runtime.unit import Unit
 
 __all__ = ["Away", "Shelved"]
 
@@ -85,12 +82,12 @@ class Away:
         except StorageError as error:
             self._failure = self._failure or error
 
-    def put_gradients(self, unit: Unit) -> None:
+    def put_gradients(self, groups: Groups) -> None:
         """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
         come to the host while those of the one before are written."""
-        if all(group.gradient_record is None for group in unit.groups):
+        if all(group.gradient_record is None for group in groups.members):
             return
-        for record, (values, computed) in _take_gradients(unit).items():
+        for record, (values, computed) in _take_gradients(groups).items():
             with self._failing_at_the_end():
                 for other in self._writing:
                     other.continue_writing()
@@ -98,13 +95,13 @@ class Away:
                 self._writing.append(record)
                 record.begin_writing(values, computed)
 
-    def finish_gradients(self, units: list[Unit]) -> None:
+    def finish_gradients(self, units: Iterable[Groups]) -> None:
         """Waits until gradients are in their tier.
 
         Raises:
             StorageError: On every rank, if that failed on any.
         """
-        if all(group.gradient_record is None for unit in units for group in unit.groups):
+        if all(group.gradient_record is None for groups in units for group in groups.members):
             return
         with self._failing_at_the_end():
             self._finish_writing()
@@ -127,11 +124,11 @@ class Away:
             self._failure = self._failure or error
 
 
-def _take_gradients(unit: Unit) -> dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]]:
+def _take_gradients(groups: Groups) -> dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]]:
     """Gradients in memory whose place is in another tier, flat as they lie there, with the dtypes they were computed in;
     their tensors take their place."""
     found: dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]] = {}
-    for slot in unit.slots:
+    for slot in (slot for group in groups.members for slot in group.slots):
         grad, place = slot.parameter.grad, slot.gradient_place
         if grad is None or place is None or isinstance(grad, PendingGradient):
             continue

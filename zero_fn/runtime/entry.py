@@ -34,16 +34,18 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from zero_fn.errors import StateError
 from zero_fn.runtime.access import explain
 from zero_fn.runtime.changes import Probe, require_untouched_casts
-from zero_fn.runtime.gather import UnitUse, gather
+from zero_fn.runtime.gather import gather
+from zero_fn.runtime.gathered import Gathered
+from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
 from zero_fn.runtime.selective import outside_selection
-from zero_fn.runtime.step import Step
 from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
-__all__ = ["Attached", "Method", "attach", "attached_below", "detach", "methods_of", "steps_of", "units_of"]
+__all__ = ["Attached", "Method", "attach", "attached_below", "detach", "methods_of", "runs_of", "units_of"]
 
 
 _ATTACHED = "_zero_fn_attached"  # in the `__dict__` of a module: the units that are entered at it, in this order
@@ -82,6 +84,7 @@ class Attached:
 
     Attributes:
         unit: The unit.
+        run: What runs it.
         attribute: The name of the method: "forward" stands for calls of the module.
         is_anchor: Whether the module is the anchor of the unit.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
@@ -90,12 +93,14 @@ class Attached:
     __slots__ = (
         "__weakref__",
         "_begun",
+        "_calls",
         "_depth",
         "_module",
         "attribute",
         "input_dtype",
         "is_anchor",
         "output_dtype",
+        "run",
         "unit",
     )
 
@@ -110,10 +115,11 @@ class Attached:
         output_dtype: torch.dtype | None = None,
     ) -> None:
         self._module = weakref.ref(module)
-        self.unit, self.attribute, self.is_anchor = unit, attribute, is_anchor
+        self.unit, self.run = unit, run_of(unit)
+        self.attribute, self.is_anchor = attribute, is_anchor
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._begun: _Begun | None = None
-        self._depth = 0  # calls of the module inside the one that has begun
+        self._depth = self._calls = 0  # calls of the module inside the one that has begun; that entered the unit
         if is_anchor:
             unit.anchor = self._module
 
@@ -135,21 +141,21 @@ class Attached:
             self._forget()
         if unit.open:
             return False
-        if unit.leaves is not None:
+        if unit.shown.leaves is not None:
             self._begin_with_leaves()
             return True
-        if unit.step.is_recomputing(unit, self):
+        if self.run.backwards.is_recomputing(unit, self):
             return False
         self._require_run()
         with outside_selection():
-            use = called_outside(unit.step.enter, unit, self)
+            use = called_outside(self.run.enter, unit, self)
             begun = self._begun = _Begun(use)
             _take_hooks_inside(unit, self._module())
             begun.tensors = gather(use)
-            unit.shadow(begun.tensors)
-            if unit.gathered is not None and not is_transforming():
-                begun.is_watched, begun.probe = True, unit.changes.probe(unit)
-        begun.has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
+            unit.shown.show(begun.tensors)
+            if unit.in_flight.memory is not None and not is_transforming():
+                begun.is_watched, begun.probe = True, self._probe(unit.in_flight.memory)
+        begun.has_backward = torch.is_grad_enabled() and not unit.shown.is_replaced and not is_transforming()
         begun.is_packing = begun.has_backward and begin_packing()
         return True
 
@@ -182,9 +188,9 @@ class Attached:
                 output = self._finished(begun, begun.use, output)
             is_done = not failed
         finally:
-            self.unit.unshadow()
+            self.unit.shown.hide()
             with outside_selection():
-                _leave(begun.use, begun.tensors if begun.is_watched else None, failed=not is_done)
+                self._leave(begun.use, begun.tensors if begun.is_watched else None, failed=not is_done)
         return output
 
     def _finished(self, begun: _Begun, use: UnitUse, output: Any) -> Any:
@@ -197,8 +203,27 @@ class Attached:
             use.has_graph = True
         if begun.probe is not None:
             with outside_selection():
-                begun.probe.check(begun.tensors)
+                begun.probe.check(use.unit.in_flight.memory, begun.tensors, use.unit.shown.swapped)
         return output
+
+    def _probe(self, memory: Gathered) -> Probe | None:
+        """What finds changes through `.data` in the forward that begins, if it is one of those that are looked at."""
+        self._calls += 1
+        if self._calls & (self._calls - 1) or not memory.is_readable:
+            return None
+        return Probe(self.unit.name, self.unit.slots, memory)
+
+    def _leave(self, use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
+        """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
+        is_kept = False
+        try:
+            if tensors is not None:
+                use.unit.keep_changes(tensors)
+            is_kept = True
+        finally:
+            if tensors is not None:
+                tensors.clear()  # memory that somebody holds a part of is not used again
+            called_outside(self.run.leave, use, failed=failed or not is_kept)
 
     def _begin_with_leaves(self) -> None:
         """A forward of the plain module that the unit is for a while. (whole_step.py)"""
@@ -206,21 +231,21 @@ class Attached:
         self.unit.open += 1
         _take_hooks_inside(self.unit, self._module())
         begun.tensors = cast_leaves(self.unit)
-        self.unit.shadow(begun.tensors)
+        self.unit.shown.show(begun.tensors)
 
     def _end_with_leaves(self, begun: _Begun, output: Any, *, failed: bool) -> Any:
         unit = self.unit
         try:
             if failed:
                 return output
-            require_untouched_casts(unit, begun.tensors)
+            require_untouched_casts(unit.slots, begun.tensors)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
             show_in_backward(unit, begun.tensors, _tensors_in(output))
             return output
         finally:
             unit.open -= 1
-            unit.unshadow()
+            unit.shown.hide()
 
     def _require_run(self) -> None:
         """Raises where a call would be recorded, rather than run."""
@@ -257,8 +282,8 @@ class Attached:
         _put_hooks_inside(self.unit)
         if is_with_leaves:
             self.unit.open = 0
-            self.unit.unshadow()
-        self.unit.step.abandon()
+            self.unit.shown.hide()
+        self.run.forwards.abandon()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         module = copy.deepcopy(self.module, memo)
@@ -267,13 +292,14 @@ class Attached:
         twin._module = weakref.ref(module)
         twin.attribute, twin.is_anchor = self.attribute, self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._begun, twin._depth = None, 0
+        twin._begun, twin._depth, twin._calls = None, 0, 0
         twin.unit = copy.deepcopy(self.unit, memo)
         if twin.is_anchor:
             twin.unit.anchor = twin._module
         elif any(reference is self._module for reference in self.unit.inner):
             twin.unit.inner.append(twin._module)
-        copy.deepcopy(self.unit.step, memo).buffers.watch(module)
+        twin.run = run_of(twin.unit)
+        twin.run.forwards.statistics.watch(module)
         return twin
 
     def __reduce__(self) -> Any:
@@ -402,19 +428,6 @@ def _after(module: nn.Module, _args: object, output: Any) -> Any:
     return output
 
 
-def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
-    """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
-    is_kept = False
-    try:
-        if tensors is not None:
-            use.unit.changes.keep(use.unit, tensors)
-        is_kept = True
-    finally:
-        if tensors is not None:
-            tensors.clear()  # memory that somebody holds a part of is not used again
-        called_outside(use.unit.step.leave, use, failed=failed or not is_kept)
-
-
 # -- what a model has ----------------------------------------------------------------------------------------------
 
 
@@ -435,13 +448,13 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list({id(attached.unit): attached.unit for _, attached in attached_below(module)}.values())
 
 
-def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
+def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
     """The running states of transformed modules, each once.
 
     Raises:
         StateError: A module has none: it was not transformed.
     """
-    steps: dict[int, Step] = {}
+    runs: dict[int, Run] = {}
     for module in modules:
         units = units_of(module)
         if not units:
@@ -450,8 +463,8 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
                 module=type(module).__name__,
                 fix=f"model = zf.shard_params(model, mesh['dp']), then zf.{verb}(model)",
             )
-        steps.update((id(unit.step), unit.step) for unit in units)
-    return list(steps.values())
+        runs.update((id(unit.run), run_of(unit)) for unit in units)
+    return list(runs.values())
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -485,4 +498,4 @@ def _tensors_in(output: object, depth: int = 3) -> Iterator[Tensor]:
 
 @uncompiled
 def _reached(use: UnitUse, _grad: Tensor) -> None:
-    use.unit.step.demand(use.unit, use)
+    use.unit.run.demand(use.unit, use)

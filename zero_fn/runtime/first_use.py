@@ -7,7 +7,6 @@ drawn with other seeds, edited on one rank, or loaded from other files. Shards t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,9 +16,7 @@ from zero_fn.mesh import Axis
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unit import Unit
 
 __all__ = ["agree_on_units"]
 

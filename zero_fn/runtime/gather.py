@@ -12,7 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,16 +24,14 @@ from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks, watch_nodes
-from zero_fn.runtime.on_model_axes import arrived, in_flight
+from zero_fn.runtime.on_model_axes import arrived, placed
 from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse, UseInBackward, will_execute
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
+__all__ = ["gather", "gather_again", "returns_gradients"]
 
-__all__ = ["UnitUse", "gather", "gather_again", "returns_gradients", "will_execute"]
-
-will_execute = torch._C._will_engine_execute_node
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 # A leaf that every node depends on and no user asks for: autograd visits it in a plain backward only.
@@ -46,93 +44,20 @@ def returns_gradients() -> bool:
     return torch.is_grad_enabled() or not will_execute(_token_node)
 
 
-class UnitUse:
-    """One forward of a unit.
-
-    Attributes:
-        unit: The unit.
-        number: The `Use` of the schedule is `(unit.index, number)`.
-        generation: Of the unit when its parameters were read.
-        node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
-        has_graph: Whether a backward may pass through this use.
-        has_arrived: Whether the running backward has computed all its gradients, or has come where there are none to compute.
-        began_at: What began it: the entry whose module was called.
-    """
-
-    __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "node", "number", "unit")
-
-    def __init__(self, unit: Unit, number: int, began_at: object = None) -> None:
-        self.unit, self.number, self.began_at = unit, number, began_at
-        self.generation = unit.generation
-        self.node: weakref.ref[Any] | None = None
-        self.has_graph = self.has_arrived = False
-
-    @property
-    def will_run(self) -> bool:
-        """Whether the running backward will compute its gradients, as far as this rank can tell."""
-        if self.node is None:
-            return self.has_graph and not self.has_arrived
-        node = self.node()
-        return node is not None and bool(will_execute(node))
-
-    @property
-    def may_run_later(self) -> bool:
-        """Whether a backward after the running one may pass through it, if no graph is retained."""
-        if self.node is None:
-            return self.has_graph and not self.has_arrived
-        node = self.node()
-        return node is not None and not will_execute(node)
-
-    @property
-    def is_passed_only(self) -> bool:
-        """Whether a backward may pass through it on this rank and compute no gradient of its parameters there.
-
-        They are frozen, or all that this rank used in their modules are tied to those of other units.
-        """
-        if self.has_arrived or not self.has_graph:
-            return False
-        return self.node is None or self.node() is None
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether its graph is alive and has not arrived."""
-        return not self.has_arrived and self.node is not None and self.node() is not None
-
-
-class _Again(UnitUse):
-    """What recomputations inside a unit read its parameters for. It does not hold the unit, which holds it."""
-
-    __slots__ = ("_unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
-        super().__init__(unit, -1)
-
-    @property
-    def unit(self) -> Unit:
-        unit = self._unit()
-        assert unit is not None, "backward is in a unit that is gone"
-        return unit
-
-    @unit.setter
-    def unit(self, unit: Unit) -> None:
-        """Held weakly already."""
-
-
 @uncompiled
 def gather_again(unit: Unit) -> list[Tensor]:
     """The gathered parameters of a unit for recomputations inside it, by a node of their own.
 
     They are the same in each backward, where that cannot be told from new ones. [Note: tensors that are lent]
     """
-    gathered = unit.gathered
-    if gathered is None or not gathered.lends or unit.swapped or unit.has_model_axes or is_transforming():
+    gathered = unit.in_flight.memory
+    if gathered is None or not gathered.lends or unit.shown.swapped or unit.has_model_axes or is_transforming():
         with torch.enable_grad():
             return gather(UnitUse(unit, -1))
     trained = [slot.parameter.requires_grad for slot in unit.slots]
     lent = gathered.lent
     if lent is None or lent.trained != trained or not lent.is_untouched():
-        use = _Again(unit)
+        use = UseInBackward(unit)
         with torch.enable_grad():
             lent = Lent(_gathered(use), trained, use)
         gathered.lend(lent)
@@ -148,31 +73,43 @@ def gather(use: UnitUse) -> list[Tensor]:
         use: Of a unit whose parameters are gathered. Its `node` is set.
     """
     unit = use.unit
-    if not unit.swapped and not is_transforming():
+    swapped = unit.shown.swapped
+    if not swapped and not is_transforming():
         return _gathered(use)
     with outside_transforms():  # [Note: torch.func sees whole tensors]
-        tensors = _gathered(use) if not unit.is_replaced else []
+        tensors = _gathered(use) if not unit.shown.is_replaced else []
     return [
-        whole_value(unit, slot, unit.swapped[i]) if i in unit.swapped else tensors[i]
+        whole_value(unit.run.transport, slot, swapped[i]) if i in swapped else tensors[i]
         for i, slot in enumerate(unit.slots)
     ]
 
 
 def _gathered(use: UnitUse) -> list[Tensor]:
-    unit, tensors = use.unit, use.unit.tensors()
+    unit = use.unit
+    values = unit.shown.unsharded_values
+    tensors = unit.in_flight.tensors() if values is None else _cast_values(unit, values)
     leaves = [slot.parameter for slot in unit.slots]
     trained = [leaf.requires_grad for leaf in leaves] if torch.is_grad_enabled() else []
     if True not in trained:
-        return in_flight(unit.slots, tensors) if unit.has_model_axes else tensors
+        return placed(unit.slots, tensors) if unit.has_model_axes else tensors
     # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: `gather` has seen to that.
     outputs = _apply(_Gather, use, tensors, trained, _token, *leaves)
     node = outputs[trained.index(True)].grad_fn
     assert node is not None
     use.node = weakref.ref(node)
-    if unit.watched != trained:
-        unit.watched = trained
-        watch_nodes(unit, node)
-    return in_flight(unit.slots, outputs) if unit.has_model_axes else list(outputs)
+    for slot, flag in zip(unit.slots, trained, strict=True):
+        if flag and slot.node is None:
+            watch_nodes(unit.slots, node)
+            break
+    return placed(unit.slots, outputs) if unit.has_model_axes else list(outputs)
+
+
+def _cast_values(unit: Unit, values: Sequence[Tensor]) -> list[Tensor]:
+    """Whole values of a block of `unsharded`, in the compute dtype, with autograd identities of their own."""
+    return [
+        whole.to(slot.kind.compute_dtype) if slot.kind.compute_dtype != whole.dtype else whole.data
+        for slot, whole in zip(unit.slots, values, strict=True)
+    ]
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:
@@ -210,11 +147,11 @@ class _Gather(torch.autograd.Function):
             grads = _with_assigned(unit, grads)
         nothing = (None, None, None, None)
         if not returns_gradients():
-            defer_hooks(unit)
-            unit.step.arrive(use, grads)
+            defer_hooks(unit.slots)
+            unit.run.arrive(use, grads)
             return nothing + (None,) * len(grads)
         _require_single(unit, grads)
-        unit.step.arrive(use, None)
+        unit.run.arrive(use, None)
         return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
 
 
@@ -259,9 +196,9 @@ class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
-        reduction = unit.reduce(grads)
+        reduction = unit.gradients.reduce_given(grads)
         bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
-        unit.transport.any(bits, f"who has gradients of {unit}").wait()
+        unit.run.transport.any(bits, f"who has gradients of {unit}").wait()
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()
@@ -292,7 +229,7 @@ class _Reduce(torch.autograd.Function):
             segments.append(slot.path.segment(flat))
             wholes.append(slot.path.whole_view(flat))
         if segments:
-            unit.transport.all_gather(segments, f"second gradients of {unit}").wait()
+            unit.run.transport.all_gather(segments, f"second gradients of {unit}").wait()
         return None, *(
             whole if whole is None else whole.to(slot.kind.compute_dtype)
             for whole, slot in zip(wholes, unit.slots, strict=True)

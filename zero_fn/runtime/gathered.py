@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from sys import getrefcount
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,14 @@ from torch import Tensor
 from zero_fn.collectives import Route, Segment
 from zero_fn.hierarchy import Links
 from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.group import Group
+from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
-from zero_fn.runtime.saved import remember_buffer
+from zero_fn.runtime.saved import Source, remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.unit import Unit
-
-__all__ = ["Gathered"]
+__all__ = ["Gathered", "Lent"]
 
 _references = torch._C._storage_Use_Count
 
@@ -93,8 +90,8 @@ class Gathered:
         "segments",
     )
 
-    def __init__(self, unit: Unit, slots: Sequence[Slot], groups: Sequence[Group], transport: Links) -> None:
-        """Allocates the buffers that do not stay in memory, and cuts all of them."""
+    def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
+        """Allocates the buffers that do not stay in memory, and cuts all of them. `source` gathers them again."""
         with torch.inference_mode(False):  # they outlive the forward that asks for them
             self.buffers: list[Tensor] = []
             segments: list[Segment] = []
@@ -120,7 +117,7 @@ class Gathered:
         for number, (group, buffer) in enumerate(zip(self._groups, self.buffers, strict=True)):
             if not group.is_transient:
                 continue
-            remember_buffer(buffer, self, unit, number)
+            remember_buffer(buffer, self, source, number)
             storage = buffer.untyped_storage()
             if type(buffer) is not Tensor or not storage.resizable():
                 self._freed = None  # a simulated tensor, or memory that is not the allocator's

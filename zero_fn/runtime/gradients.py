@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.collectives import Contribution, Contributions
+from zero_fn.errors import PlacementError
 from zero_fn.hierarchy import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
@@ -47,33 +48,68 @@ class Gradients:
     __slots__ = (
         "__weakref__",
         "_buffers",
+        "_buffers_memory",
         "_is_owned",
         "_marked",
         "_markers",
         "_memory",
         "_slots",
+        "_trained",
+        "_transport",
+        "_unit",
         "is_empty",
         "local",
     )
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[Slot], transport: Links, unit: str) -> None:
+        self._slots, self._transport, self._unit = slots, transport, unit
+        self._trained: list[bool] = []  # which parameters `_memory` is for
+        self._memory: GradientMemory | None = None
         self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
         self.is_empty = True
         self._buffers: list[Tensor] | None = None
-        self._memory: GradientMemory | None = None  # of the buffers
+        self._buffers_memory: GradientMemory | None = None  # whose layout the buffers have
         self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, with the memory it was made for
         self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
 
-    def add(self, grads: Sequence[Tensor | None], memory: GradientMemory, *, exact: bool) -> None:
+    def memory(self) -> GradientMemory:
+        """The layout of the gradients of the parameters that are trained now."""
+        trained = [slot.parameter.requires_grad for slot in self._slots]
+        if self._memory is None or self._trained != trained:
+            taken = self._memory.taken if self._memory is not None else []
+            self._memory = GradientMemory([slot for slot in self._slots if slot.parameter.requires_grad], taken)
+            self._trained = trained
+        return self._memory
+
+    @property
+    def are_wanted(self) -> bool:
+        """Whether any parameter of the unit is trained."""
+        return any(slot.parameter.requires_grad for slot in self._slots)
+
+    def forget_layout(self) -> None:
+        """Parameters have other memory."""
+        self._memory = None
+
+    def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
         """Adds what one use gave.
 
         Args:
             grads: One per slot. They belong to autograd and may be shared, so they are never written.
-            memory: Of the unit.
             exact: Sum in the sum dtype from the first addend on: several will come.
+
+        Raises:
+            PlacementError: A gradient is sparse.
         """
+        for slot, grad in zip(self._slots, grads, strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise PlacementError(
+                    "Sparse gradients cannot be reduced over an axis.",
+                    parameter=slot,
+                    unit=self._unit.removeprefix("unit "),
+                    fix="compute it with sparse=False: F.embedding(tokens, weight)",
+                )
+        memory = self.memory()
         if self.is_empty and not exact and len(memory.ranges) == len(self._slots):
             self.local = list(grads)
             self._note_empty()
@@ -97,10 +133,10 @@ class Gradients:
     def _note_empty(self) -> None:
         self.is_empty = all(grad is None for grad in self.local)
 
-    def add_pending(self, grads: Sequence[Tensor | None], memory: GradientMemory) -> None:
+    def add_pending(self, grads: Sequence[Tensor | None]) -> None:
         """As `add`, for sums that stay local when the backward ends."""
         self.forget_dropped()
-        self.add(grads, memory, exact=True)
+        self.add(grads, exact=True)
         for i, slot in enumerate(self._slots):
             if self.local[i] is not None and i not in self._marked:
                 marker = self._marker(i, slot)
@@ -130,15 +166,42 @@ class Gradients:
             self._slots[i].parameter.grad, marker.earlier = marker.earlier, None
         self._marked = {}
 
-    def take(self, memory: GradientMemory) -> tuple[list[Tensor | None], list[Tensor] | None]:
-        """The local sums, which the unit no longer holds, and the buffers of `memory` if some of them lie there."""
+    def has_pending(self) -> bool:
+        """Whether gradients wait on this rank that the user did not drop."""
+        self.forget_dropped()
+        return not self.is_empty
+
+    def take(self) -> tuple[list[Tensor | None], list[Tensor] | None, GradientMemory | None]:
+        """The local sums, which the unit no longer holds; the buffers in which some of them lie, and their layout."""
         if self._marked:
             self.unmark()
-        taken = self.local, self._buffers if self._memory is memory else None
-        self.local, self._buffers, self._memory = [None] * len(self._slots), None, None
+        taken = self.local, self._buffers, self._buffers_memory
+        self.local, self._buffers, self._buffers_memory = [None] * len(self._slots), None, None
         self._is_owned = [False] * len(self._slots)
         self.is_empty = True
         return taken
+
+    def reduce(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
+        """Issues the reduction of the local sums, which the unit then no longer holds.
+
+        Args:
+            exact: See `Reduction`.
+            present: For each parameter, whether any rank has a gradient; of parameters frozen since, too.
+        """
+        memory, slots = self.memory(), self._slots
+        if present is not None and any(
+            has_any and slot not in memory.ranges for slot, has_any in zip(slots, present, strict=True)
+        ):
+            memory = GradientMemory(
+                [slot for slot, has_any in zip(slots, present, strict=True) if has_any or slot in memory.ranges]
+            )
+        local, buffers, theirs = self.take()
+        buffers = buffers if theirs is memory else None
+        return Reduction(slots, memory, local, self._transport, self._unit, exact=exact, buffers=buffers)
+
+    def reduce_given(self, grads: Sequence[Tensor | None]) -> Reduction:
+        """Issues the reduction of these gradients."""
+        return Reduction(self._slots, self.memory(), grads, self._transport, self._unit, exact=True)
 
     def _room(self, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
         if (
@@ -147,8 +210,8 @@ class Gradients:
             and slot.path.numel
             and slot in memory.ranges
         ):
-            if self._memory is not memory:  # none yet, or parameters were frozen since
-                self._buffers, self._memory = memory.allocate(), memory
+            if self._buffers_memory is not memory:  # none yet, or parameters were frozen since
+                self._buffers, self._buffers_memory = memory.allocate(), memory
             assert self._buffers is not None
             place = memory.ranges[slot]
             return self._buffers[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)

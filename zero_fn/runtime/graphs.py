@@ -9,13 +9,10 @@ run now, on whatever rank, nothing is kept, and no rank has to read that.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
+from zero_fn.runtime.passes import BackwardPass, ForwardPass
+from zero_fn.runtime.use import UnitUse
 from zero_fn.schedule import Enter, Exit, Use
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.gather import UnitUse
-    from zero_fn.runtime.passes import BackwardPass, ForwardPass
 
 __all__ = ["Graphs"]
 

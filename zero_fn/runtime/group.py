@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage.recycled import Recurring
 
-__all__ = ["Buffer", "Group", "MakeRecord", "groups_of"]
+__all__ = ["Buffer", "Group", "Groups", "MakeRecord", "groups_of"]
 
 MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
 """Makes room for tensors on the shelf of a tier."""
@@ -242,7 +242,73 @@ class Group:
             self.record.let_go()
 
 
-def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
+class Groups:
+    """The groups of a unit, asked together.
+
+    Attributes:
+        members: Its parameters by kind, in their order.
+        is_away: Whether any resting parameter is in another tier.
+        is_transient: Whether any gathered parameter is freed between uses.
+    """
+
+    __slots__ = ("is_away", "is_transient", "members")
+
+    def __init__(self, members: Sequence[Group] = ()) -> None:
+        self.members = list(members)
+        self.is_away = self.is_transient = False
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self.members)
+
+    def lay_out(self, make_record: MakeRecord) -> None:
+        """Takes memory."""
+        for group in self.members:
+            group.lay_out(make_record)
+        self.is_away = any(group.record is not None for group in self.members)
+        self.is_transient = any(group.is_transient for group in self.members)
+
+    def of(self, slot: Slot) -> Group:
+        """The group of a parameter."""
+        return next(group for group in self.members if group.kind is slot.kind)
+
+    def records(self) -> list[Record]:
+        """What rests in other tiers."""
+        return [record for group in self.members for record in group.records()]
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
+        with ExitStack() as stack:
+            for group in self.members:
+                stack.enter_context(group.in_memory())
+            yield
+
+    def arrive(self, *, exact: bool = False) -> StorageError | None:
+        """Waits for resting parameters that are in another tier; the first failure. `exact`: see `Group.arrive`."""
+        failures = [group.arrive(exact=exact) for group in self.members]
+        return next((failure for failure in failures if failure is not None), None)
+
+    def let_go(self) -> None:
+        """Drops what was fetched."""
+        for group in self.members:
+            group.let_go()
+
+    def kept(self) -> list[Tensor]:
+        """The buffers beside resting parameters that stay in memory."""
+        return [buffer for group in self.members for buffer in group.kept()]
+
+    @property
+    def gathered_nbytes(self) -> int:
+        """Bytes of gathered parameters that are freed between uses."""
+        return sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
+
+    @property
+    def padding_nbytes(self) -> int:
+        """Bytes of padding in the memory at rest."""
+        return sum(group.padding_nbytes for group in self.members)
+
+
+def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> Groups:
     """The groups of a unit: its parameters by kind, in their order. They have no memory yet.
 
     Args:
@@ -252,7 +318,7 @@ def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Seq
     by_kind: dict[Kind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
         by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device), []).append(slot)
-    return [Group(kind, members) for kind, members in by_kind.items()]
+    return Groups([Group(kind, members) for kind, members in by_kind.items()])
 
 
 def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -> tuple[dict[Slot, int], int]:

@@ -13,19 +13,15 @@ the first, it is taken away again, and the node is held.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from zero_fn.runtime.registry import slot_of
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
-    from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.slot import Slot, slot_of
 
 __all__ = ["defer_hooks", "gradient_hooks", "node_hooks", "parameter_hooks", "watch_nodes"]
 
@@ -50,14 +46,14 @@ def node_hooks(slot: Slot) -> list[Callable[..., object]]:
     return [hook.users if isinstance(hook, _OfNode) else hook for hook in hooks.values()] if hooks else []
 
 
-def watch_nodes(unit: Unit, gather: Node) -> None:
+def watch_nodes(slots: Sequence[Slot], gather: Node) -> None:
     """Finds the nodes that accumulate the gradients of a unit's parameters, and what is registered on them from now on.
 
     Args:
-        unit: Whose resting parameters are new, or were frozen or freed.
+        slots: Of the unit, whose resting parameters are new, or were frozen or freed.
         gather: The node between these and what a forward sees.
     """
-    for slot, (node, _) in zip(unit.slots, gather.next_functions[-len(unit.slots) :], strict=True):
+    for slot, (node, _) in zip(slots, gather.next_functions[-len(slots) :], strict=True):
         if node is not None and node is not slot.node:
             handle = node.register_hook(_nothing)
             slot.node, slot.node_hooks = node, handle.hooks_dict_ref()
@@ -68,17 +64,18 @@ def _nothing(_inputs: object, _outputs: object) -> None:
     """The first hook of a node."""
 
 
-def defer_hooks(unit: Unit) -> None:
-    """From now on the hooks of the parameters of a unit ignore that the running backward passes without a gradient."""
-    unit.deferred_in = _current_graph_task()
-    for slot in unit.slots:
+def defer_hooks(slots: Sequence[Slot]) -> None:
+    """From now on the hooks of the parameters ignore that the running backward passes without a gradient."""
+    now = _current_graph_task()
+    for slot in slots:
+        slot.deferred_in = now
         parameter = slot.parameter
         if parameter._backward_hooks:
             _wrap(parameter._backward_hooks, _OfGradient)
         if parameter._post_accumulate_grad_hooks:
             _wrap(parameter._post_accumulate_grad_hooks, _OfParameter)
         if slot.node_hooks:
-            _wrap(slot.node_hooks, partial(_OfNode, unit))
+            _wrap(slot.node_hooks, partial(_OfNode, slot))
 
 
 def _wrap(hooks: dict[int, Any], wrapped: Callable[[Any], _Wrapped]) -> None:
@@ -116,22 +113,21 @@ class _OfParameter(_Wrapped):
 
     def __call__(self, parameter: nn.Parameter) -> None:
         slot = slot_of(parameter)
-        unit: Any = slot.owner() if slot is not None else None
-        if unit is None or unit.deferred_in != _current_graph_task():
+        if slot is None or slot.deferred_in != _current_graph_task():
             self.users(parameter)
 
 
 class _OfNode(_Wrapped):
     """A hook on the node that accumulates, which autograd may call before the gradient is reduced."""
 
-    __slots__ = ("_unit",)
+    __slots__ = ("_slot",)
 
-    def __init__(self, unit: Unit, users: Callable[..., Any]) -> None:
+    def __init__(self, slot: Slot, users: Callable[..., Any]) -> None:
         super().__init__(users)
-        self._unit = weakref.ref(unit)
+        self._slot = weakref.ref(slot)
 
     def __call__(self, inputs: object, outputs: object) -> object:
-        unit = self._unit()
-        if unit is None or unit.deferred_in != _current_graph_task():
+        slot = self._slot()
+        if slot is None or slot.deferred_in != _current_graph_task():
             return self.users(inputs, outputs)
         return None

@@ -7,7 +7,8 @@ the one collective on the model axes here, and is torch's.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,20 +17,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.resting import on_spec
+from zero_fn.runtime.slot import Slot
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from zero_fn.runtime.slot import Slot
-
-__all__ = ["arrived", "in_flight", "local_gradient"]
+__all__ = ["arrived", "local_gradient", "placed"]
 
 
-def in_flight(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
+def placed(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gathered parameters as the forward sees them; those that were never placed on model axes are left as they are."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
-            return in_flight(slots, tensors)
+            return placed(slots, tensors)
     return [
         tensor if slot.model is None else _OnModelAxes.apply(tensor, slot.model_spec)  # type: ignore[no-untyped-call]
         for slot, tensor in zip(slots, tensors, strict=True)

@@ -29,6 +29,7 @@ from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.loaded import settle_states
 from zero_fn.runtime.local_step import steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
+from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
@@ -64,7 +65,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
                 _require_states_alike(optimizer, slot, parameter)
-            if unit is not None and unit.step.accumulating and (unit.leaves is not None or unit.has_pending()):
+            if unit is not None and run_of(unit).module.accumulating and _has_local_gradients(unit):
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
                     parameter=slot,
@@ -81,6 +82,10 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
                     "another tier and the model was copied or moved since, after its next forward",
                 )
+
+
+def _has_local_gradients(unit: Unit) -> bool:
+    return unit.shown.leaves is not None or unit.gradients.has_pending()
 
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
@@ -124,4 +129,4 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
-        unit.step.note_optimizer_step()
+        run_of(unit).note_optimizer_step()

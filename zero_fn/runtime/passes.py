@@ -1,23 +1,14 @@
-"""One forward or backward pass: where it is in its schedule.
-
-[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the one that called it waits.
-If it raises, that one goes on at once, and the engine lets go of the backward a little later, in its own thread. So nothing
-is recovered there, beside whatever the program does by then, but names: whoever called the backward, and is not in it any
-more, knows that it has ended, and recovers before anything else.
-"""
+"""One forward or backward pass: where it is in its schedule."""
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from threading import get_ident
-from typing import TYPE_CHECKING
 
-import torch
-from torch.autograd import Variable
-
-from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.runtime.ending import Ending
+from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse
 from zero_fn.schedule import (
     BRACKETS,
     Action,
@@ -33,16 +24,9 @@ from zero_fn.schedule import (
     limit_reductions,
 )
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.gather import UnitUse
-    from zero_fn.runtime.gradients import Reduction
-    from zero_fn.runtime.step import Step
-    from zero_fn.runtime.unit import Unit
-
-__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script", "current_graph_task"]
+__all__ = ["REDUCTIONS_UNDER_WAY", "BackwardPass", "ForwardPass", "Script"]
 
 REDUCTIONS_UNDER_WAY = 1
-current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
 
 
 class ForwardPass:
@@ -177,6 +161,7 @@ class BackwardPass:
     """A backward that follows its schedule as far as autograd has come.
 
     Attributes:
+        ending: Tells when it has ended.
         reductions: Reductions under way, oldest first.
         recomputed: Uses that checkpoints ran again inside this backward.
         waiting: Uses that a later backward may pass through, the same on every rank.
@@ -186,17 +171,26 @@ class BackwardPass:
     """
 
     def __init__(
-        self, script: Script, *, awaited: set[Use], passed_only: set[Use], waiting: set[Use], keeps_graph: bool
+        self,
+        script: Script,
+        ending: Ending,
+        *,
+        awaited: set[Use],
+        passed_only: set[Use],
+        waiting: set[Use],
+        keeps_graph: bool,
     ) -> None:
         """Begins a pass.
 
         Args:
             script: The schedule.
+            ending: Tells when it has ended.
             awaited: Uses whose gradients will arrive on this rank.
             passed_only: Uses without gradients of their own on this rank, which backward may pass through.
             waiting: See the attribute.
             keeps_graph: See the attribute.
         """
+        self.ending = ending
         self.reductions: list[tuple[Unit, Reduction]] = []
         self.recomputed: list[UnitUse] = []
         self.closing = self.failed = False
@@ -207,34 +201,6 @@ class BackwardPass:
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
         self._entered_to = self._reached_to = -1  # the last event that enters one of them; that backward itself came to
-        self._callback: weakref.ref[_EndOfBackward] | None = None
-        self._thread = self._caller = 0  # that it runs in, and of whoever called it
-
-    def register(self, step: Step) -> None:
-        """Asks the engine to call back when the running backward has ended."""
-        callback = _EndOfBackward(step, self)
-        owner = weakref.ref(step)
-        self._thread, self._caller = get_ident(), step.caller
-
-        def on_death(_: object) -> None:
-            step = owner()
-            if step is not None and get_ident() == self._caller:
-                step.give_up(self)
-            elif step is not None:  # [Note: threads of the engine]
-                step.show_resting(self)
-
-        self._callback = weakref.ref(callback, on_death)
-        Variable._execution_engine.queue_callback(callback)
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it may still be running. The engine drops the callback when a backward raises, at the latest."""
-        if self._callback is None or self._callback() is None:
-            return False
-        has_returned = (
-            get_ident() == self._caller != self._thread and current_graph_task() == -1
-        )  # [Note: threads of the engine]
-        return not has_returned
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
@@ -300,18 +266,3 @@ class BackwardPass:
             # have issued its reduction, and wait for this rank.
             return (self._script.enters[use] if self.failed else at) > self._reached_to
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)
-
-
-class _EndOfBackward:
-    """Held by the engine alone, so that its death tells of a backward that raised."""
-
-    __slots__ = ("__weakref__", "_backward", "_step")
-
-    def __init__(self, step: Step, backward: BackwardPass) -> None:
-        self._step, self._backward = weakref.ref(step), backward
-
-    @uncompiled
-    def __call__(self) -> None:
-        step = self._step()
-        if step is not None:
-            step.finish_backward(self._backward)

@@ -8,7 +8,7 @@ the sum, zeroing it zeroes the sum, adding a resting gradient is remembered, and
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,9 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.slot import Slot
 
 __all__ = ["PendingGradient"]
 

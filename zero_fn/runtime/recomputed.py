@@ -90,8 +90,8 @@ class Recomputed:
         """The disk or the memory of this rank failed: the others would wait for it."""
         module = self._module()
         units = units_of(module) if module is not None else []
-        for step in {unit.step for unit in units}:
-            step.transport.give_up()
+        for run in {unit.run for unit in units}:
+            run.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:
         """Inputs that differ would be put together from parts of different tensors."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,44 +26,77 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
-if TYPE_CHECKING:
-    from zero_fn.runtime.gathered import Gathered
-    from zero_fn.runtime.unit import Unit
-
-__all__ = ["begin_packing", "drop_packing", "end_packing", "remember_buffer"]
+__all__ = ["Changes", "Source", "begin_packing", "drop_packing", "end_packing", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
-_live: dict[int, tuple[weakref.ref[Unit], int, torch.dtype]] = {}  # by storage, whether or not it has memory now
+
+class Changes:
+    """How often forwards and backwards have changed the gathered parameters of a unit in place.
+
+    Attributes:
+        are_none: Whether none ever did.
+    """
+
+    __slots__ = ("_by_place", "are_none")
+
+    def __init__(self) -> None:
+        self.are_none = True
+        self._by_place: dict[tuple[int, int], tuple[int, int]] = {}  # by group and first element: end, times
+
+    def note(self, place: tuple[int, int], numel: int, times: int) -> None:
+        """A parameter of `numel` elements, which begins at `place` (group and first element), was changed some times."""
+        end = place[1] + numel
+        self._by_place[place] = (end, self._by_place.get(place, (end, 0))[1] + times)
+        self.are_none = False
+
+    def before(self, group: int, element: int) -> int:
+        """How often the parameter with this element of a group was changed so far, what runs now not counted."""
+        places = self._by_place.items()
+        return sum(times for (number, start), (end, times) in places if number == group and start <= element < end)
 
 
-def remember_buffer(buffer: Tensor, gathered: Gathered, unit: Unit, group: int) -> None:
-    """As long as `gathered` lives, tensors on this buffer are packed as views of group `group` of `unit`.
+class Source(Protocol):
+    """Who gathers a buffer again when backward needs it. (unit.py)"""
+
+    @property
+    def changes(self) -> Changes:
+        """What forwards have changed in the gathered parameters."""
+
+    def buffer_for_backward(self, group: int) -> Tensor:
+        """The gathered buffer of a group, gathered again if it was freed."""
+
+
+_live: dict[int, tuple[weakref.ref[Source], int, torch.dtype]] = {}  # by storage, whether or not it has memory now
+
+
+def remember_buffer(buffer: Tensor, owner: object, source: Source, group: int) -> None:
+    """As long as `owner` lives, tensors on this buffer are packed as views of group `group` of `source`.
 
     Whoever else holds the buffer then keeps it as an ordinary tensor.
     """
     key = buffer.untyped_storage()._cdata
-    _live[key] = (weakref.ref(unit), group, buffer.dtype)
-    weakref.finalize(gathered, _live.pop, key, None).atexit = False
+    _live[key] = (weakref.ref(source), group, buffer.dtype)
+    weakref.finalize(owner, _live.pop, key, None).atexit = False
 
 
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "place", "spec", "unit", "version")
+    __slots__ = ("group", "place", "source", "spec", "version")
 
     def __init__(
         self,
-        unit: Unit,
+        source: Source,
         group: int,
         place: tuple[Sequence[int], Sequence[int], Any],
         spec: DTensorSpec | None,
         version: int,
     ) -> None:
-        self.unit, self.group, self.place, self.spec = unit, group, place, spec
-        changes = unit.changes
+        self.source, self.group, self.place, self.spec = source, group, place, spec
+        changes = source.changes
         self.version: int | None = version if changes.are_none else version + changes.before(group, place[2])
 
 
@@ -79,10 +112,10 @@ def _find(tensor: Tensor) -> _Packed | None:
         return None
     if entry is None or tensor.dtype != entry[2] or tensor.is_conj() or tensor.is_neg():
         return None
-    unit = entry[0]()
-    if unit is None:
+    source = entry[0]()
+    if source is None:
         return None
-    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, version)
+    return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, version)
 
 
 _Kept = tuple[Tensor, int]  # with its version
@@ -106,9 +139,9 @@ def _unpack(packed: _Kept | _Packed) -> Tensor:
             raise _changed(tensor, version, tensor._version)
         return tensor
     assert isinstance(packed, _Packed)
-    buffer = packed.unit.buffer_for_backward(packed.group)
+    buffer = packed.source.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
-    changes = packed.unit.changes
+    changes = packed.source.changes
     if not changes.are_none and packed.version is not None:
         version = changes.before(packed.group, packed.place[2])
         if version != packed.version:

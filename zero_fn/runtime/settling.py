@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.control import Control
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.gradients import Reduction
-    from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.gradients import Reduction
+from zero_fn.runtime.unit import Unit
 
 __all__ = ["Settling"]
 
@@ -33,7 +29,7 @@ class Settling:
                 self._away.settle(slot, grad)
             elif not reduction.is_frozen(slot):
                 is_settled = False
-        self._away.put_gradients(unit)
+        self._away.put_gradients(unit.groups)
         if is_settled:
             reduction.release()
 
@@ -57,7 +53,7 @@ class Settling:
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.path.is_reduced_at_once) else None
                 if grad is not None:
                     self._away.settle(slot, grad)
-            self._away.put_gradients(unit)
+            self._away.put_gradients(unit.groups)
 
     def drop(self) -> None:
         """Forgets what waits: a backward raised."""

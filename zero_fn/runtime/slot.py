@@ -146,6 +146,7 @@ class Slot:
         is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         owner: Its unit, weakly.
+        deferred_in: The last backward (its graph task) that gave autograd no gradient, as it is reduced later. (hooks.py)
         node, node_hooks: What accumulates gradients of the resting parameter, and hooks on it. [Note: hooks on the node]
     """
 
@@ -172,6 +173,7 @@ class Slot:
         self.is_recast = False
         self.initial: int | None = None
         self.owner: Callable[[], object] = _no_owner
+        self.deferred_in: int | None = None
         self.node: Node | None = None
         self.node_hooks: dict[int, Any] | None = None
         self.parameter: nn.Parameter
@@ -284,7 +286,7 @@ class Slot:
         """The same slot in deep-copied modules; it adopts its parameter later."""
         twin = copy.copy(self)
         twin.places = [place.twin(memo) for place in self.places]
-        twin.parameter, twin.node, twin.node_hooks = _NO_PARAMETER, None, None
+        twin.parameter, twin.node, twin.node_hooks, twin.deferred_in = _NO_PARAMETER, None, None, None
         return twin
 
     def __repr__(self) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,11 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
+from zero_fn.hierarchy import Links
 from zero_fn.resting import local_of
 from zero_fn.runtime.gradients import GradientMemory, Reduction
-from zero_fn.runtime.on_model_axes import in_flight
-
-if TYPE_CHECKING:
-    from zero_fn.runtime.slot import Slot
-    from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.on_model_axes import placed
+from zero_fn.runtime.slot import Slot
 
 __all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values", "whole_value"]
 
@@ -84,7 +82,7 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
     return found
 
 
-def whole_value(unit: Unit, slot: Slot, value: Tensor) -> Tensor:
+def whole_value(transport: Links, slot: Slot, value: Tensor) -> Tensor:
     """A swapped tensor as the forward sees it: whole, in the compute dtype."""
     if isinstance(value, DTensor) and slot.model is not None and value.device_mesh == slot.model.mesh:
         pass  # a whole one on its model axes, as the forward takes it
@@ -92,8 +90,8 @@ def whole_value(unit: Unit, slot: Slot, value: Tensor) -> Tensor:
         assert slot.spec is not None, f"{slot.fqn} rests on no axis"
         if value.placements != slot.spec.placements:
             value = value.redistribute(placements=slot.spec.placements)
-        value = _Whole.apply(unit, slot, value)  # type: ignore[no-untyped-call]
-        (value,) = in_flight([slot], [value])
+        value = _Whole.apply(transport, slot, value)  # type: ignore[no-untyped-call]
+        (value,) = placed([slot], [value])
     elif is_transforming() and isinstance(_unwrapped(value), DTensor):
         raise StateError(
             "torch.func was given a resting parameter: its transforms take whole tensors.",
@@ -113,26 +111,26 @@ class _Whole(torch.autograd.Function):
     """A resting tensor to the whole one. Its transpose is the mean over ranks, and that of the mean is this gather."""
 
     @staticmethod
-    def forward(ctx: Any, unit: Unit, slot: Slot, value: Tensor) -> Tensor:
-        ctx.unit, ctx.slot = unit, slot
+    def forward(ctx: Any, transport: Links, slot: Slot, value: Tensor) -> Tensor:
+        ctx.transport, ctx.slot = transport, slot
         local = local_of(value)
         if slot.path.layout is None:
             return local.clone()
         flat = torch.empty(slot.path.layout.padded_numel, dtype=local.dtype, device=local.device)
         flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(local.permute(slot.path.layout.order).reshape(-1))
-        unit.transport.all_gather([slot.path.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
+        transport.all_gather([slot.path.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
         return slot.path.whole_view(flat)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _Mean.apply(ctx.unit, ctx.slot, grad)  # type: ignore[no-untyped-call]
+        return None, None, _Mean.apply(ctx.transport, ctx.slot, grad)  # type: ignore[no-untyped-call]
 
 
 class _Mean(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, unit: Unit, slot: Slot, grad: Tensor) -> Tensor:
-        ctx.unit, ctx.slot = unit, slot
-        reduction = Reduction([slot], GradientMemory([slot]), [grad], unit.transport, str(unit), exact=True)
+    def forward(ctx: Any, transport: Links, slot: Slot, grad: Tensor) -> Tensor:
+        ctx.transport, ctx.slot = transport, slot
+        reduction = Reduction([slot], GradientMemory([slot]), [grad], transport, "a swapped tensor", exact=True)
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()
@@ -142,4 +140,4 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _Whole.apply(ctx.unit, ctx.slot, grad)  # type: ignore[no-untyped-call]
+        return None, None, _Whole.apply(ctx.transport, ctx.slot, grad)  # type: ignore[no-untyped-call]

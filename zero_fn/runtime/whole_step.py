@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
-from zero_fn.runtime.changes import keep_whole
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -36,38 +35,40 @@ def begin_whole_step(units: list[Unit]) -> None:
 
     Communicates: one all-gather for each unit, all issued before the first is waited for.
     """
-    gathering = [unit.issue_whole() for unit in units]
+    gathering = [unit.at_rest.issue_whole() for unit in units]
     for unit, (wholes, pending) in zip(units, gathering, strict=True):
         if pending is not None:
             pending.wait()
-        unit.leaves = register_wholes(unit, wholes)
+        unit.shown.leaves = register_wholes(unit, wholes)
 
 
 def end_whole_step(unit: Unit) -> list[Tensor | None]:
     """Registers the resting parameters again, as changed in the leaves. Returns the gradients of this rank, whole."""
     _hide(unit)
-    leaves, unit.leaves = unit.leaves or [], None
+    leaves, unit.shown.leaves = unit.shown.leaves or [], None
     register_resting(unit)
-    keep_whole(unit, leaves)
+    changed = {slot: leaf for slot, leaf in zip(unit.slots, leaves, strict=True) if leaf._version}
+    if changed:  # they had version 0 when they were registered
+        unit.at_rest.scatter(changed)
     return [_local_gradient(slot, leaf.grad) for slot, leaf in zip(unit.slots, leaves, strict=True)]
 
 
 def cast_leaves(unit: Unit) -> list[Tensor]:
     """The leaves as a forward sees them: in the compute dtype."""
-    assert unit.leaves is not None
+    assert unit.shown.leaves is not None
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return cast_leaves(unit)
     return [
         leaf if leaf.dtype == slot.kind.compute_dtype else leaf.to(slot.kind.compute_dtype)
-        for slot, leaf in zip(unit.slots, unit.leaves, strict=True)
+        for slot, leaf in zip(unit.slots, unit.shown.leaves, strict=True)
     ]
 
 
 def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
     """Lets modules see what a forward of the unit saw, once backward has reached one of its outputs."""
-    assert unit.leaves is not None
-    if all(map(is_, tensors, unit.leaves)):
+    assert unit.shown.leaves is not None
+    if all(map(is_, tensors, unit.shown.leaves)):
         return
     hook = partial(_show_until_the_end, unit, tensors)
     for output in outputs:
@@ -77,8 +78,8 @@ def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor
 
 @uncompiled
 def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> None:
-    if unit.leaves is not None and unit.backward_entry is None:
-        unit.shadow_for_backward(tensors, unit)
+    if unit.shown.leaves is not None and unit.shown.backward_entry is None:
+        unit.shown.show_in_backward(tensors, unit)
 
         def end() -> None:
             leave()
@@ -88,7 +89,7 @@ def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> Non
 
 
 def _hide(unit: Unit) -> None:
-    if unit.backward_entry is unit:
+    if unit.shown.backward_entry is unit:
         unit.leave_backward()
 
 

@@ -49,7 +49,7 @@ def place_of(parameter: Tensor) -> Place | None:
     what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
         return None
-    group = unit.group_of(slot)
+    group = unit.groups.of(slot)
     forms = dict(group.forms_away())[what]
     return Place((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
 
@@ -71,7 +71,7 @@ def device_of(parameter: Tensor) -> torch.device:
 def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     unit = unit_of(slot_of(parameter))
-    if unit is not None and any(group.records() for group in unit.groups):
+    if unit is not None and unit.groups.records():
         unit.readopt()
 
 
@@ -84,7 +84,7 @@ def parcels_away(parameters: Iterable[Tensor]) -> dict[str, list[tuple[Tier, Seq
         unit = unit_of(slot)
         if slot is None or unit is None:
             continue
-        group = unit.group_of(slot)
+        group = unit.groups.of(slot)
         for what in slot.kind.shelved():
             if (group, what) in seen:
                 continue

@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.entry import steps_of
-from zero_fn.runtime.step import Step
+from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
 
@@ -55,33 +55,33 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         StateError: A module was not transformed, or `unshard` inside a block that has begun; or, inside the block, from
             `optimizer.step()` and, without `unshard`, whatever reads `.grad`.
     """
-    steps = steps_of(*modules, verb="accumulate")
+    runs = runs_of(*modules, verb="accumulate")
     if unshard:
-        _require_idle(steps)
-    for step in steps:
-        step.begin_accumulation()
+        _require_idle(runs)
+    for run in runs:
+        run.begin_accumulation()
     failed = True
     try:
         if unshard:
-            for step in steps:
-                step.prepare()
-            begin_whole_step([unit for step in steps for unit in step.live_units()])
+            for run in runs:
+                run.prepare()
+            begin_whole_step([unit for run in runs for unit in run.module.live_units()])
         yield
         failed = False
     finally:
         if unshard:
-            for step in steps:
-                _take_over(step, failed=failed)
+            for run in runs:
+                _take_over(run, failed=failed)
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
-            for step in reversed(steps):
-                ends.callback(step.end_accumulation, failed=failed)
+            for run in reversed(runs):
+                ends.callback(run.end_accumulation, failed=failed)
 
 
-def _require_idle(steps: list[Step]) -> None:
-    for step in steps:
-        step.recover()
-        busy = [unit for unit in step.live_units() if unit.is_in_use]
-        if step.accumulating or busy:
+def _require_idle(runs: list[Run]) -> None:
+    for run in runs:
+        run.recover()
+        busy = [unit for unit in run.module.live_units() if unit.is_in_use]
+        if run.module.accumulating or busy:
             raise StateError(
                 "accumulate(unshard=True) was entered while a unit is in use.",
                 **({"unit": busy[0].name or "root"} if busy else {"open": "another accumulate() block of the module"}),
@@ -89,12 +89,12 @@ def _require_idle(steps: list[Step]) -> None:
             )
 
 
-def _take_over(step: Step, *, failed: bool) -> None:
+def _take_over(run: Run, *, failed: bool) -> None:
     """The gradients of whole parameters become local sums of the unit."""
-    step.buffers.note()
-    for unit in step.live_units():
-        if unit.leaves is None:
+    run.forwards.statistics.note()
+    for unit in run.module.live_units():
+        if unit.shown.leaves is None:
             continue  # an error came before it was gathered
         grads = end_whole_step(unit)
         if not failed:
-            unit.add_gradients(grads, exact=True, pending=True)
+            unit.gradients.add_pending(grads)

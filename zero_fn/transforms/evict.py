@@ -18,6 +18,7 @@ from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import everywhere
+from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.pipeline import each_chunk
 from zero_fn.streamed.store import Store
@@ -190,7 +191,9 @@ class Evicted:
             else:
                 set_local(parameter, _no_values(local))
         for unit in self._units:
-            unit.vacate()
+            unit.reshard()
+            unit.at_rest.vacate()
+            unit.note_moved()
 
     # -- and back -------------------------------------------------------------------------------------------------
 
@@ -211,7 +214,8 @@ class Evicted:
         for parameter in self._parameters:
             set_local(parameter, next(found))
         for unit in self._units:
-            unit.move_in_again()
+            unit.at_rest.is_evicted = False
+            unit.readopt()
         for parameter, grad in self._grads:
             parameter.grad = _filled(grad, next(found))
         for states, name in self._states:
@@ -244,7 +248,7 @@ def _require_idle(module: nn.Module) -> None:
             fix="evict it once, and bring it back with restore() of what evict() returned",
         )
     for unit in units_of(module):
-        unit.step.recover()
+        run_of(unit).recover()
         if unit.is_in_use:
             raise StateError(
                 "evict() was called while a unit is in use.",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.grid import local_part
-from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 
@@ -57,8 +57,8 @@ def materialize(module: M, device: torch.device | str) -> M:
         StateError: `module` was not transformed; or parameters or buffers on `meta` would have no values: nothing
             initialises their module (then nothing was changed), or what does so leaves them out.
     """
-    for step in steps_of(module, verb="materialize"):
-        step.note_loaded()
+    for run in runs_of(module, verb="materialize"):
+        run.note_loaded()
     ways = _ways(module)
     _require_ways(module, ways)
     target = torch.empty(0, device=device).device  # with its index
@@ -72,13 +72,14 @@ def materialize(module: M, device: torch.device | str) -> M:
                 buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
-        unit.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
-        unit.allocate([slot.parameter.requires_grad for slot in unit.slots])
+        unit.at_rest.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
+        unit.at_rest.allocate([slot.parameter.requires_grad for slot in unit.slots])
+        unit.note_moved()
     missed: list[str] = []
     regions = _regions(module, units)
     with torch.no_grad():
         for unit in units:
-            inside = regions[id(unit)] | {id(child) for child in unit.modules()}
+            inside = regions[id(unit)] | {id(child) for child in unit.at_rest.modules()}
             missed += _initialise(unit, [way for key, way in ways.items() if key in inside], target)
             late -= inside
         for key in late:
@@ -117,7 +118,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
             for place in slot.places:
                 place.register(slot.parameter)
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
-    unit.scatter_whole(dict(zip(unit.slots, parts, strict=True)))
+    unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, whole in zip(unit.slots, wholes, strict=True):
         slot.initial = content_digest(whole)
     return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if _is_filled(whole)]

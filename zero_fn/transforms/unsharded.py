@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -50,8 +50,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    for step in steps_of(*modules, verb="unsharded"):
-        step.recover()
+    for run in runs_of(*modules, verb="unsharded"):
+        run.recover()
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     for unit in units:
         unit.readopt()
@@ -63,11 +63,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             )
     for unit in units:
         unit.expire()
-        wholes = unit.gather_whole()
+        wholes = unit.at_rest.gather_whole()
         for slot, whole in zip(unit.slots, register_wholes(unit, wholes), strict=True):
             if whole.requires_grad:
                 whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, slot))  # type: ignore[no-untyped-call]
-        unit.pinned = wholes
+        unit.shown.unsharded_values = wholes
     finished = False
     try:
         yield
@@ -78,8 +78,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             for unit, wholes in zip(units, edited, strict=True):
                 _require_equal_edits(unit, wholes)
             for unit, wholes in zip(units, edited, strict=True):
-                with torch.no_grad():
-                    unit.scatter_whole(dict(zip(unit.slots, wholes, strict=True)))
+                unit.at_rest.scatter(dict(zip(unit.slots, wholes, strict=True)))
                 for slot in unit.slots:
                     slot.initial = None
 
@@ -99,7 +98,7 @@ def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
 def _close(unit: Unit) -> list[Tensor]:
     """Registers the resting parameters again; returns the whole ones, as the user left them."""
     wholes: list[Tensor] = []
-    unit.pinned = None
+    unit.shown.unsharded_values = None
     for slot in unit.slots:
         registered = slot.places[0].registered
         wholes.append(local_of(registered if registered is not None else slot.parameter))
@@ -116,10 +115,10 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 after=list(whole.shape),
                 fix="edit values in place; change shapes before the transform",
             )
-    if unit.axis is not None:
+    if unit.run.axes:
         agree_on_values(
-            unit.transport,
-            unit.step.assignment.axes,
+            unit.run.transport,
+            unit.run.axes,
             "edits",
             [
                 ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
@@ -145,7 +144,7 @@ def refresh(module: nn.Module) -> None:
         StateError: `module` was not transformed.
         PlacementError: A parameter was replaced by one that is not sharded as its unit is.
     """
-    steps_of(module, verb="refresh")
+    runs_of(module, verb="refresh")
     for unit in units_of(module):
         unit.readopt()
         unit.expire()

@@ -23,12 +23,12 @@ from zero_fn.agreement import agree, content_digest, differ
 from zero_fn.collectives import Route, Segment
 from zero_fn.hierarchy import Links
 
-__all__ = ["Buffers"]
+__all__ = ["Statistics"]
 
 _Version = tuple[tuple[Tensor, int], ...]
 
 
-class Buffers:
+class Statistics:
     """The buffers of one transformed module.
 
     Attributes:

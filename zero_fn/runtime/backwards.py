@@ -1,0 +1,332 @@
+"""The backwards of one transformed module: each follows a schedule that all ranks have agreed on.
+
+[Note: every rank runs the same program] Which gradients exist may differ between ranks, so it decides nothing by itself.
+A backward begins by or-ing over ranks which uses will run; the schedule is built from that, and a rank whose graph
+misses a use takes part in its gather and contributes zeros. Reductions are issued in the order of the schedule, not
+in the order of arrival.
+
+[Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
+read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
+parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
+
+[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
+they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
+backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
+called: the unit is resharded when the backward that demanded it goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from threading import Lock
+from zlib import crc32
+
+import torch
+from torch import Tensor
+
+from zero_fn.runtime.ending import Ending, current_graph_task
+from zero_fn.runtime.forwards import Door, Forwards
+from zero_fn.runtime.gather import gather_again, returns_gradients
+from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script
+from zero_fn.runtime.settling import Settling
+from zero_fn.runtime.transformed import Transformed
+from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse
+from zero_fn.schedule import Action, Await, Fetch, Reduce, Reshard, Settle, Unshard, Use
+
+__all__ = ["Backwards"]
+
+_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+
+
+class Backwards:
+    """The backwards of one transformed module, of which one at most is open.
+
+    Attributes:
+        current: The one that is open.
+        updates: Steps of optimizers, so far.
+        settling: Reductions that are waited for.
+    """
+
+    def __init__(self, module: Transformed, forwards: Forwards) -> None:
+        self._module, self._forwards = module, forwards
+        self.current: BackwardPass | None = None
+        self.updates = 0
+        self.settling = Settling(module.away, module.control)
+        self._script: Script | None = None  # of the last backward
+        self._left: list[Unit] = []  # by nested backwards, still to be resharded
+        self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
+
+    # -- what autograd needs and brings -----------------------------------------------------------------------------
+
+    def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
+        """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
+        backward = self.opened()
+        self._reshard_left()
+        if backward is not None:
+            key = backward.enter(unit.index, use.number if use is not None else None, recomputes=recomputes)
+            if use is not None and use.is_passed_only:
+                use.has_arrived = True  # nothing else will tell
+            use = use or (self._module.graphs.use(key) if key is not None else None)
+            self._pump(backward)
+        unit.unshard()
+        unit.await_gathered()
+        began_at = use.began_at if use is not None else unit.shown.last_entry()
+        shown = unit.shown
+        if began_at is not None and backward is not None and shown.backward_entry is None:
+            shown.show_in_backward(gather_again(unit), began_at)  # [Note: recomputation in a unit]
+            shown.demanded_in = current_graph_task()
+
+    def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
+        """All gradients of one use are there. `grads` is None if they go back through autograd."""
+        backward = self.opened()
+        self._reshard_left()
+        unit, accumulating = use.unit, self._module.accumulating
+        key = Use(unit.index, use.number)
+        scheduled = backward is not None and backward.has(key)
+        if grads is not None and accumulating:
+            unit.gradients.add_pending(grads)
+        elif grads is not None:
+            several = backward is None or not scheduled or backward.uses_of(unit.index) > 1
+            unit.gradients.add(grads, exact=several)
+        if backward is None:
+            return
+        backward.arrive(key)
+        use.has_arrived = True
+        if not scheduled and grads is not None and not accumulating and not self._has_nodes(unit):
+            self._leave_nested(unit)
+            while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
+                self.settling.settle(*backward.reductions.pop(0))
+            backward.reductions.append((unit, unit.gradients.reduce(exact=True)))
+        self._pump(backward)
+
+    def _leave_nested(self, unit: Unit) -> None:
+        """Reshards a unit, now or when the backward that demanded it goes on. [Note: nested backward]"""
+        if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.demanded_in:
+            self._left.append(unit)
+            unit.shown.is_left = True
+        else:
+            unit.reshard()
+
+    def _reshard_left(self) -> None:
+        """Reshards what nested backwards have left, once they have ended. [Note: nested backward]"""
+        if self._left:
+            now = current_graph_task()  # tasks inside others have larger numbers
+            for unit in self._left:
+                if unit.shown.is_left and now <= unit.shown.demanded_in:
+                    unit.reshard()
+            self._left = [unit for unit in self._left if unit.shown.is_left]
+
+    # -- recomputation ----------------------------------------------------------------------------------------------
+
+    def is_recomputing(self, unit: Unit, entry: Door) -> bool:
+        """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
+        if current_graph_task() == -1:
+            return False
+        began, shown = self._module.graphs.uses_of(unit.index), unit.shown
+        if any(use.began_at is entry for use in began):
+            return False  # the unit was entered here, so it is now
+        if shown.backward_entry is None and any(use.is_awaited for use in began):
+            self.demand(unit, recomputes=True)  # before backward itself: the outputs were not watched
+        found = shown.backward_entry is not None and shown.backward_entry is not entry
+        if found:
+            self._demand_lenders(unit)
+        return found
+
+    def enter_recomputation(self, unit: Unit, entry: Door) -> UnitUse:
+        """A checkpoint around the unit runs its forward inside backward."""
+        backward = self.opened()
+        assert backward is not None
+        self.demand(unit, recomputes=True)
+        self._demand_lenders(unit)
+        use = UnitUse(unit, -1, entry)
+        backward.recomputed.append(use)
+        unit.open += 1
+        return use
+
+    def _demand_lenders(self, unit: Unit) -> None:
+        """What the recomputed forward of a unit may read beyond its own: in forward, units around it were open."""
+        for index in self._module.lenders.get(unit.index, ()):
+            lender = self._module.units[index]()
+            if lender is not None and lender.shown.backward_entry is None and not lender.open:
+                self.demand(lender, recomputes=True)
+
+    # -- the schedule -----------------------------------------------------------------------------------------------
+
+    def opened(self) -> BackwardPass | None:
+        """The backward that runs, which begins here if nothing has told of it yet; None outside backward."""
+        if current_graph_task() == -1:
+            return None  # a saved tensor was read outside backward
+        if self.current is not None and self.current.ending.is_to_come:
+            return self.current
+        self._forwards.abandon()
+        self.recover()
+        self.current = self._begun()
+        return self.current
+
+    def _begun(self) -> BackwardPass:
+        module, graphs = self._module, self._module.graphs
+        uses = graphs.entered()
+        alive = [graphs.use(use) for use in uses]
+        local = [use is not None and use.will_run for use in alive]
+        later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
+        # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
+        passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self.updates)
+        notes = self._forwards.statistics.bits()
+        what = "what the backward runs through"
+        union = module.control.any(local, what, check=passed, second=later, notes=notes)
+        taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
+        # Where every use runs, forwards are done with: nothing was read then. [Note: forwards that wait] (graphs.py)
+        waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
+        trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
+        defers = not module.accumulating and not returns_gradients()
+        reduced = frozenset(
+            index for index in {use.unit for use in taking_part} if defers and module.unit(index).gradients.are_wanted
+        )
+        if self._script is None or not self._script.serves(trace, reduced):
+            self._script = Script(trace, reduced, ahead=module.ahead)
+        awaited, passed_only = set(), set()
+        for key, use, runs in zip(uses, alive, local, strict=True):
+            if use is not None and use.is_passed_only:
+                passed_only.add(key)
+            elif runs:
+                awaited.add(key)
+        return BackwardPass(
+            self._script,
+            Ending(self, module.caller),
+            awaited=awaited,
+            passed_only=passed_only,
+            waiting=waiting,
+            keeps_graph=_keeps_graph(),
+        )
+
+    def _pump(self, backward: BackwardPass) -> None:
+        """Runs the events of the schedule up to the first that must wait for autograd."""
+        while (action := backward.next_action()) is not None:
+            self._do(action, backward)
+
+    def _do(self, action: Action, backward: BackwardPass) -> None:
+        kind, unit = type(action), self._module.units[action.unit]()
+        assert unit is not None, f"unit {action.unit} is gone"
+        if kind is Unshard:
+            unit.unshard()
+        elif kind is Await:
+            unit.await_gathered()
+        elif kind is Reshard:
+            self._reshard(unit)
+        elif kind is Reduce:
+            exact = backward.uses_of(unit.index) > 1
+            backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
+        elif kind is Settle:
+            if backward.reductions:  # else one that came out of order has settled it
+                self.settling.settle(*backward.reductions.pop(0))
+        else:
+            assert kind is Fetch, f"no such action: {action}"
+            if unit.shown.is_ours:
+                unit.in_flight.fetch()
+
+    def _reshard(self, unit: Unit) -> None:
+        forward = self._forwards.current
+        if forward is not None:  # a backward inside a forward
+            self._forwards.reshard(unit, grad=forward.grad)
+        elif not unit.open and unit.groups.is_transient:
+            unit.reshard()
+        elif not unit.open:
+            # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
+            unit.leave_backward()
+
+    def _has_nodes(self, unit: Unit) -> bool:
+        """Whether a graph through this unit is still alive and has not arrived."""
+        recomputed = self.current.recomputed if self.current is not None else ()
+        uses = (*self._module.graphs.uses_of(unit.index), *recomputed)
+        return any(use.unit is unit and use.is_awaited for use in uses)
+
+    # -- ends and errors --------------------------------------------------------------------------------------------
+
+    def finish(self, ending: Ending) -> None:
+        """Called by the engine when the outermost backward has run all its nodes."""
+        backward, module = self.current, self._module
+        if backward is None or backward.ending is not ending:
+            return
+        backward.closing = True
+        self._pump(backward)
+        for unit, reduction in backward.reductions:
+            self.settling.settle(unit, reduction)
+        if not module.accumulating:
+            for unit in module.live_units():
+                if not unit.gradients.is_empty:
+                    self.settling.settle(unit, unit.gradients.reduce(exact=True))
+            self.settling.decide()
+        self.current = None
+        module.graphs.leave(backward)
+        module.control.read()
+        self._left = []
+        for unit in module.live_units():
+            unit.leave_backward()
+            if unit.groups.is_transient or not module.accumulating:
+                unit.reshard()
+        if not module.accumulating:
+            module.away.finish_gradients(unit.groups for unit in module.live_units())
+
+    def give_up(self, ending: Ending) -> None:
+        """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
+        under way is waited for: should the model be dropped now, other models would take its messages for theirs.
+        """
+        if self.current is not None and self.current.ending is ending:
+            self.recover()
+
+    def show_resting(self, ending: Ending) -> None:
+        """Lets names show resting parameters again after a backward that raised, unless it was recovered meanwhile."""
+        with self._recovering:
+            if self.current is not None and self.current.ending is ending:
+                for unit in self._module.live_units():
+                    unit.shown.hide_from_backward()
+
+    def flush(self) -> None:
+        """Reduces and settles all local gradients: the end of `accumulate`. All ranks call it."""
+        module, units = self._module, self._module.live_units()
+        if not units:
+            return
+        for unit in units:
+            unit.gradients.unmark()
+        local = [grad is not None for unit in units for grad in unit.gradients.local]
+        union = iter(module.control.any(local, "which gradients were accumulated"))
+        for unit in units:
+            present = [next(union) for _ in unit.slots]
+            if any(present):
+                self.settling.settle(unit, unit.gradients.reduce(exact=True, present=present))
+        self.settling.decide()
+        module.control.read()
+        module.away.finish_gradients(unit.groups for unit in units)
+
+    def drop(self) -> None:
+        """Forgets local gradients, and reductions that wait."""
+        self.settling.drop()
+        self._module.control.read()
+        for unit in self._module.live_units():
+            unit.gradients.take()
+
+    def recover(self) -> None:
+        """Drops what a backward that raised left behind. Ranks that raised alike stay in step."""
+        backward, module = self.current, self._module
+        if backward is None:
+            return
+        backward.failed = True
+        try:
+            while (action := backward.next_action()) is not None:
+                if type(action) is not Settle:  # which calls hooks of the user
+                    self._do(action, backward)
+        finally:
+            with self._recovering:
+                self.current = None
+        for _, reduction in backward.reductions:
+            reduction.wait()
+        self.settling.drop()
+        self._left = []
+        module.control.read()
+        module.graphs.forget()
+        for unit in module.live_units():
+            if not module.accumulating:
+                unit.gradients.take()
+            unit.open = 0
+            unit.expire()

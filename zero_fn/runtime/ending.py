@@ -1,0 +1,87 @@
+"""How the runtime learns that a backward has ended, or raised.
+
+[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the one that called it waits.
+If it raises, that one goes on at once, and the engine lets go of the backward a little later, in its own thread. So nothing
+is recovered there, beside whatever the program does by then, but names: whoever called the backward, and is not in it any
+more, knows that it has ended, and recovers before anything else.
+"""
+
+from __future__ import annotations
+
+import weakref
+from threading import get_ident
+from typing import Protocol
+
+import torch
+from torch.autograd import Variable
+
+from zero_fn.runtime.uncompiled import uncompiled
+
+__all__ = ["Ended", "Ending", "current_graph_task"]
+
+current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+class Ended(Protocol):
+    """Whoever follows a backward. (backwards.py)"""
+
+    def finish(self, ending: Ending) -> None:
+        """All nodes have run."""
+
+    def give_up(self, ending: Ending) -> None:
+        """The engine is done with the backward, whether or not it raised. Called in the thread that called the backward."""
+
+    def show_resting(self, ending: Ending) -> None:
+        """The same, called in a thread of the engine. [Note: threads of the engine]"""
+
+
+class Ending:
+    """The end of the running backward, as the engine tells of it."""
+
+    __slots__ = ("_callback", "_caller", "_thread")
+
+    def __init__(self, owner: Ended, caller: int) -> None:
+        """Asks the engine to tell.
+
+        Args:
+            owner: Who is told; held weakly.
+            caller: The thread that called the backward.
+        """
+        self._caller, self._thread = caller, get_ident()
+        callback = _Callback(owner, self)
+        held = weakref.ref(owner)
+
+        def on_death(_: object) -> None:
+            found = held()
+            if found is not None and get_ident() == caller:
+                found.give_up(self)
+            elif found is not None:
+                found.show_resting(self)
+
+        self._callback = weakref.ref(callback, on_death)
+        Variable._execution_engine.queue_callback(callback)
+
+    @property
+    def is_to_come(self) -> bool:
+        """Whether the backward may still be running. The engine drops the callback when it raises, at the latest."""
+        if self._callback() is None:
+            return False
+        has_returned = (
+            get_ident() == self._caller != self._thread and current_graph_task() == -1
+        )  # [Note: threads of the engine]
+        return not has_returned
+
+
+class _Callback:
+    """Held by the engine alone, so that its death tells of a backward that raised."""
+
+    __slots__ = ("__weakref__", "_ending", "_owner")
+
+    def __init__(self, owner: Ended, ending: Ending) -> None:
+        self._owner, self._ending = weakref.ref(owner), ending
+
+    @uncompiled
+    def __call__(self) -> None:
+        owner = self._owner()
+        if owner is not None:
+            owner.finish(self._ending)

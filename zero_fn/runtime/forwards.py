@@ -1,0 +1,241 @@
+"""The forwards of one transformed module: each follows the schedule of the last one that began at the same unit."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Protocol
+
+import torch
+
+from zero_fn.errors import StorageError
+from zero_fn.runtime.first_use import agree_on_units
+from zero_fn.runtime.passes import ForwardPass
+from zero_fn.runtime.statistics import Statistics
+from zero_fn.runtime.transformed import Transformed
+from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse
+from zero_fn.schedule import (
+    Action,
+    Await,
+    Enter,
+    Exit,
+    Fetch,
+    Leg,
+    Reshard,
+    Trace,
+    Unshard,
+    forward_schedule,
+    legs,
+)
+from zero_fn.tiled import is_tile
+
+__all__ = ["Door", "Forwards"]
+
+
+class Door(Protocol):
+    """Where a unit is entered.
+
+    Attributes:
+        attribute: The name of the method that is called.
+    """
+
+    attribute: str
+
+    def is_on_stack(self, thread: int) -> bool:
+        """Whether a call of it is running in a thread."""
+
+
+class Forwards:
+    """The forwards of one transformed module, of which one at most is open.
+
+    Attributes:
+        current: The one that is open.
+        statistics: The module's buffers.
+        has_agreed: Whether ranks compared layouts and values, since the transform or since values were loaded.
+        is_fresh: Whether nothing was gathered yet in this accumulate block.
+    """
+
+    def __init__(self, module: Transformed, statistics: Statistics) -> None:
+        self._module, self.statistics = module, statistics
+        self.current: ForwardPass | None = None
+        self.has_agreed, self.is_fresh = False, True
+        self._door: Door | None = None  # at which it began
+        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
+        self._present = 0  # units whose modules were there in the last forward
+
+    def recorded_trace(self) -> Trace | None:
+        """The longest forward that was recorded for training, if any."""
+        traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
+        return max(traces, key=len, default=None)
+
+    # -- units ------------------------------------------------------------------------------------------------------
+
+    def enter(self, unit: Unit, entry: Door) -> UnitUse:
+        """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
+        forward = self.current
+        assert forward is not None, "no forward has begun"
+        use = UnitUse(unit, forward.next_number(unit.index), entry)
+        if forward.grad:
+            unit.shown.last_entry = weakref.ref(entry)
+        before = forward.note(Enter, use)
+        try:
+            for action in before:
+                self._do(action, forward)
+            unit.unshard()
+            unit.await_gathered()
+            for action in forward.after():
+                self._do(action, forward)
+        except StorageError:  # on every rank alike: what was entered is left again
+            forward.failed = True
+            forward.note(Exit, use)
+            if forward.depth == 0:
+                self._end(forward)
+            raise
+        unit.open += 1
+        return use
+
+    def leave(self, use: UnitUse, *, failed: bool) -> None:
+        """The forward of a unit has ended."""
+        unit, forward = use.unit, self.current
+        unit.open -= 1
+        if forward is None:  # recomputation: the backward frees it
+            if any(map(is_tile, unit.at_rest.modules())):  # but all parts of a module must not be there at once
+                self.reshard(unit, grad=True)
+            return
+        forward.failed |= failed
+        on_schedule = forward.is_on_schedule
+        before = forward.note(Exit, use)
+        is_outermost = forward.depth == 0
+        if not failed:
+            for action in before:
+                self._do(action, forward)
+            for action in forward.after():
+                self._do(action, forward)
+            if not on_schedule and not is_outermost:
+                self.reshard(unit, grad=torch.is_grad_enabled())
+        if is_outermost:
+            self._end(forward)
+
+    def _do(self, action: Action, forward: ForwardPass) -> None:
+        kind, unit = type(action), self._module.units[action.unit]()
+        assert unit is not None, f"unit {action.unit} is gone"
+        if kind is Unshard:
+            unit.unshard()
+        elif kind is Await:
+            unit.await_gathered()
+        elif kind is Reshard:
+            self.reshard(unit, grad=forward.grad)
+        else:
+            assert kind is Fetch, f"no such action in a forward: {action}"
+            if unit.shown.is_ours:
+                unit.in_flight.fetch()
+
+    def reshard(self, unit: Unit, *, grad: bool) -> None:
+        """Frees the gathered parameters of a unit between its uses, if they are to be freed before a backward."""
+        if unit.groups.is_transient and not unit.open and not (grad and unit.reshards_after_backward):
+            unit.reshard()
+
+    # -- of the whole -----------------------------------------------------------------------------------------------
+
+    def begin(self, unit: Unit, entry: Door) -> None:
+        """A forward of the module begins at this unit."""
+        is_swapped = self.prepare()
+        self.is_fresh = False
+        self._module.graphs.limit()
+        grad = torch.is_grad_enabled()
+        begun_at = (unit.index, entry.attribute)
+        recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
+        offsets = self._module.graphs.offsets()
+        self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
+        self.current.is_swapped = is_swapped
+        self._door = entry
+
+    def prepare(self) -> bool:
+        """Before parameters are gathered for use: what moved is followed, ranks agree, buffers are those of rank 0.
+
+        Returns:
+            Whether other tensors stand in for some parameters.
+        """
+        is_swapped, present = False, 0
+        must_expire = not self._module.accumulating or self.is_fresh
+        for unit in self._module.live_units():
+            if unit.at_rest.is_gone:
+                continue
+            present += 1
+            if must_expire:
+                unit.expire()
+            unit.readopt()
+            is_swapped |= bool(unit.shown.swapped)
+        if present != self._present:
+            self._forget_gone(present)
+        if not self.has_agreed:
+            self._agree()
+        if self.statistics.is_active and not is_swapped:
+            self._broadcast_statistics()
+        return is_swapped
+
+    def _forget_gone(self, present: int) -> None:
+        """Layers may be taken out of a model: no pass follows what was recorded with them."""
+        self._present = present
+        gone = {i for i, unit in enumerate(self._module.units) if (found := unit()) is None or found.at_rest.is_gone}
+        self._recorded = {
+            key: recorded
+            for key, recorded in self._recorded.items()
+            if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
+        }
+
+    def _agree(self) -> None:
+        """Ranks compare what they hold, once, and again after loading."""
+        self.has_agreed = True
+        module = self._module
+        if module.axes:
+            units = [unit for unit in module.live_units() if not unit.at_rest.is_gone]
+            agree_on_units(module.transport, module.axes, units, module.device)
+            self.statistics.begin(module.device)
+
+    def _broadcast_statistics(self) -> None:
+        """[Note: when buffers are broadcast]"""
+        module, statistics = self._module, self.statistics
+        for notes in module.control.take_notes():
+            statistics.told(notes)
+        if module.graphs.is_waiting or (module.accumulating and not self.is_fresh):
+            return
+        if statistics.must_ask:
+            statistics.told(module.control.any(statistics.bits(), "which buffers changed"))
+        statistics.broadcast()
+
+    def _end(self, forward: ForwardPass) -> None:
+        self.current = self._door = None
+        module = self._module
+        if self.statistics.is_active:
+            self.statistics.note()
+        if forward.is_swapped:
+            for unit in module.live_units():
+                unit.shown.swapped = {}
+        if forward.failed:
+            for unit in module.live_units():
+                unit.reshard()
+            return
+        trace = forward.relative_trace()
+        key = (forward.entry, forward.grad)
+        recorded = self._recorded.get(key)
+        if not forward.is_swapped and (recorded is None or recorded[0] != trace):
+            self._recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
+        kept = forward.kept_units() if forward.grad else set()
+        for unit in module.live_units():
+            unit.in_flight.finish()  # what was prefetched and not used: a gather that is dropped would be taken for the next
+            if unit.index not in kept:
+                self.reshard(unit, grad=forward.grad)
+        if forward.grad:
+            module.graphs.add(forward)
+
+    def abandon(self) -> None:
+        """Ends a forward that was interrupted and left nothing. [Note: interrupted forwards] (entry.py)"""
+        forward, door = self.current, self._door
+        if forward is None or door is None or door.is_on_stack(self._module.caller):
+            return
+        forward.failed = True
+        for unit in self._module.live_units():
+            unit.open = 0
+            unit.shown.hide()
+        self._end(forward)

@@ -1,0 +1,122 @@
+"""The gathered parameters of a unit: from the all-gather that brings them until they are freed.
+
+[Note: a disk may fail on one rank] Resting parameters that are in another tier are fetched before each gather, copied into
+the gathered buffer, and let go. Each such gather carries a byte of each rank that says whether its disk failed, and all ranks
+raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+
+from torch import Tensor
+
+from zero_fn.errors import StorageError
+from zero_fn.hierarchy import Links, Waits
+from zero_fn.mesh import Axis
+from zero_fn.runtime.everywhere import Told, tell
+from zero_fn.runtime.gathered import Gathered
+from zero_fn.runtime.group import Groups
+from zero_fn.runtime.saved import Source
+from zero_fn.runtime.slot import Slot
+
+__all__ = ["InFlight", "Phase"]
+
+
+class Phase(Enum):
+    """Where the gathered parameters of a unit are: AT_REST -> GATHERING -> GATHERED -> AT_REST, nothing else."""
+
+    AT_REST = auto()
+    GATHERING = auto()
+    GATHERED = auto()
+
+
+class InFlight:
+    """The gathered parameters of a unit.
+
+    Attributes:
+        phase: Where they are.
+        memory: Of the gathered parameters, from the gather until they are freed.
+    """
+
+    def __init__(
+        self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links, axes: Sequence[Axis]
+    ) -> None:
+        self.phase = Phase.AT_REST
+        self.memory: Gathered | None = None
+        self._unit, self._slots, self._groups = unit, slots, groups
+        self._transport, self._axes = transport, axes
+        self._what = f"parameters of {unit}"
+        self._spare: Gathered | None = None  # without memory, for the next gather
+        self._pending: Waits | None = None
+        self._told: Told | None = None  # how the fetch went on each rank
+        self._failure: StorageError | None = None
+
+    def begin(self, source: Source) -> None:
+        """Issues the all-gather; `wait` makes its result readable. `source`: who gathers again for backward."""
+        groups, transport = self._groups, self._transport
+        if groups.is_away:
+            self._failure = groups.arrive()
+        for group in groups.members:
+            if group.inner is not None and not group.is_inner_current:
+                group.gather_inner(transport, self._unit)
+        memory, self._spare = self._spare, None
+        if memory is None:
+            memory = Gathered(source, self._slots, groups, transport)
+        else:
+            memory.renew()
+        self.memory = memory
+        memory.fill_own(has_failed=self._failure is not None)
+        if memory.segments:
+            memory.wait_for_own()
+            self._pending = transport.all_gather(memory.segments, self._what)
+        self.phase = Phase.GATHERING
+        if groups.is_away:
+            groups.let_go()
+            self._told = tell(transport, self._axes, self._failure, f"Fetching {self._unit}")
+
+    def fetch(self) -> None:
+        """Begins to bring resting parameters from their tier, for the next gather."""
+        if self.phase is Phase.AT_REST:
+            for group in self._groups:
+                group.fetch()
+
+    def wait(self) -> StorageError | None:
+        """Waits for the all-gather. Returns what failed, on this rank or another: on every rank, and once."""
+        if self.phase is Phase.GATHERING:
+            self.finish()
+        failure, self._failure = self._failure, None
+        return failure
+
+    def finish(self) -> None:
+        """Waits for the all-gather; what failed is left for the next `wait`, unless parameters are freed before."""
+        if self.phase is not Phase.GATHERING:
+            return
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self.memory is not None:
+            self.memory.wait_for_own()
+        if self._told is not None:
+            self._failure = self._told.failure(self._failure)
+            self._told = None
+        self.phase = Phase.GATHERED
+
+    def free(self) -> None:
+        """Frees the gathered parameters; kept buffers stay but count as out of date."""
+        if self._groups.is_away:
+            self._groups.let_go()
+        if self.phase is Phase.AT_REST:
+            return
+        self.finish()
+        self._failure = None
+        memory, self.memory = self.memory, None
+        if memory is not None and memory.free():
+            self._spare = memory
+        self.phase = Phase.AT_REST
+
+    def tensors(self) -> list[Tensor]:
+        """The parameters as the forward sees them: whole, in the compute dtype, fresh autograd identities."""
+        assert self.phase is Phase.GATHERED and self.memory is not None, f"{self._unit} is {self.phase}"
+        return self.memory.tensors()

@@ -1,0 +1,167 @@
+"""One transformed module while it runs: its forwards, its backwards, and the blocks in which gradients accumulate."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from math import prod
+from threading import get_ident
+from typing import Any
+
+from torch import Tensor
+
+from zero_fn.assignment import Assignment
+from zero_fn.hierarchy import Links
+from zero_fn.mesh import Axis
+from zero_fn.runtime.away import Away
+from zero_fn.runtime.backwards import Backwards
+from zero_fn.runtime.ending import current_graph_task
+from zero_fn.runtime.forwards import Door, Forwards
+from zero_fn.runtime.statistics import Statistics
+from zero_fn.runtime.transformed import Transformed
+from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.use import UnitUse
+
+__all__ = ["Run", "run_of"]
+
+
+class Run:
+    """The running state of one transformed module, shared by its units.
+
+    Attributes:
+        module: What is known of it.
+        forwards: Its forwards.
+        backwards: Its backwards.
+    """
+
+    def __init__(self, transport: Links, assignment: Assignment) -> None:
+        self.module = Transformed(transport, assignment)
+        axes = assignment.axes if assignment.buffers != "local" else ()
+        self.forwards = Forwards(self.module, Statistics(transport, prod(axis.size for axis in axes)))
+        self.backwards = Backwards(self.module, self.forwards)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        memo[id(self)] = twin = Run(self.module.transport, self.module.assignment)
+        twin.module.depth, twin.module.lenders = self.module.depth, self.module.lenders
+        twin.module.units = [_no_unit] * len(self.module.units)
+        return twin
+
+    # -- for units --------------------------------------------------------------------------------------------------
+
+    @property
+    def transport(self) -> Links:
+        """What units send and receive through."""
+        return self.module.transport
+
+    @property
+    def axes(self) -> Sequence[Axis]:
+        """Over which they are cut."""
+        return self.module.axes
+
+    @property
+    def away(self) -> Away:
+        """What of them rests in other tiers."""
+        return self.module.away
+
+    def adopt(self, unit: Unit) -> None:
+        """A unit is there, new or as a copy of the one with its index."""
+        units: list[Callable[[], Unit | None]] = self.module.units
+        if unit.index == len(units):
+            units.append(_no_unit)
+        units[unit.index] = weakref.ref(unit)
+
+    def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
+        """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
+        self.backwards.demand(unit, use, recomputes=recomputes)
+
+    def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
+        """All gradients of one use are there. `grads` is None if they go back through autograd."""
+        self.backwards.arrive(use, grads)
+
+    # -- for calls of modules ---------------------------------------------------------------------------------------
+
+    @uncompiled
+    def enter(self, unit: Unit, entry: Door) -> UnitUse:
+        """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
+        if current_graph_task() != -1:
+            return self.backwards.enter_recomputation(unit, entry)
+        if self.forwards.current is None:
+            self._rest()
+            self.forwards.begin(unit, entry)
+        return self.forwards.enter(unit, entry)
+
+    @uncompiled
+    def leave(self, use: UnitUse, *, failed: bool) -> None:
+        """The forward of a unit has ended."""
+        self.forwards.leave(use, failed=failed)
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward of the module runs."""
+        self.forwards.abandon()
+        return self.forwards.current is not None
+
+    # -- for verbs and optimizers -----------------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Before parameters are gathered outside a forward: as before a forward."""
+        self._rest()
+        self.forwards.prepare()
+
+    def recover(self) -> None:
+        """Puts the module at rest if its last pass raised; verbs call it first. Ranks that raised alike stay in step."""
+        self.forwards.abandon()
+        backward = self.backwards.current
+        if backward is not None and not backward.ending.is_to_come:
+            self.backwards.recover()
+
+    def note_loaded(self) -> None:
+        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        self.forwards.has_agreed, self.forwards.is_fresh = False, True
+
+    def note_optimizer_step(self) -> None:
+        """Graphs of forwards before it can have no backward any more."""
+        self.forwards.abandon()
+        self.backwards.updates += 1
+        if self.backwards.current is None and self.forwards.current is None:
+            self.module.graphs.forget()
+
+    def begin_accumulation(self) -> None:
+        """Entered by `accumulate`."""
+        if not self.module.accumulating:
+            self.recover()  # what a backward before left must not be taken for a part of this sum
+            self.forwards.is_fresh = True
+        self.module.accumulating += 1
+
+    def end_accumulation(self, *, failed: bool) -> None:
+        """Left by `accumulate`: reduces, or after an exception drops, what was accumulated."""
+        self.module.accumulating -= 1
+        if self.module.accumulating:
+            return
+        try:
+            if not failed:
+                failed = True  # until it is done: hooks of the user run inside
+                self.backwards.flush()
+                failed = False
+        finally:
+            if failed:
+                self.backwards.recover()
+                self.backwards.drop()
+            for unit in self.module.live_units():
+                unit.expire()
+
+    def _rest(self) -> None:
+        self.backwards.recover()
+        self.module.caller = get_ident()
+
+
+def run_of(unit: Unit) -> Run:
+    """What runs a unit."""
+    assert isinstance(unit.run, Run)
+    return unit.run
+
+
+def _no_unit() -> Unit | None:
+    """In a copy of part of a model, the place of a unit that was not copied."""
+    return None

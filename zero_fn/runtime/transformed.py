@@ -1,0 +1,72 @@
+"""What is known of one transformed module beside what runs: its units, what they send through, their tiers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zero_fn.assignment import Assignment
+from zero_fn.hierarchy import Links
+from zero_fn.mesh import Axis
+from zero_fn.runtime.away import Away
+from zero_fn.runtime.control import Control
+from zero_fn.runtime.graphs import Graphs
+from zero_fn.runtime.unit import Unit
+from zero_fn.schedule import Event, fetch_ahead, prefetch
+
+__all__ = ["PREFETCH_DEPTH", "Transformed"]
+
+PREFETCH_DEPTH = 1
+FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
+
+
+class Transformed:
+    """One transformed module.
+
+    Attributes:
+        transport: What it sends and receives through.
+        assignment: What was asked of it.
+        depth: Units that are gathered ahead of their use.
+        units: Weak references to its units, by index.
+        lenders: By unit, numbers of units around it whose parameters stand in modules inside it too (ties).
+        away: What of it rests in other tiers.
+        control: Its control messages.
+        graphs: Of forwards whose backward may come.
+        accumulating: Depth of open `accumulate` blocks.
+        caller: The thread that has begun the last forward; it calls the backward, too.
+    """
+
+    def __init__(self, transport: Links, assignment: Assignment) -> None:
+        self.transport, self.assignment, self.depth = transport, assignment, PREFETCH_DEPTH
+        self.units: list[Callable[[], Unit | None]] = []
+        self.lenders: dict[int, tuple[int, ...]] = {}
+        self.away = Away(transport, assignment)
+        self.control = Control(transport, assignment)
+        self.graphs = Graphs()
+        self.accumulating = self.caller = 0
+
+    @property
+    def axes(self) -> Sequence[Axis]:
+        """Over which it is cut."""
+        return self.assignment.axes
+
+    @property
+    def device(self) -> torch.device:
+        """Where control messages are made."""
+        return self.control.device
+
+    def unit(self, index: int) -> Unit:
+        """The unit of this number."""
+        unit = self.units[index]()
+        assert unit is not None, f"unit {index} is gone"
+        return unit
+
+    def live_units(self) -> list[Unit]:
+        """All units, in order."""
+        return [unit for reference in self.units if (unit := reference()) is not None]
+
+    def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
+        """What comes next is gathered, and before that fetched, beside what is computed."""
+        events = prefetch(events, depth=self.depth)
+        return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=FETCH_DEPTH)
