@@ -20,26 +20,24 @@ BUDGET = {
     "deepspeed": 1240,
     "kernels": 1000,
     "local": 1320,
-    "plan": 1130,
-    "runtime": 8410,
+    "plan": 1140,
+    "runtime": 8790,
     "storage": 1680,
     "streamed": 2560,
     "transforms": 1680,
-    "": 4910,
+    "": 4920,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
-Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote."""
+Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote;
+runtime, where `Step` and `Unit` became classes of one concept each, without a circle."""
 
 MOST = 15
 """Attributes, and methods, of one class."""
 
 WIDE = {
-    "BackwardPass": "where a backward is in its schedule",
     "Path": "the arithmetic of one parameter, each line a number that follows from its shape and axes",
     "Record": "to be cut with the shelves",
-    "Slot": "to be cut with hooks on nodes",
-    "Step": "to be cut into Run",
-    "Unit": "to be cut with Run",
+    "Slot": "what is known of one parameter",
     "Uring": "one ring of the kernel's",
 }
 """Classes above that, each with a reason. HOUSE.md allows five."""

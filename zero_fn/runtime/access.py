@@ -54,7 +54,7 @@ def _redistribute(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
     """[Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
     unit = unit_of(slot)
-    if slot is not None and unit is not None and (run_of(unit).is_in_forward or _is_past_call()):
+    if slot is not None and unit is not None and (run_of(unit).forwards.are_open or _is_past_call()):
         raise ShardedAccessError(
             f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
             parameter=slot,

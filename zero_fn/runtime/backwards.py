@@ -8,11 +8,6 @@ in the order of arrival.
 [Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
 read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
 parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
-
-[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
-they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
-backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
-called: the unit is resharded when the backward that demanded it goes on.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from torch import Tensor
 from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards
 from zero_fn.runtime.gather import gather_again, returns_gradients
+from zero_fn.runtime.nested import Nested
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.transformed import Transformed
@@ -54,7 +50,7 @@ class Backwards:
         self.updates = 0
         self.settling = Settling(module.away, module.control)
         self._script: Script | None = None  # of the last backward
-        self._left: list[Unit] = []  # by nested backwards, still to be resharded
+        self._nested = Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
@@ -62,7 +58,7 @@ class Backwards:
     def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
         """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self.opened()
-        self._reshard_left()
+        self._nested.reshard()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None, recomputes=recomputes)
             if use is not None and use.is_passed_only:
@@ -80,7 +76,7 @@ class Backwards:
     def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
         backward = self.opened()
-        self._reshard_left()
+        self._nested.reshard()
         unit, accumulating = use.unit, self._module.accumulating
         key = Use(unit.index, use.number)
         scheduled = backward is not None and backward.has(key)
@@ -94,28 +90,11 @@ class Backwards:
         backward.arrive(key)
         use.has_arrived = True
         if not scheduled and grads is not None and not accumulating and not self._has_nodes(unit):
-            self._leave_nested(unit)
+            self._nested.leave(unit)
             while len(backward.reductions) >= REDUCTIONS_UNDER_WAY:
                 self.settling.settle(*backward.reductions.pop(0))
             backward.reductions.append((unit, unit.gradients.reduce(exact=True)))
         self._pump(backward)
-
-    def _leave_nested(self, unit: Unit) -> None:
-        """Reshards a unit, now or when the backward that demanded it goes on. [Note: nested backward]"""
-        if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.demanded_in:
-            self._left.append(unit)
-            unit.shown.is_left = True
-        else:
-            unit.reshard()
-
-    def _reshard_left(self) -> None:
-        """Reshards what nested backwards have left, once they have ended. [Note: nested backward]"""
-        if self._left:
-            now = current_graph_task()  # tasks inside others have larger numbers
-            for unit in self._left:
-                if unit.shown.is_left and now <= unit.shown.demanded_in:
-                    unit.reshard()
-            self._left = [unit for unit in self._left if unit.shown.is_left]
 
     # -- recomputation ----------------------------------------------------------------------------------------------
 
@@ -212,8 +191,14 @@ class Backwards:
             unit.unshard()
         elif kind is Await:
             unit.await_gathered()
+        elif kind is Reshard and self._forwards.current is not None:  # a backward inside a forward
+            self._forwards.reshard(unit, grad=self._forwards.current.grad)
         elif kind is Reshard:
-            self._reshard(unit)
+            if not unit.open and unit.groups.is_transient:
+                unit.reshard()
+            elif not unit.open:
+                # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
+                unit.leave_backward()
         elif kind is Reduce:
             exact = backward.uses_of(unit.index) > 1
             backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
@@ -224,16 +209,6 @@ class Backwards:
             assert kind is Fetch, f"no such action: {action}"
             if unit.shown.is_ours:
                 unit.in_flight.fetch()
-
-    def _reshard(self, unit: Unit) -> None:
-        forward = self._forwards.current
-        if forward is not None:  # a backward inside a forward
-            self._forwards.reshard(unit, grad=forward.grad)
-        elif not unit.open and unit.groups.is_transient:
-            unit.reshard()
-        elif not unit.open:
-            # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
-            unit.leave_backward()
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""
@@ -260,7 +235,7 @@ class Backwards:
         self.current = None
         module.graphs.leave(backward)
         module.control.read()
-        self._left = []
+        self._nested.forget()
         for unit in module.live_units():
             unit.leave_backward()
             if unit.groups.is_transient or not module.accumulating:
@@ -282,30 +257,6 @@ class Backwards:
                 for unit in self._module.live_units():
                     unit.shown.hide_from_backward()
 
-    def flush(self) -> None:
-        """Reduces and settles all local gradients: the end of `accumulate`. All ranks call it."""
-        module, units = self._module, self._module.live_units()
-        if not units:
-            return
-        for unit in units:
-            unit.gradients.unmark()
-        local = [grad is not None for unit in units for grad in unit.gradients.local]
-        union = iter(module.control.any(local, "which gradients were accumulated"))
-        for unit in units:
-            present = [next(union) for _ in unit.slots]
-            if any(present):
-                self.settling.settle(unit, unit.gradients.reduce(exact=True, present=present))
-        self.settling.decide()
-        module.control.read()
-        module.away.finish_gradients(unit.groups for unit in units)
-
-    def drop(self) -> None:
-        """Forgets local gradients, and reductions that wait."""
-        self.settling.drop()
-        self._module.control.read()
-        for unit in self._module.live_units():
-            unit.gradients.take()
-
     def recover(self) -> None:
         """Drops what a backward that raised left behind. Ranks that raised alike stay in step."""
         backward, module = self.current, self._module
@@ -322,7 +273,7 @@ class Backwards:
         for _, reduction in backward.reductions:
             reduction.wait()
         self.settling.drop()
-        self._left = []
+        self._nested.forget()
         module.control.read()
         module.graphs.forget()
         for unit in module.live_units():

@@ -68,6 +68,16 @@ class Forwards:
         traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
         return max(traces, key=len, default=None)
 
+    @property
+    def are_open(self) -> bool:
+        """Whether a forward of the module runs."""
+        self.abandon()
+        return self.current is not None
+
+    def note_loaded(self) -> None:
+        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        self.has_agreed, self.is_fresh = False, True
+
     # -- units ------------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, entry: Door) -> UnitUse:

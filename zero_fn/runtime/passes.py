@@ -195,7 +195,7 @@ class BackwardPass:
         self.recomputed: list[UnitUse] = []
         self.closing = self.failed = False
         self.waiting, self.keeps_graph = waiting, keeps_graph
-        self._script, self._events = script, script.events
+        self._script = script
         self._cursor = 0
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
@@ -233,7 +233,7 @@ class BackwardPass:
             self._reached_to = max(self._reached_to, at)
 
     def _next_use(self, unit: int) -> Use | None:
-        for event in self._events[self._cursor :]:
+        for event in self._script.events[self._cursor :]:
             if isinstance(event, Exit) and event.use.unit == unit and event.use not in self._entered:
                 return event.use
         return None
@@ -245,15 +245,15 @@ class BackwardPass:
 
     def next_action(self) -> Action | None:
         """What comes next beside brackets, or None if it must wait for autograd."""
-        for at in range(self._cursor, len(self._events)):
-            event, gate = self._events[at], self._script.gates[at]
+        for at in range(self._cursor, len(self._script.events)):
+            event, gate = self._script.events[at], self._script.gates[at]
             if gate is not None and not self.closing and self._must_wait(at, gate):
                 self._cursor = at
                 return None
             if not isinstance(event, BRACKETS):
                 self._cursor = at + 1
                 return event
-        self._cursor = len(self._events)
+        self._cursor = len(self._script.events)
         return None
 
     def _must_wait(self, at: int, gate: Enter | Exit) -> bool:

@@ -1,4 +1,4 @@
-"""One transformed module while it runs: its forwards, its backwards, and the blocks in which gradients accumulate."""
+"""One transformed module while it runs: its forwards and its backwards."""
 
 from __future__ import annotations
 
@@ -96,12 +96,6 @@ class Run:
         """The forward of a unit has ended."""
         self.forwards.leave(use, failed=failed)
 
-    @property
-    def is_in_forward(self) -> bool:
-        """Whether a forward of the module runs."""
-        self.forwards.abandon()
-        return self.forwards.current is not None
-
     # -- for verbs and optimizers -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
@@ -116,40 +110,12 @@ class Run:
         if backward is not None and not backward.ending.is_to_come:
             self.backwards.recover()
 
-    def note_loaded(self) -> None:
-        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
-        self.forwards.has_agreed, self.forwards.is_fresh = False, True
-
     def note_optimizer_step(self) -> None:
         """Graphs of forwards before it can have no backward any more."""
         self.forwards.abandon()
         self.backwards.updates += 1
         if self.backwards.current is None and self.forwards.current is None:
             self.module.graphs.forget()
-
-    def begin_accumulation(self) -> None:
-        """Entered by `accumulate`."""
-        if not self.module.accumulating:
-            self.recover()  # what a backward before left must not be taken for a part of this sum
-            self.forwards.is_fresh = True
-        self.module.accumulating += 1
-
-    def end_accumulation(self, *, failed: bool) -> None:
-        """Left by `accumulate`: reduces, or after an exception drops, what was accumulated."""
-        self.module.accumulating -= 1
-        if self.module.accumulating:
-            return
-        try:
-            if not failed:
-                failed = True  # until it is done: hooks of the user run inside
-                self.backwards.flush()
-                failed = False
-        finally:
-            if failed:
-                self.backwards.recover()
-                self.backwards.drop()
-            for unit in self.module.live_units():
-                unit.expire()
 
     def _rest(self) -> None:
         self.backwards.recover()

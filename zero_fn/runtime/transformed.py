@@ -18,7 +18,7 @@ from zero_fn.schedule import Event, fetch_ahead, prefetch
 __all__ = ["PREFETCH_DEPTH", "Transformed"]
 
 PREFETCH_DEPTH = 1
-FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
+_FETCH_DEPTH = 1  # Enters between the fetch of a unit from its tier and its gather
 
 
 class Transformed:
@@ -69,4 +69,4 @@ class Transformed:
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """What comes next is gathered, and before that fetched, beside what is computed."""
         events = prefetch(events, depth=self.depth)
-        return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=FETCH_DEPTH)
+        return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=_FETCH_DEPTH)

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.accumulation import begin_accumulation, end_accumulation
 from zero_fn.runtime.entry import runs_of
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
@@ -59,7 +60,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     if unshard:
         _require_idle(runs)
     for run in runs:
-        run.begin_accumulation()
+        begin_accumulation(run)
     failed = True
     try:
         if unshard:
@@ -74,7 +75,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
                 _take_over(run, failed=failed)
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for run in reversed(runs):
-                ends.callback(run.end_accumulation, failed=failed)
+                ends.callback(end_accumulation, run, failed=failed)
 
 
 def _require_idle(runs: list[Run]) -> None:

@@ -58,7 +58,7 @@ def materialize(module: M, device: torch.device | str) -> M:
             initialises their module (then nothing was changed), or what does so leaves them out.
     """
     for run in runs_of(module, verb="materialize"):
-        run.note_loaded()
+        run.forwards.note_loaded()
     ways = _ways(module)
     _require_ways(module, ways)
     target = torch.empty(0, device=device).device  # with its index

@@ -1,0 +1,42 @@
+"""Units that a backward inside another one has run through.
+
+[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
+they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
+backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
+called: the unit is resharded when the backward that demanded it goes on.
+"""
+
+from __future__ import annotations
+
+from zero_fn.runtime.ending import current_graph_task
+from zero_fn.runtime.unit import Unit
+
+__all__ = ["Nested"]
+
+
+class Nested:
+    """Units that nested backwards of one transformed module have left, and that are still gathered."""
+
+    def __init__(self) -> None:
+        self._left: list[Unit] = []
+
+    def leave(self, unit: Unit) -> None:
+        """Reshards a unit, now or when the backward that demanded it goes on."""
+        if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.demanded_in:
+            self._left.append(unit)
+            unit.shown.is_left = True
+        else:
+            unit.reshard()
+
+    def reshard(self) -> None:
+        """Reshards those whose nested backward has ended."""
+        if self._left:
+            now = current_graph_task()  # tasks inside others have larger numbers
+            for unit in self._left:
+                if unit.shown.is_left and now <= unit.shown.demanded_in:
+                    unit.reshard()
+            self._left = [unit for unit in self._left if unit.shown.is_left]
+
+    def forget(self) -> None:
+        """The outermost backward has ended."""
+        self._left = []
