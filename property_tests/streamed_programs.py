@@ -214,7 +214,8 @@ def backward_of_a_penalty(training: Training, part: int) -> None:
     penalty = sum((p * p).sum() for p in training.of(part))
     assert isinstance(penalty, Tensor)
     if penalty.requires_grad:
-        backward_of(training.loss(part) + 0.01 * penalty)
+        whole = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+        backward_of(training.loss(part) + 0.01 * whole)
 
 
 @action

@@ -149,9 +149,8 @@ def test_g38_what_ranks_draw_from_meta_must_be_the_same(ranks: Ranks, case: str)
 def _emptied_and_drawn(model: nn.Module) -> None:
     model.to_empty(device="cpu")
     torch.manual_seed(7 if dist.get_rank() < 3 else 8)
-    for child in model.modules():
-        if isinstance(child, nn.Linear):
-            child.reset_parameters()
+    for parameter in model.parameters():
+        parameter.to_local().detach().normal_()  # `reset_parameters()` of shards is refused on the CPU: zf.materialize
 
 
 def _filled(model: nn.Module) -> None:
