@@ -318,7 +318,9 @@ def _one_rank_reads() -> None:
 
 
 def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
-    with pytest.raises(zf.DisagreementError, match="Reading the value of a sum over shards|are at different collectives"):
+    with pytest.raises(
+        zf.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
+    ):
         ranks(2).run(_one_rank_reads)
 
 

@@ -16,7 +16,7 @@ from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.worlds import ALL, WIDTH, Tower, noise
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.group import Buffer
 from zero_fn.runtime.kind import Level
 
@@ -110,7 +110,7 @@ def _freed(program: str, stage: str) -> None:
             }
             watched |= {f"parameter {name}": weakref.ref(p) for name, p in model.named_parameters()}
             watched |= {f"unit {unit.name}": weakref.ref(unit) for unit in units_of(model)}
-            watched |= {f"step {unit.name}": weakref.ref(unit.step) for unit in units_of(model)}
+            watched |= {f"run {unit.name}": weakref.ref(runs_of(model, verb="test")[0]) for unit in units_of(model)}
             watched["model"] = weakref.ref(model)
             del model, optimizer
             assert [name for name, reference in watched.items() if reference() is not None] == []

@@ -142,7 +142,8 @@ def _in_flight() -> None:
         assert isinstance(weight, DTensor)
         assert weight.device_mesh == mesh["tp"]
         assert weight.placements == (Shard(0),)
-        memory = [buffer.untyped_storage().data_ptr() for unit in units_of(model) for buffer in unit.buffers()]
+        gathered = [unit.in_flight.memory for unit in units_of(model) if unit.in_flight.memory is not None]
+        memory = [buffer.untyped_storage().data_ptr() for each in gathered for buffer in each.buffers]
         assert weight.to_local().untyped_storage().data_ptr() in memory
         seen.append(type(model.mix.weight))
         freed.extend(are_freed())

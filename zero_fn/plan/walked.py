@@ -73,7 +73,7 @@ def walk(run: Run, *, backwards: int) -> Walk:
             if isinstance(event, Unshard):
                 gathers[event.unit] += units[event.unit].groups.is_transient and event.unit not in gathered
                 gathered.add(event.unit)
-            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].reshards_after_backward):
+            elif isinstance(event, Reshard) and not (in_forward and units[event.unit].groups.reshards_after_backward):
                 gathered.discard(event.unit)
             elif isinstance(event, Enter) and not in_forward:
                 pending.add(event.use.unit)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import StateError
 from zero_fn.hierarchy import Links, Waits
+from zero_fn.home import ReshardAfter
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.away import Away
@@ -46,7 +47,8 @@ class AtRest:
     def form_groups(self, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> None:
         """Decides how the parameters, of these dtypes on these devices, rest, compute and are summed."""
         self._known = self.groups.records()
-        self.groups = groups_of(self.slots, dtypes, devices)
+        self.groups.members = groups_of(self.slots, dtypes, devices)
+        self.groups.reshards_after_backward = any(s.home.reshard_after is ReshardAfter.BACKWARD for s in self.slots)
 
     def allocate(self, requires_grad: Sequence[bool]) -> None:
         """Lays out the memory, and registers parameters on it. Their values are still to be written."""

@@ -58,7 +58,8 @@ class Backwards:
     def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
         """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self.opened()
-        self._nested.reshard()
+        if self._nested.left:
+            self._nested.reshard()
         if backward is not None:
             key = backward.enter(unit.index, use.number if use is not None else None, recomputes=recomputes)
             if use is not None and use.is_passed_only:
@@ -76,7 +77,8 @@ class Backwards:
     def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
         backward = self.opened()
-        self._nested.reshard()
+        if self._nested.left:
+            self._nested.reshard()
         unit, accumulating = use.unit, self._module.accumulating
         key = Use(unit.index, use.number)
         scheduled = backward is not None and backward.has(key)
@@ -235,7 +237,7 @@ class Backwards:
         self.current = None
         module.graphs.leave(backward)
         module.control.read()
-        self._nested.forget()
+        self._nested.left = []
         for unit in module.live_units():
             unit.leave_backward()
             if unit.groups.is_transient or not module.accumulating:
@@ -273,7 +275,7 @@ class Backwards:
         for _, reduction in backward.reductions:
             reduction.wait()
         self.settling.drop()
-        self._nested.forget()
+        self._nested.left = []
         module.control.read()
         module.graphs.forget()
         for unit in module.live_units():

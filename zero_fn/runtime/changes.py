@@ -27,28 +27,20 @@ __all__ = ["Probe", "changed_in", "require_untouched_casts"]
 
 
 def changed_in(
-    gathered: Gathered | None,
-    slots: Sequence[Slot],
-    tensors: Sequence[Tensor],
-    swapped: Collection[int],
-    changes: Changes,
+    gathered: Gathered | None, slots: Sequence[Slot], times: Sequence[int], changes: Changes
 ) -> dict[Slot, Tensor]:
     """What was changed in gathered parameters, and has to be written back to rest before they are freed.
 
     Args:
         gathered: The parameters of a unit, still gathered.
         slots: Its parameters.
-        tensors: Under the names of its parameters, as they were made when it was gathered.
-        swapped: Numbers of those that tensors of the user stand in for: these may count no changes.
+        times: How often each was changed.
         changes: Takes note of them.
 
     Raises:
         PlacementError: What was changed is a copy in another dtype.
     """
-    times = [tensor._version for tensor in tensors] if not swapped else _versions(tensors, swapped)
     changed: dict[Slot, Tensor] = {}
-    if not any(times):
-        return changed
     for number, slot in enumerate(slots):
         if not times[number]:
             continue
@@ -61,10 +53,6 @@ def changed_in(
         changed[slot] = gathered.whole(number)
         gathered.write_back_inner(slot)
     return changed
-
-
-def _versions(tensors: Sequence[Tensor], swapped: Collection[int]) -> list[int]:
-    return [0 if number in swapped else tensor._version for number, tensor in enumerate(tensors)]
 
 
 @uncompiled

@@ -155,7 +155,9 @@ class Attached:
             unit.shown.show(begun.tensors)
             if unit.in_flight.memory is not None and not is_transforming():
                 begun.is_watched, begun.probe = True, self._probe(unit.in_flight.memory)
-        begun.has_backward = torch.is_grad_enabled() and not unit.shown.is_replaced and not is_transforming()
+        begun.has_backward = (
+            torch.is_grad_enabled() and not (unit.shown.swapped and unit.shown.is_replaced) and not is_transforming()
+        )
         begun.is_packing = begun.has_backward and begin_packing()
         return True
 

@@ -142,7 +142,7 @@ class Forwards:
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
         """Frees the gathered parameters of a unit between its uses, if they are to be freed before a backward."""
-        if unit.groups.is_transient and not unit.open and not (grad and unit.reshards_after_backward):
+        if unit.groups.is_transient and not unit.open and not (grad and unit.groups.reshards_after_backward):
             unit.reshard()
 
     # -- of the whole -----------------------------------------------------------------------------------------------

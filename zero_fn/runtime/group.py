@@ -249,13 +249,14 @@ class Groups:
         members: Its parameters by kind, in their order.
         is_away: Whether any resting parameter is in another tier.
         is_transient: Whether any gathered parameter is freed between uses.
+        reshards_after_backward: Whether gathered parameters stay from forward to backward.
     """
 
-    __slots__ = ("is_away", "is_transient", "members")
+    __slots__ = ("is_away", "is_transient", "members", "reshards_after_backward")
 
-    def __init__(self, members: Sequence[Group] = ()) -> None:
-        self.members = list(members)
-        self.is_away = self.is_transient = False
+    def __init__(self) -> None:
+        self.members: list[Group] = []
+        self.is_away = self.is_transient = self.reshards_after_backward = False
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.members)
@@ -308,7 +309,7 @@ class Groups:
         return sum(group.padding_nbytes for group in self.members)
 
 
-def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> Groups:
+def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
     """The groups of a unit: its parameters by kind, in their order. They have no memory yet.
 
     Args:
@@ -318,7 +319,7 @@ def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Seq
     by_kind: dict[Kind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
         by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device), []).append(slot)
-    return Groups([Group(kind, members) for kind, members in by_kind.items()])
+    return [Group(kind, members) for kind, members in by_kind.items()]
 
 
 def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -> tuple[dict[Slot, int], int]:

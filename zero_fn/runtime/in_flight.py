@@ -38,6 +38,7 @@ class InFlight:
     Attributes:
         phase: Where they are.
         memory: Of the gathered parameters, from the gather until they are freed.
+        failure: Of the tier of resting parameters, on this rank or another; on every rank, once they are gathered.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class InFlight:
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
         self._told: Told | None = None  # how the fetch went on each rank
-        self._failure: StorageError | None = None
+        self.failure: StorageError | None = None
 
     def begin(self, source: Source) -> None:
-        """Issues the all-gather; `wait` makes its result readable. `source`: who gathers again for backward."""
+        """Issues the all-gather; `finish` makes its result readable. `source`: who gathers again for backward."""
         groups, transport = self._groups, self._transport
         if groups.is_away:
-            self._failure = groups.arrive()
+            self.failure = groups.arrive()
         for group in groups.members:
             if group.inner is not None and not group.is_inner_current:
                 group.gather_inner(transport, self._unit)
@@ -67,14 +68,14 @@ class InFlight:
         else:
             memory.renew()
         self.memory = memory
-        memory.fill_own(has_failed=self._failure is not None)
+        memory.fill_own(has_failed=self.failure is not None)
         if memory.segments:
             memory.wait_for_own()
             self._pending = transport.all_gather(memory.segments, self._what)
         self.phase = Phase.GATHERING
         if groups.is_away:
             groups.let_go()
-            self._told = tell(transport, self._axes, self._failure, f"Fetching {self._unit}")
+            self._told = tell(transport, self._axes, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather."""
@@ -82,15 +83,8 @@ class InFlight:
             for group in self._groups:
                 group.fetch()
 
-    def wait(self) -> StorageError | None:
-        """Waits for the all-gather. Returns what failed, on this rank or another: on every rank, and once."""
-        if self.phase is Phase.GATHERING:
-            self.finish()
-        failure, self._failure = self._failure, None
-        return failure
-
     def finish(self) -> None:
-        """Waits for the all-gather; what failed is left for the next `wait`, unless parameters are freed before."""
+        """Waits for the all-gather."""
         if self.phase is not Phase.GATHERING:
             return
         if self._pending is not None:
@@ -99,7 +93,7 @@ class InFlight:
         if self.memory is not None:
             self.memory.wait_for_own()
         if self._told is not None:
-            self._failure = self._told.failure(self._failure)
+            self.failure = self._told.failure(self.failure)
             self._told = None
         self.phase = Phase.GATHERED
 
@@ -109,8 +103,9 @@ class InFlight:
             self._groups.let_go()
         if self.phase is Phase.AT_REST:
             return
-        self.finish()
-        self._failure = None
+        if self.phase is Phase.GATHERING:
+            self.finish()
+        self.failure = None
         memory, self.memory = self.memory, None
         if memory is not None and memory.free():
             self._spare = memory

@@ -15,28 +15,27 @@ __all__ = ["Nested"]
 
 
 class Nested:
-    """Units that nested backwards of one transformed module have left, and that are still gathered."""
+    """Units that nested backwards of one transformed module have run through.
+
+    Attributes:
+        left: Those that are still gathered.
+    """
 
     def __init__(self) -> None:
-        self._left: list[Unit] = []
+        self.left: list[Unit] = []
 
     def leave(self, unit: Unit) -> None:
         """Reshards a unit, now or when the backward that demanded it goes on."""
         if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.demanded_in:
-            self._left.append(unit)
+            self.left.append(unit)
             unit.shown.is_left = True
         else:
             unit.reshard()
 
     def reshard(self) -> None:
         """Reshards those whose nested backward has ended."""
-        if self._left:
-            now = current_graph_task()  # tasks inside others have larger numbers
-            for unit in self._left:
-                if unit.shown.is_left and now <= unit.shown.demanded_in:
-                    unit.reshard()
-            self._left = [unit for unit in self._left if unit.shown.is_left]
-
-    def forget(self) -> None:
-        """The outermost backward has ended."""
-        self._left = []
+        now = current_graph_task()  # tasks inside others have larger numbers
+        for unit in self.left:
+            if unit.shown.is_left and now <= unit.shown.demanded_in:
+                unit.reshard()
+        self.left = [unit for unit in self.left if unit.shown.is_left]

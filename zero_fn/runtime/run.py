@@ -8,8 +8,6 @@ from math import prod
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor
-
 from zero_fn.assignment import Assignment
 from zero_fn.hierarchy import Links
 from zero_fn.mesh import Axis
@@ -33,6 +31,7 @@ class Run:
         module: What is known of it.
         forwards: Its forwards.
         backwards: Its backwards.
+        demand, arrive: Theirs, which units call.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -40,6 +39,7 @@ class Run:
         axes = assignment.axes if assignment.buffers != "local" else ()
         self.forwards = Forwards(self.module, Statistics(transport, prod(axis.size for axis in axes)))
         self.backwards = Backwards(self.module, self.forwards)
+        self.demand, self.arrive = self.backwards.demand, self.backwards.arrive
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         memo[id(self)] = twin = Run(self.module.transport, self.module.assignment)
@@ -70,14 +70,6 @@ class Run:
         if unit.index == len(units):
             units.append(_no_unit)
         units[unit.index] = weakref.ref(unit)
-
-    def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
-        """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
-        self.backwards.demand(unit, use, recomputes=recomputes)
-
-    def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
-        """All gradients of one use are there. `grads` is None if they go back through autograd."""
-        self.backwards.arrive(use, grads)
 
     # -- for calls of modules ---------------------------------------------------------------------------------------
 

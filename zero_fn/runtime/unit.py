@@ -23,13 +23,11 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from zero_fn.hierarchy import Links
-from zero_fn.home import ReshardAfter
 from zero_fn.mesh import Axis
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.changes import changed_in
 from zero_fn.runtime.gradients import Gradients
-from zero_fn.runtime.group import Groups
 from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.saved import Changes
 from zero_fn.runtime.shown import Shown
@@ -57,11 +55,13 @@ class Runs(Protocol):
     def adopt(self, unit: Unit) -> None:
         """A unit is there, new or as a copy of the one with its index."""
 
-    def demand(self, unit: Unit, use: Any = None, *, recomputes: bool = False) -> None:
-        """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
+    @property
+    def demand(self) -> Callable[..., None]:
+        """Called with a unit, and with its use if that is known: backward needs its gathered parameters."""
 
-    def arrive(self, use: Any, grads: Sequence[Tensor | None] | None) -> None:
-        """All gradients of one use are there."""
+    @property
+    def arrive(self) -> Callable[[Any, Sequence[Tensor | None] | None], None]:
+        """Called with a use and its gradients, once all of them are there; without them if autograd keeps them."""
 
 
 class Unit:
@@ -73,6 +73,7 @@ class Unit:
         run: What runs it.
         slots: Its parameters, in registration order.
         at_rest: Their resting memory.
+        groups: The parameters by kind, and the buffers they have.
         in_flight: The gathered parameters.
         shown: What modules see under their names.
         gradients: Local sums that are not reduced yet.
@@ -80,7 +81,6 @@ class Unit:
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         has_model_axes: Whether any of its parameters is a DTensor in flight.
-        reshards_after_backward: Whether gathered parameters stay from forward to backward.
         anchor: The anchor module, weakly.
         inner: Modules below the anchor whose hooks are taken out while the unit runs.
     """
@@ -88,7 +88,7 @@ class Unit:
     def __init__(self, name: str, index: int, run: Runs) -> None:
         self.name, self.index, self.run = name, index, run
         self.generation = self.open = 0
-        self.has_model_axes = self.reshards_after_backward = False
+        self.has_model_axes = False
         self.changes = Changes()
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
@@ -97,8 +97,8 @@ class Unit:
         """Gives it its parameters, which have no memory yet. Before anything else."""
         run, self.slots = self.run, slots
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.reshards_after_backward = any(slot.home.reshard_after is ReshardAfter.BACKWARD for slot in slots)
         self.at_rest = AtRest(str(self), slots, run.transport, run.axes, run.away, self)
+        self.groups = self.at_rest.groups
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
             slot.owner = weakref.ref(self)
@@ -117,11 +117,6 @@ class Unit:
         return twin
 
     # -- at rest ----------------------------------------------------------------------------------------------------
-
-    @property
-    def groups(self) -> Groups:
-        """Its parameters by kind, and the buffers they have."""
-        return self.at_rest.groups
 
     def note_moved(self) -> None:
         """Parameters rest in other memory: what was made for that of before is dropped."""
@@ -166,8 +161,11 @@ class Unit:
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
         """
-        failure = self.in_flight.wait()
-        if failure is not None:
+        in_flight = self.in_flight
+        if in_flight.phase is Phase.GATHERING:
+            in_flight.finish()
+        if in_flight.failure is not None:
+            failure = in_flight.failure
             self.reshard()
             raise failure
 
@@ -175,7 +173,8 @@ class Unit:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.shown.backward_entry is not None:
             self.leave_backward()
-        self.in_flight.free()
+        if self.in_flight.phase is not Phase.AT_REST or self.groups.is_away:
+            self.in_flight.free()
 
     def expire(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
@@ -207,9 +206,10 @@ class Unit:
         Raises:
             PlacementError: What was changed is a copy in another dtype.
         """
-        changed = changed_in(self.in_flight.memory, self.slots, tensors, self.shown.swapped, self.changes)
-        if changed:
-            self.at_rest.scatter(changed)
+        swapped = self.shown.swapped  # tensors of the user, which may count no changes
+        times = [0 if i in swapped else tensor._version for i, tensor in enumerate(tensors)]
+        if any(times):
+            self.at_rest.scatter(changed_in(self.in_flight.memory, self.slots, times, self.changes))
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
