@@ -23,6 +23,7 @@ from zero_fn.collectives.exchange import Exchange
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
 from zero_fn.collectives.segment import Rows
+from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
 from zero_fn.traffic import traffic
 
@@ -391,13 +392,14 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        at_rest = open_transport("sockets")
+        links = Links([mesh_axis(axis(), verb="test")])
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
-            at_rest.all_gather([segment]).wait()
+            links.all_gather([segment], "a test").wait()
             contribution = Contribution(segment, segment.piece(dist.get_rank()), torch.float32)
-            at_rest.reduce_scatter([contribution]).wait()
-            at_rest.exchange(torch.zeros(16, dtype=torch.uint8))
+            links.reduce_scatter([contribution], "a test").wait()
+            links.exchange(torch.zeros(16, dtype=torch.uint8))
+            assert counted.by_axis == {"dp": counted.nbytes}
         return dict(counted.by_collective)
 
     numel = 12 * n
@@ -407,13 +409,14 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
 
 
 def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
-    def sent(kind: str) -> int:
+    def sent(kind: str) -> list[int]:
         at_rest = open_transport(kind)
         segment = Segment(torch.zeros(12), 12, 4)
-        with traffic() as counted:
-            at_rest.all_gather([segment]).wait()
-            at_rest.reduce_scatter([Contribution(segment, torch.empty(4), torch.float32)]).wait()
-        return counted.nbytes
+        gather = at_rest.all_gather([segment])
+        gather.wait()
+        reduction = at_rest.reduce_scatter([Contribution(segment, torch.empty(4), torch.float32)])
+        reduction.wait()
+        return [gather.nbytes, reduction.nbytes]
 
     assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
 
@@ -429,12 +432,12 @@ def test_pieces_of_a_segment_partition_its_elements() -> None:
 
 
 def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
-    lonely = Alone()
+    lonely = Links([])
     addend, out = torch.arange(4.0), torch.empty(4)
     with traffic() as sent:
-        lonely.all_gather([Segment(addend, 4, 4)]).wait()
-        lonely.reduce_scatter([Contribution(Segment(addend, 4, 4), out, torch.float32)]).wait()
-        lonely.any(torch.ones(1, dtype=torch.uint8)).wait()
+        lonely.all_gather([Segment(addend, 4, 4)], "a test").wait()
+        lonely.reduce_scatter([Contribution(Segment(addend, 4, 4), out, torch.float32)], "a test").wait()
+        lonely.any(torch.ones(1, dtype=torch.uint8), "a test").wait()
         rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
     assert torch.equal(out, addend)
     assert rows.shape == (1, 3)

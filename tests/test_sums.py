@@ -39,6 +39,6 @@ def test_a_sum_is_that_of_the_ranks_in_their_order(rank: int, numel: int, dtype:
         parts = [part.repeat_interleave(3) for part in parts]
     total = Sum([Contribution(addend, out, torch.float32)], rank)
     before = [part.clone() for part in parts]
-    total.finish(parts[:rank], parts[rank + 1 :])
+    total.finish({peer: part for peer, part in enumerate(parts) if peer != rank})
     assert torch.equal(out, in_order(before, torch.float32))
     assert all(map(torch.equal, parts, before)), "what peers sent is only read"

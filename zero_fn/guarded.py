@@ -22,7 +22,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
-import torch
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
@@ -31,7 +30,7 @@ from zero_fn.collectives import Contribution, Contributions, Pending, Segment, T
 from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
 from zero_fn.mesh import Axis
-from zero_fn.traffic import name_axis
+from zero_fn.traffic import count, open_counts
 
 __all__ = ["Guarded", "Watched", "guard"]
 
@@ -134,6 +133,14 @@ class _History:
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
+class _Marks(dict[str, int]):
+    """By operation and tensors, a number that tells them apart; the same on every rank."""
+
+    def __missing__(self, text: str) -> int:
+        mark = self[text] = crc32(text.encode())
+        return mark
+
+
 class Watched:
     """A collective under way whose failure is said in words."""
 
@@ -170,8 +177,8 @@ class Guarded:
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
         self._raw, self._axis = raw, axis
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
-        self._name = axis.name if axis is not None else ""
-        self._marks: dict[str, int] = {}
+        self._name, self._device_type = (axis.name, axis.device_type) if axis is not None else ("", "cpu")
+        self._marks = _Marks()
         if axis is None:
             self._history = _History()
         else:
@@ -192,8 +199,7 @@ class Guarded:
     def all_gather(self, segments: Sequence[Segment], what: str) -> Watched:
         """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
         numel = sum([segment.numel for segment in segments])
-        event, mark = self._begin("all-gather of ", what, numel)
-        return self._issued(event, self._raw.all_gather, segments, mark)
+        return self._issue("all-gather", self._raw.all_gather, segments, "all-gather of " + what, numel)
 
     def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
         """Writes into each `out` the mean over ranks of this rank's piece."""
@@ -201,24 +207,29 @@ class Guarded:
             numel = contributions.numel
         else:
             numel = sum([contribution.addend.numel for contribution in contributions])
-        event, mark = self._begin("reduce-scatter of ", what, numel)
-        return self._issued(event, self._raw.reduce_scatter, contributions, mark)
+        return self._issue(
+            "reduce-scatter", self._raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel
+        )
 
     def any(self, bits: Tensor, what: str, *, check: int = 0) -> Watched:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
-        event, mark = self._begin("agreement on ", what, bits.numel(), check)
-        return self._issued(event, self._raw.any, bits, mark)
+        return self._issue("control", self._raw.any, bits, "agreement on " + what, bits.numel(), check)
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
-        event, mark = self._begin("exchange of ", what, message.numel())
-        name_axis(self._name)
-        try:
-            rows = self._raw.exchange(message, mark)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
-        event.done_s = time.monotonic()
-        return rows
+        """Returns the uint8 messages of all ranks, one row each, on the host; lengths must agree. Waits."""
+        found: list[Tensor] = []
+
+        def issue(message: Tensor, mark: int) -> Pending:
+            found.append(self._swapped(message, mark))
+            return Pending()
+
+        self._issue("", issue, message, "exchange of " + what, message.numel()).wait()
+        return found[0]
+
+    def _swapped(self, message: Tensor, mark: int = 0) -> Tensor:
+        if self.size > 1:
+            count("control", message.numel() * (self.size - 1))
+        return self._raw.exchange(message.to(self._device_type), mark).cpu()
 
     def give_up(self) -> None:
         """After a failure elsewhere: tells the peers that nothing more will come."""
@@ -239,38 +250,40 @@ class Guarded:
             error.add_note(f"Last collectives of rank {self.rank}, the newest last:\n{rows}")
         return self._history.failure
 
-    def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
+    def _issue(
+        self,
+        collective: str,
+        issue: Callable[[Any, int], Pending],
+        payload: object,
+        text: str,
+        numel: int,
+        check: int = 0,
+    ) -> Watched:
+        """Remembers a collective, and issues it."""
         history = self._history
         if history.failure is not None:
             raise history.failure
-        text = operation + what
-        mark = self._marks.get(text)
-        if mark is None:
-            mark = self._marks[text] = crc32(text.encode())
         event = _Event(history.count, text, numel, check)
         history.count += 1
         if _compares:
             self._compare(event)
         history.events.append(event)
-        return event, (mark ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF
-
-    def _issued(self, event: _Event, issue: Callable[[Any, int], Pending], payload: object, mark: int) -> Watched:
-        """The collective that `issue` begins."""
-        name_axis(self._name)
         try:
-            return Watched(issue(payload, mark), self, event)
+            pending = issue(payload, (self._marks[text] ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF)
         except (PeerLost, OutOfStep) as failure:
             raise self.broken(failure, event) from failure
+        if open_counts and collective and self.size > 1:
+            count(collective, pending.nbytes, self._name)
+        return Watched(pending, self, event)
 
     def _compare(self, event: _Event) -> None:
         history = self._history
         last = history.events[-1] if history.events else "nothing"
         try:
             agree(
-                self._raw,
+                self._swapped,
                 "collectives",
                 [str(event)],
-                device=torch.device("cpu" if self._axis is None else self._axis.device_type),
                 why="the next bytes would be taken for others, or never come",
                 fix=f"run the same forwards and backwards on every rank; the last collective that agreed was {last}",
             )

@@ -64,14 +64,12 @@ class Path:
         shape, stride: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
         cut: The dims in the order in which they lie in memory, and which axes cut the first; None if none does.
         hops: One for each data axis that its gradients are summed over.
-        is_alone: Whether there is a data axis beside those of the hops: gradients come summed over that one already.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     cut: Cut | None
     hops: tuple[Hop, ...]
-    is_alone: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -234,12 +232,9 @@ class Path:
     # -- travel -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def route(self) -> Route | None:
-        """What collectives must know where there are two axes."""
-        if len(self.hops) < 2 and not self.is_alone:
-            return None
-        second = self.sublayout.shard_numel if self.sublayout is not None else None
-        return Route(self.hops[0].number, second, self.is_alone)
+    def route(self) -> Route:
+        """Its hops, as collectives take them."""
+        return [(hop.number, hop.layout.shard_numel if hop.layout is not None else None) for hop in self.hops]
 
     def segment(self, whole: Tensor) -> Segment:
         """A flat range that holds the whole tensor, as collectives take it."""
@@ -248,7 +243,7 @@ class Path:
     def inner_segment(self, inner: Tensor) -> Segment:
         """A flat range that holds this rank's part on the first axis, as collectives over the second take it."""
         assert self.sublayout is not None, "the second axis does not cut it"
-        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, Route(self.hops[1].number, None))
+        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, self.route[1:])
 
 
 def path_of(
@@ -288,7 +283,7 @@ def path_of(
         left = left if layout is None else layout.local_shape(axis.rank)
     first = hops[0].layout if hops else None
     stride = first.stride if first is not None else _dense_stride(tuple(shape), tuple(stride))
-    return Path(tuple(shape), tuple(stride), cut, tuple(hops), is_alone=len(grid.axes) > 1 and len(hops) == 1)
+    return Path(tuple(shape), tuple(stride), cut, tuple(hops))
 
 
 def _largest(model: DTensorSpec) -> tuple[int, ...]:

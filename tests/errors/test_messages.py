@@ -160,7 +160,7 @@ def nothing_fits_the_budget() -> object:
 def disk_is_missing_on_another_rank() -> object:
     links = importlib.import_module("zero_fn.plan.links")
     with alone() as axis, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_least", lambda links, axis, numbers: [*numbers[:-1], 0.0])
+        patch.setattr(links, "_least", lambda links, numbers: [*numbers[:-1], 0.0])
         patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
         return zf.measure_links(axis, path="/scratch", nbytes=4096)
 
@@ -937,7 +937,9 @@ def disk_cannot_reserve() -> object:
 
 def step_that_failed_on_another_rank() -> object:
     class Peer:
-        def any(self, bits: Tensor, what: str) -> Peer:
+        pads = False
+
+        def any(self, bits: Tensor, what: str, *, check: int) -> Peer:
             bits[1] = 1
             return self
 
@@ -947,7 +949,7 @@ def step_that_failed_on_another_rank() -> object:
         axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
         patch.setattr("zero_fn.runtime.everywhere._meshes", lambda _: [mesh])
         patch.setattr("zero_fn.runtime.everywhere.mesh_axis", lambda *_, **__: axis)
-        patch.setattr("zero_fn.runtime.everywhere.Guarded", lambda *_: Peer())
+        patch.setattr("zero_fn.links.Guarded", lambda *_: Peer())
         return zf.streamed(stepped()[1], zf.cpu())
 
 

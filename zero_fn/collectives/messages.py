@@ -108,15 +108,17 @@ class Reducing:
     """How contributions travel, by their numbers.
 
     Attributes:
+        nbytes: Of one rank's sums.
         packs: Those in one message each: small, even and of the same dtypes.
         apart: Those that travel alone.
     """
 
-    __slots__ = ("apart", "packs")
+    __slots__ = ("apart", "nbytes", "packs")
 
     def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
         together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
         self.apart: list[int] = []
+        self.nbytes = sum([c.addend.piece_numel * c.sum_dtype.itemsize for c in contributions])
         for at, contribution in enumerate(contributions):
             addend = contribution.addend
             if addend.is_small and _is_even(addend, size) and not addend.dtype.is_complex:

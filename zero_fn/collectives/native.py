@@ -20,7 +20,6 @@ from torch import Tensor
 from zero_fn.collectives.messages import Gathering, Reducing
 from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
 from zero_fn.collectives.waiting import Failure
-from zero_fn.traffic import count
 
 __all__ = ["Native"]
 
@@ -63,8 +62,8 @@ class Native:
             for pack in plan.packs:
                 pack.finish()
 
-        count("all-gather", plan.nbytes * (self._size - 1))
-        return Pending(self._gather(wholes, pieces), unpack if plan.packs else None, (pieces, wholes))
+        works = self._gather(wholes, pieces)
+        return Pending(works, unpack if plan.packs else None, (pieces, wholes), plan.nbytes * (self._size - 1))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         plan = self._reducing(contributions)
@@ -109,8 +108,7 @@ class Native:
                 parts = total.split_with_sizes(sizes) if len(outs) > 1 else (total.narrow(0, 0, outs[0].numel()),)
                 torch._foreach_copy_(outs, parts)
 
-        count("reduce-scatter", sum([total.nbytes for total in sums]) * (self._size - 1))
-        return Pending(works, divide if sums else None, (inputs, contributions))
+        return Pending(works, divide if sums else None, (inputs, contributions), plan.nbytes * (self._size - 1))
 
     def _gather(self, wholes: list[Tensor], pieces: list[Tensor]) -> list[tuple[Any, int | None]]:
         """Begins all-gathers. [Note: gloo gathers one by one]"""
@@ -140,14 +138,12 @@ class Native:
         return padded
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        count("control", 2 * bits.numel() * (self._size - 1) // self._size)
         work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return Pending([_work(work, bits)], kept=bits)
+        return Pending([_work(work, bits)], kept=bits, nbytes=2 * bits.numel() * (self._size - 1) // self._size)
 
     def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
         rows = message.new_empty((self._size, message.numel()))
         Pending(self._gather([rows.view(-1)], [message])).wait()
-        count("control", message.numel() * (self._size - 1))
         return rows
 
     def give_up(self, failure: Failure | None = None) -> None:

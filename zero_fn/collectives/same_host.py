@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.exchange import Exchange, Work
+from zero_fn.collectives.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
 from zero_fn.collectives.segment import (
     Contribution,
     Pending,
@@ -37,12 +37,11 @@ from zero_fn.collectives.shared import Shared, shared_by
 from zero_fn.collectives.waiting import Failure, OutOfStep
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.layout import ALIGNMENT_NBYTES
-from zero_fn.traffic import count
 
 __all__ = ["SameHost"]
 
 _OVER_GLOO = -1  # in place of an address: the bytes follow as a message
-_GATHERS, _REDUCTIONS, _CONTROL = range(3)  # channels
+_CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2}
 _DATA, _NUMBER_BITS = 0x40000000, 0x0FFFFFFF  # tags of messages that found no room, with the number of the operation
 
 
@@ -55,16 +54,53 @@ class SameHost(Exchange):
         self._shared: Shared | None = None
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
+        if self._join() is None:
+            return super().all_gather(segments, mark)
+        pending = self._gathered(GATHER, segments, mark)  # which reads this rank's pieces where they rest
+        fill_own(segments, self._rank)
+        return pending
+
+    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         shared = self._join()
         if shared is None:
-            return super().all_gather(segments, mark)
+            return super().reduce_scatter(contributions, mark)
+        runs = runs_of(contributions)
+        parts_for = [[[c.addend.piece(target) for c in run] for run in runs] for target, _ in self._peers]
+        message = _Message(self, shared, REDUCE, mark, parts_for)
+        for i, (target, _) in enumerate(self._peers):
+            message.announce(target, i)
+        nbytes = sum(nbytes_of(p) for parts in parts_for for run in parts for p in run)
+        sums = [Sum(run, self._rank) for run in runs]
+        sizes = [(run[0].addend.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
+
+        def finish() -> None:
+            arrived = {source: message.read(source, sizes) for _, source in self._peers}
+            for i, total in enumerate(sums):
+                total.finish({source: runs[i] for source, runs in arrived.items()})
+            for source in arrived:
+                message.acknowledge(source)
+            message.close()
+
+        if message.is_answered:  # this rank came last: nothing to wait for
+            finish()
+            return Pending(nbytes=nbytes)
+        return Pending(finish=finish, kept=message, nbytes=nbytes)
+
+    def give_up(self, failure: Failure | None = None) -> None:
+        if self._shared is not None:
+            for box in self._shared.boxes.values():
+                box.leave(failure)
+
+    def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
+        shared = self._join()
+        if shared is None:
+            return super()._gathered(direction, segments, mark)
         runs = runs_of(segments)
         own = [[segment.own(self._rank) for segment in run] for run in runs]
-        message = _Message(self, shared, _GATHERS, mark, [own])
+        message = _Message(self, shared, direction, mark, [own])
         for target, _ in self._peers:
             message.announce(target, 0)
-        fill_own(segments, self._rank)
-        count("all-gather", sum(nbytes_of(piece) for run in own for piece in run) * (self._size - 1))
+        nbytes = sum(nbytes_of(piece) for run in own for piece in run) * len(self._peers)
 
         def finish() -> None:
             for _, source in self._peers:
@@ -75,77 +111,13 @@ class SameHost(Exchange):
                 message.acknowledge(source)
             message.close()
 
-        return Pending(finish=finish, kept=message)
-
-    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        shared = self._join()
-        if shared is None:
-            return super().reduce_scatter(contributions, mark)
-        runs = runs_of(contributions)
-        parts_for = [[[c.addend.piece(target) for c in run] for run in runs] for target, _ in self._peers]
-        message = _Message(self, shared, _REDUCTIONS, mark, parts_for)
-        for i, (target, _) in enumerate(self._peers):
-            message.announce(target, i)
-        count("reduce-scatter", sum(nbytes_of(p) for parts in parts_for for run in parts for p in run))
-        sums = [Sum(run, self._rank) for run in runs]
-        sizes = [(run[0].addend.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
-
-        def finish() -> None:
-            arrived = {source: message.read(source, sizes) for _, source in self._peers}
-            for i, total in enumerate(sums):
-                total.finish(*self._by_order({rank: runs[i] for rank, runs in arrived.items()}))
-            for source in arrived:
-                message.acknowledge(source)
-            message.close()
-
-        if message.is_answered:  # this rank came last: nothing to wait for
-            finish()
-            return Pending()
-        return Pending(finish=finish, kept=message)
-
-    def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        shared = self._join()
-        if shared is None:
-            return super().any(bits, mark)
-        message = self._control(shared, bits, mark)
-
-        def finish() -> None:
-            for _, source in self._peers:
-                bits.bitwise_or_(message.read(source, [(bits.dtype, bits.numel())])[0])
-                message.acknowledge(source)
-            message.close()
-
-        return Pending(finish=finish, kept=message)
-
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        shared = self._join()
-        if shared is None:
-            return super().exchange(message, mark)
-        rows = message.new_empty((self._size, message.numel()))
-        rows[self._rank] = message
-        sent = self._control(shared, message, mark)
-        for _, source in self._peers:
-            rows[source] = sent.read(source, [(message.dtype, message.numel())])[0]
-            sent.acknowledge(source)
-        sent.close()
-        return rows
-
-    def give_up(self, failure: Failure | None = None) -> None:
-        if self._shared is not None:
-            for box in self._shared.boxes.values():
-                box.leave(failure)
-
-    def _control(self, shared: Shared, message: Tensor, mark: int) -> _Message:
-        sent = _Message(self, shared, _CONTROL, mark, [[[message]]])
-        for target, _ in self._peers:
-            sent.announce(target, 0)
-        count("control", nbytes_of(message) * (self._size - 1))
-        return sent
+        return Pending(finish=finish, kept=message, nbytes=nbytes)
 
     def _join(self) -> Shared | None:
         """What the ranks share. A collective for the first transport of a group, when it is first used."""
         if not self._has_joined:
-            self._shared = shared_by(self._group, self._rank, self._size, super().exchange)
+            over_gloo = Exchange(self._group, self._rank, self._size)
+            self._shared = shared_by(self._group, self._rank, self._size, over_gloo.exchange)
             self._has_joined = True
             if self._shared is not None:
                 self._shared.used_by(self)
@@ -156,23 +128,24 @@ class _Message:
     """One message of this rank to all peers, and the messages of the peers that answer it."""
 
     def __init__(
-        self, transport: SameHost, shared: Shared, channel: int, mark: int, parts: list[list[list[Tensor]]]
+        self, transport: SameHost, shared: Shared, direction: int, mark: int, parts: list[list[list[Tensor]]]
     ) -> None:
         """Writes the message.
 
         Args:
             transport: Whose ranks these are.
             shared: The arenas.
-            channel: Which kind of message.
+            direction: Which kind of message.
             mark: Of the operation. [Note: in step]
             parts: For each address, runs of tensors: one address for all peers, or one for each.
         """
-        self._transport, self._shared, self._channel, self._mark = transport, shared, channel, mark
+        self._transport, self._shared, self._mark = transport, shared, mark
+        self._channel = _CHANNELS[direction]
         self._parts: list[list[list[Tensor]]] | None = None  # kept only if they must go over gloo
         self._sends: list[Work] = []
         self._unread: set[int] = set()
         sizes = [sum(map(_room, runs)) for runs in parts]
-        self._header, self._number, start = shared.write(channel, sum(sizes))
+        self._header, self._number, start = shared.write(self._channel, sum(sizes))
         self._unread.update(shared.boxes)
         self._starts: list[int | None] = []
         if start is None:

@@ -7,8 +7,8 @@ of one call are packed into one message per peer; larger ones are sent from wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -38,18 +38,9 @@ __all__ = [
 PACKED_NBYTES = 128 * 1024
 
 
-class Route(NamedTuple):
-    """How a tensor travels where there are two axes: see `zero_fn.hierarchy`.
-
-    Attributes:
-        first: Number of the axis whose pieces the segment describes.
-        numel: Elements of the largest piece of a piece on the other axis, None where that axis does not cut it.
-        is_alone: Whether it does not travel over the other axis: its gradients come from there already.
-    """
-
-    first: int
-    numel: int | None
-    is_alone: bool = False
+Route = Sequence[tuple[int, int | None]]
+"""The hops of a tensor, in the order in which axes cut it: the number of the axis, and elements of the largest piece of what
+the hops before have left to a rank; None where the axis does not cut it. See `zero_fn.links`."""
 
 
 class Segment:
@@ -59,7 +50,7 @@ class Segment:
         memory, start: Where it lies: from this element of the storage on.
         numel: Valid elements.
         piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
-        route: Where there are two axes, over which and how it travels.
+        route: The hops by which it travels; the segment describes the first. Left out where there is one axis.
         source: Where this rank's piece lies if it is not in `whole` yet: an all-gather reads it there, once, for its peers
             and for `whole`.
     """
@@ -71,7 +62,7 @@ class Segment:
         memory: Tensor,
         numel: int,
         piece_numel: int,
-        route: Route | None = None,
+        route: Route = ((0, None),),
         *,
         start: int | None = None,
         source: Tensor | None = None,
@@ -136,7 +127,7 @@ class Rows(Segment):
 
     __slots__ = ("_piece_rows", "_rows")
 
-    def __init__(self, rows: Tensor, piece_rows: int, route: Route | None = None) -> None:
+    def __init__(self, rows: Tensor, piece_rows: int, route: Route = ((0, None),)) -> None:
         self._rows, self._piece_rows, self.route, self.source = rows, piece_rows, route, None
         self.numel = rows.numel()
         self.piece_numel = piece_rows * (self.numel // rows.shape[0])
@@ -239,17 +230,22 @@ class Pending:
     """A collective under way. `wait` returns when its result may be used and may be called again.
 
     Its works come with the peer at the other end of each; None for a collective of the backend.
+
+    Attributes:
+        kept: What must live until then.
+        nbytes: Payload that this rank sends for it.
     """
 
-    __slots__ = ("_finish", "_works", "kept")
+    __slots__ = ("_finish", "_works", "kept", "nbytes")
 
     def __init__(
         self,
         works: Sequence[tuple[Any, int | None]] = (),
         finish: Callable[[], None] | None = None,
         kept: object = None,
+        nbytes: int = 0,
     ) -> None:
-        self._works, self._finish, self.kept = works, finish, kept
+        self._works, self._finish, self.kept, self.nbytes = works, finish, kept, nbytes
 
     def __del__(self) -> None:
         # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
@@ -352,22 +348,23 @@ class Sum:
         numel: Elements of the run on this rank.
     """
 
-    __slots__ = ("_dtype", "_outs", "_pieces", "numel")
+    __slots__ = ("_dtype", "_outs", "_pieces", "_rank", "numel")
 
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
         """Names what is to be summed."""
         self._pieces = [contribution.addend.piece(rank).detach() for contribution in run]
-        self._outs, self._dtype = [contribution.out for contribution in run], run[0].sum_dtype
+        self._outs, self._dtype, self._rank = [contribution.out for contribution in run], run[0].sum_dtype, rank
         self.numel = sum([out.numel() for out in self._outs])
 
-    def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
-        """Adds the pieces of lower ranks, of this one and of higher ranks, in this order, divides, and writes the means."""
+    def finish(self, parts: Mapping[int, Tensor]) -> None:
+        """Adds this rank's pieces to those of its peers, by rank, in this order, divides, and writes the means."""
         if len(self._outs) == 1:
             own = self._pieces[0]
             total = self._outs[0].view(own.shape)  # the sum is made where the mean goes
         else:
             own = joined(self._pieces)
             total = torch.empty_like(own, dtype=self._dtype)
-        mean(total, [part.view(own.shape) for part in (*lower, own, *higher)], self._dtype)
+        addends = {**parts, self._rank: own}
+        mean(total, [addends[rank].view(own.shape) for rank in sorted(addends)], self._dtype)
         if len(self._outs) > 1:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))

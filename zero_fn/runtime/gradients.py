@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.collectives import Contribution, Contributions
-from zero_fn.hierarchy import Links, Waits
+from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, node_hooks, parameter_hooks

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from math import prod
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
@@ -32,7 +31,7 @@ from torch import Tensor
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links
+from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.control import Control
@@ -101,8 +100,7 @@ class Step:
     def __init__(self, transport: Links, assignment: Assignment, *, depth: int = PREFETCH_DEPTH) -> None:
         self.transport, self.assignment, self.depth = transport, assignment, depth
         self.units: list[Callable[[], Unit | None]] = []
-        axes = assignment.axes if assignment.buffers != "local" else ()
-        self.buffers = Buffers(transport, prod(axis.size for axis in axes))
+        self.buffers = Buffers(transport, are_local=assignment.buffers == "local")
         self.accumulating = self.caller = 0
         self.away = Away(transport, assignment)
         self.has_agreed = False
@@ -252,13 +250,8 @@ class Step:
         """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True
         if self.assignment.axis is not None:
-            agree_on_units(
-                self.transport,
-                self.assignment.axes,
-                [unit for unit in self.live_units() if not unit.is_gone],
-                self._control.device,
-            )
-            self.buffers.begin(self._control.device)
+            agree_on_units(self.transport, [unit for unit in self.live_units() if not unit.is_gone])
+            self.buffers.begin()
 
     def _broadcast_buffers(self) -> None:
         """[Note: when buffers are broadcast]"""

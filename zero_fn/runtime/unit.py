@@ -30,8 +30,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError, StateError, StorageError
-from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
+from zero_fn.links import Links, Waits
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.changes import Changes
@@ -322,7 +322,7 @@ class Unit:
         self.phase = Phase.GATHERING
         if self.is_away:
             self._let_go()
-            self._told = tell(self.transport, self.step.assignment.axes, self._failure, f"Fetching {self}")
+            self._told = tell(self.transport, self._failure, f"Fetching {self}")
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next `unshard`."""
@@ -512,7 +512,7 @@ class Unit:
         """
         if self.is_away:
             failure = self._arrive(exact=True)
-            told = tell(self.transport, self.step.assignment.axes, failure, f"Fetching {self}")
+            told = tell(self.transport, failure, f"Fetching {self}")
             failure = told.failure(failure)
             if failure is not None:
                 raise failure

@@ -9,11 +9,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from zero_fn.agreement import content_digest
+from zero_fn.agreement import agree_along, content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import steps_of, units_of
-from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
@@ -117,15 +116,14 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 fix="edit values in place; change shapes before the transform",
             )
     if unit.axis is not None:
-        agree_on_values(
-            unit.transport,
-            unit.step.assignment.axes,
+        agree_along(
+            unit.transport.exchange,
+            unit.transport.axes,
             "edits",
             [
                 ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
                 for slot, whole in zip(unit.slots, wholes, strict=True)
             ],
-            device=wholes[0].device if wholes else torch.device("cpu"),
             why="each rank would keep its part of another tensor; nothing was written",
             fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",
         )
