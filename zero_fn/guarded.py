@@ -206,7 +206,7 @@ class Guarded:
         if isinstance(contributions, Contributions):
             numel = contributions.numel
         else:
-            numel = sum([contribution.addend.numel for contribution in contributions])
+            numel = sum([contribution.rows.numel() for contribution in contributions])
         return self._issue(
             "reduce-scatter", self._raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel
         )

@@ -150,8 +150,8 @@ class Links:
         shared: list[tuple[Tensor, Route]] = []  # pieces that the second axis does not cut: all its ranks need them
         alone: list[Tensor] = []
         for contribution in contributions:
-            addend, out, dtype = contribution.addend, contribution.out, contribution.sum_dtype
-            own, route = addend.piece_bounds(line.rank)[1], addend.route[1:]
+            out, dtype, route = contribution.out, contribution.sum_dtype, contribution.route[1:]
+            own = contribution.piece(line.rank).numel()
             if not route:
                 pieces.append(contribution)
                 alone.append(out)
@@ -159,14 +159,14 @@ class Links:
             second, cut_numel = route[0]
             is_shared = cut_numel is None
             total = out if out.dtype == dtype and is_shared else torch.empty(own, dtype=dtype, device=out.device)
-            pieces.append(Contribution(addend, total, dtype))
+            pieces.append(Contribution(contribution.rows, contribution.piece_rows, total, dtype))
             if not own:
                 continue  # on every rank of the second axis
             piece_numel = cut_numel or -(-own // self._lines[second].size)
             if is_shared:
                 shared.append((out, [(second, piece_numel)]))
                 out = Segment(out, own, piece_numel).piece(self._lines[second].rank)
-            later.append(Contribution(Segment(total, own, piece_numel, route), out, dtype))
+            later.append(Contribution(total, piece_numel, out, dtype, route))
         yield line.reduce_scatter(pieces, what)
         for out in alone:
             out.div_(self.size // line.size)  # the mean over axes whose ranks have added up on the way here
@@ -201,6 +201,5 @@ def _by_axis(items: Sequence[_Item]) -> list[tuple[int, list[_Item]]]:
     """Items by the axis that their route begins on."""
     found: dict[int, list[_Item]] = {}
     for item in items:
-        segment = item if isinstance(item, Segment) else item.addend
-        found.setdefault(segment.route[0][0], []).append(item)
+        found.setdefault(item.route[0][0], []).append(item)
     return sorted(found.items())

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.collectives import Route, Rows, Segment
+from zero_fn.collectives import Contribution, Route, Segment
 from zero_fn.grid import Cut, Grid
 from zero_fn.home import Sharded
 from zero_fn.layout import ShardLayout
@@ -196,9 +196,10 @@ class Path:
             grad = torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad.as_strided((self.numel,), (1,))
 
-    def addend(self, rows: Tensor) -> Segment:
-        """What `rows_of` gave, as collectives take it."""
-        return Rows(rows, self.layout.shard_rows, self.route) if self.layout is not None else self.segment(rows)
+    def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
+        """What `rows_of` gave, as collectives take it; the mean of this rank's piece goes to `out`."""
+        piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
+        return Contribution(rows, piece_rows, out, sum_dtype, self.route)
 
     # -- views ------------------------------------------------------------------------------------------------------
 

@@ -156,8 +156,8 @@ BUGS: tuple[Bug, ...] = (
         "sum-dtypes-packed-together",
         "collectives/segment.py",
         "small gradients of one dtype with sums of two",
-        "(segment.dtype, item.sum_dtype)",
-        "(segment.dtype, None)",
+        "return self.rows.dtype, self.sum_dtype",
+        "return self.rows.dtype, torch.float32",
         _COLLECTIVES,
     ),
     Bug(
@@ -252,8 +252,8 @@ BUGS: tuple[Bug, ...] = (
         "native-swapped-rank",
         "collectives/messages.py",
         "whose piece a rank sends, on other backends than gloo",
-        "else segment.padded_piece(rank)",
-        "else segment.padded_piece(size - 1 - rank)",
+        "else rows[rank]",
+        "else rows[size - 1 - rank]",
         _COLLECTIVES,
     ),
     # -- layout -----------------------------------------------------------------------------------------------------

@@ -59,7 +59,9 @@ class Recorded:
         return self._inner.all_gather(segments, mark)
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        shapes = tuple((_shape(contribution.addend), contribution.sum_dtype) for contribution in contributions)
+        shapes = tuple(
+            (contribution.rows.numel(), contribution.piece_numel, contribution.kind) for contribution in contributions
+        )
         self._note(("reduce-scatter", mark, *shapes))  # type: ignore[operator]
         return self._inner.reduce_scatter(contributions, mark)
 
@@ -76,4 +78,4 @@ class Recorded:
 
 
 def _shape(segment: Segment) -> tuple[object, ...]:
-    return (segment.numel, segment.piece_numel, segment.dtype)
+    return (segment.numel, segment.piece_numel, segment.kind)

@@ -23,7 +23,6 @@ from zero_fn.collectives.segment import (
     Contributions,
     Pending,
     Route,
-    Rows,
     Segment,
     Transport,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Contributions",
     "Pending",
     "Route",
-    "Rows",
     "Segment",
     "Transport",
     "transport",

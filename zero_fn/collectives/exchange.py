@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, nbytes_of, runs_of
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, runs_of
 from zero_fn.collectives.waiting import Failure, started
 
 __all__ = ["Alone", "Exchange", "Work"]
@@ -54,7 +54,7 @@ class Exchange:
             total = Sum(run, self._rank)
             parts: dict[int, Tensor] = {}
             for target, source in self._peers:
-                message = joined([contribution.addend.piece(target) for contribution in run])
+                message = joined([contribution.piece(target) for contribution in run])
                 kept.append(message)
                 parts[source] = message.new_empty(total.numel)
                 self._receive(parts[source], source, tag, works)
@@ -65,7 +65,7 @@ class Exchange:
             for total, parts in sums:
                 total.finish(parts)
 
-        return Pending(works, add, kept, sum(map(nbytes_of, kept)))
+        return Pending(works, add, kept, sum([message.nbytes for message in kept]))
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         rows, pending = self._rows_of_all(bits, mark)
@@ -109,7 +109,7 @@ class Exchange:
             for buffer, pieces in arrived:
                 torch._foreach_copy_(pieces, torch.split(buffer, [piece.numel() for piece in pieces]))
 
-        return Pending(works, unpack, kept, sum(map(nbytes_of, kept)) * len(self._peers))
+        return Pending(works, unpack, kept, sum([message.nbytes for message in kept]) * len(self._peers))
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers see the connection closed when this rank ends."""
@@ -131,7 +131,7 @@ class Alone(Exchange):
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         for contribution in contributions:
-            piece = contribution.addend.piece(0)
+            piece = contribution.piece(0)
             contribution.out.view(piece.shape).copy_(piece)
         return Pending()
 

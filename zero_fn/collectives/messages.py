@@ -18,13 +18,6 @@ __all__ = ["Gathering", "Reducing"]
 _TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
-def _travels_as_it_is(dtypes: set[torch.dtype]) -> bool:
-    """Whether a group of these dtypes may be gathered as such, or only as bytes: several dtypes in one group are mixed up
-    by gloo, and not every backend knows every dtype.
-    """
-    return len(dtypes) == 1 and dtypes <= _TRAVELING
-
-
 class Gathering(list[Segment]):
     """The segments of an all-gather, with what is cut from them.
 
@@ -32,6 +25,8 @@ class Gathering(list[Segment]):
         nbytes: Of one rank's pieces.
         packs: What travels in one message each.
         apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
+        travels_as_it_is: Whether the group may be gathered as such, or only as bytes: several dtypes in one group are mixed
+            up by gloo, and not every backend knows every dtype.
     """
 
     __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
@@ -41,17 +36,17 @@ class Gathering(list[Segment]):
         together: dict[torch.dtype, list[Segment]] = {}
         self.apart: list[tuple[Segment, Tensor, Tensor]] = []
         for segment in segments:
-            is_even = _is_even(segment, size)
-            if segment.source is not None and is_even and segment.is_small:
-                together.setdefault(segment.dtype, []).append(segment)
+            rests_apart = segment.source is not None and segment.numel == segment.piece_numel * size
+            if rests_apart and segment.is_small:
+                together.setdefault(segment.kind, []).append(segment)
                 continue
+            rows = segment.by_rank(size)
             # Of an even piece the backend itself writes this rank's into `whole`.
-            rests_apart = segment.source is not None and is_even
-            own = segment.own(rank) if rests_apart else segment.padded_piece(rank)
-            self.apart.append((segment, segment.by_rank(size).view(-1), own))
-        self.packs = [_Message(segments, rank, size) for segments in together.values()]
-        self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
-        self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+            self.apart.append((segment, rows.view(-1), segment.own(rank) if rests_apart else rows[rank]))
+        self.packs = [_Message(run, rank, size) for run in together.values()]
+        self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
+        dtypes = {segment.kind for segment in segments}
+        self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
 
 
 class _Message:
@@ -116,16 +111,19 @@ class Reducing:
     __slots__ = ("apart", "nbytes", "packs")
 
     def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
-        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
+        together: dict[object, dict[int, Contribution]] = {}
         self.apart: list[int] = []
-        self.nbytes = sum([c.addend.piece_numel * c.sum_dtype.itemsize for c in contributions])
+        self.nbytes = 0
         for at, contribution in enumerate(contributions):
-            addend = contribution.addend
-            if addend.is_small and _is_even(addend, size) and not addend.dtype.is_complex:
-                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(at)
+            self.nbytes += contribution.piece_numel * contribution.sum_dtype.itemsize
+            rows = contribution.rows
+            is_even = rows.numel() == contribution.piece_numel * size
+            if contribution.is_small and is_even and not rows.is_complex():
+                together.setdefault(contribution.kind, {})[at] = contribution
             else:
                 self.apart.append(at)
-        self.packs = [_Pack(contributions, numbers) for numbers in together.values()]
+        buffers = contributions.buffers if isinstance(contributions, Contributions) else []
+        self.packs = [_Pack(run, buffers) for run in together.values()]
 
 
 class _Pack:
@@ -136,30 +134,22 @@ class _Pack:
         sizes: Elements of the pieces.
         dtype: Of the sum.
         is_as_summed: Whether the addends have that dtype too.
-        place: Size, stride and offset of the one range of memory that the means fill, if they do: then the sum is made there.
-        buffer: The number of the buffer that this range is in.
+        buffer, place: The number of a buffer, and size, stride and offset of the one range of it that the means fill, if
+            they do: then the sum is made there.
     """
 
     __slots__ = ("at", "buffer", "dtype", "is_as_summed", "place", "sizes")
 
-    def __init__(self, contributions: Sequence[Contribution], at: list[int]) -> None:
-        chosen = [contributions[number] for number in at]
-        self.at, self.dtype = at, chosen[0].sum_dtype
-        self.sizes = [contribution.addend.piece_numel for contribution in chosen]
-        self.is_as_summed = chosen[0].addend.dtype == self.dtype
-        self.place: tuple[tuple[int], tuple[int], int] | None = None
-        self.buffer = 0
-        memory, place = chosen[0].memory, chosen[0].place
-        if place is None or memory.dtype != self.dtype or not isinstance(contributions, Contributions):
+    def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor]) -> None:
+        self.at = list(run)
+        self.sizes = [contribution.piece_numel for contribution in run.values()]
+        first = run[self.at[0]]
+        self.dtype = first.sum_dtype
+        self.is_as_summed = first.rows.dtype == self.dtype
+        self.buffer, self.place = 0, None
+        whole = _back_to_back([contribution.out for contribution in run.values()])
+        if whole is None or first.out.dtype != self.dtype:
             return
-        self.buffer = next(i for i, buffer in enumerate(contributions.buffers) if buffer is memory)
-        end = place[0]
-        for contribution, size in zip(chosen, self.sizes, strict=True):
-            if contribution.memory is not memory or contribution.place != (end, size):
-                return
-            end += size
-        self.place = (sum(self.sizes),), (1,), place[0]
-
-
-def _is_even(segment: Segment, size: int) -> bool:
-    return segment.numel == segment.piece_numel * size
+        for number, buffer in enumerate(buffers):
+            if buffer.untyped_storage()._cdata == whole.untyped_storage()._cdata:
+                self.buffer, self.place = number, (whole.shape, whole.stride(), whole.storage_offset())

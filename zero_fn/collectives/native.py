@@ -66,11 +66,7 @@ class Native:
         return Pending(works, unpack if plan.packs else None, (pieces, wholes), plan.nbytes * (self._size - 1))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        plan = self._reducing(contributions)
-        if isinstance(contributions, Contributions):
-            rows = contributions.rows
-        else:
-            rows = [contribution.addend.in_chunks() for contribution in contributions]
+        plan, rows, buffers = self._reducing(contributions)
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
@@ -83,16 +79,16 @@ class Native:
 
         for pack in plan.packs:
             message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size).view(-1)
-            if pack.place is not None and isinstance(contributions, Contributions):
-                total = contributions.buffers[pack.buffer].as_strided(*pack.place)
+            if pack.place is not None:
+                total = buffers[pack.buffer].as_strided(*pack.place)
             else:
                 total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
                 written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
             issue(message if pack.is_as_summed else message.to(pack.dtype), total, pack.dtype)
         for at in plan.apart:
             contribution = contributions[at]
-            out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
-            whole, total = self._padded_whole(contribution), out
+            out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.piece_numel
+            whole, total = _padded(contribution, self._size), out
             if out.dtype != dtype or out.numel() != piece_numel:
                 total = whole.new_empty(piece_numel)
                 written.append(([out], total, [piece_numel]))
@@ -118,24 +114,14 @@ class Native:
             return [_work(self._gather_group(wholes, pieces), pieces[0])]
         return [_work(self._gather_one(whole, piece), piece) for whole, piece in zip(wholes, pieces, strict=True)]
 
-    def _reducing(self, contributions: Sequence[Contribution]) -> Reducing:
-        """How they travel; found out once where there will be more of them."""
+    def _reducing(self, contributions: Sequence[Contribution]) -> tuple[Reducing, Sequence[Tensor], Sequence[Tensor]]:
+        """How they travel, found out once where there will be more of them; their rows, and the buffers of the means."""
         if not isinstance(contributions, Contributions):
-            return Reducing(contributions, self._size)
+            return Reducing(contributions, self._size), [contribution.rows for contribution in contributions], []
         plan: Reducing | None = contributions.memo.get(Native)
         if plan is None:
             plan = contributions.memo[Native] = Reducing(contributions, self._size)
-        return plan
-
-    def _padded_whole(self, contribution: Contribution) -> Tensor:
-        """The addend in the dtype of the sum, with room for full pieces."""
-        segment, dtype = contribution.addend, contribution.sum_dtype
-        whole, padded_numel = segment.whole, segment.piece_numel * self._size
-        if segment.numel == padded_numel and whole.dtype == dtype:
-            return whole
-        padded = torch.zeros(padded_numel, dtype=dtype, device=whole.device)
-        padded.narrow(0, 0, segment.numel).copy_(whole)
-        return padded
+        return plan, contributions.rows, contributions.buffers
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -148,6 +134,17 @@ class Native:
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
+
+
+def _padded(contribution: Contribution, size: int) -> Tensor:
+    """The addend in the dtype of the sum, flat, with room for full pieces."""
+    whole, dtype = contribution.rows.reshape(-1), contribution.sum_dtype
+    padded_numel = contribution.piece_numel * size
+    if whole.numel() == padded_numel and whole.dtype == dtype:
+        return whole
+    padded = torch.zeros(padded_numel, dtype=dtype, device=whole.device)
+    padded.narrow(0, 0, whole.numel()).copy_(whole)
+    return padded
 
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:

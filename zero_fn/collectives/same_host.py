@@ -30,7 +30,6 @@ from zero_fn.collectives.segment import (
     flat,
     joined,
     keep_dropped,
-    nbytes_of,
     runs_of,
 )
 from zero_fn.collectives.shared import Shared, shared_by
@@ -65,13 +64,13 @@ class SameHost(Exchange):
         if shared is None:
             return super().reduce_scatter(contributions, mark)
         runs = runs_of(contributions)
-        parts_for = [[[c.addend.piece(target) for c in run] for run in runs] for target, _ in self._peers]
+        parts_for = [[[c.piece(target) for c in run] for run in runs] for target, _ in self._peers]
         message = _Message(self, shared, REDUCE, mark, parts_for)
         for i, (target, _) in enumerate(self._peers):
             message.announce(target, i)
-        nbytes = sum(nbytes_of(p) for parts in parts_for for run in parts for p in run)
+        nbytes = sum(p.nbytes for parts in parts_for for run in parts for p in run)
         sums = [Sum(run, self._rank) for run in runs]
-        sizes = [(run[0].addend.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
+        sizes = [(run[0].rows.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
 
         def finish() -> None:
             arrived = {source: message.read(source, sizes) for _, source in self._peers}
@@ -100,7 +99,7 @@ class SameHost(Exchange):
         message = _Message(self, shared, direction, mark, [own])
         for target, _ in self._peers:
             message.announce(target, 0)
-        nbytes = sum(nbytes_of(piece) for run in own for piece in run) * len(self._peers)
+        nbytes = sum(piece.nbytes for run in own for piece in run) * len(self._peers)
 
         def finish() -> None:
             for _, source in self._peers:
@@ -220,7 +219,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _room(run: list[Tensor]) -> int:
-    return _aligned(sum(map(nbytes_of, run)))
+    return _aligned(sum([piece.nbytes for piece in run]))
 
 
 def _write(memory: Tensor, start: int, runs: list[list[Tensor]]) -> None:

@@ -178,7 +178,7 @@ def _sent_speed(links: Links, axis: Axis, size: int, rounds: int) -> float:
     def both() -> None:
         links.all_gather([segment], "measure_links").wait()
         links.reduce_scatter(
-            [Contribution(segment, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
+            [Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
         ).wait()
         if is_accelerator(axis.device_type):
             torch.accelerator.synchronize()

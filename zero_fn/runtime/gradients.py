@@ -220,7 +220,9 @@ class GradientMemory:
 
         def make(at: int, rows: Tensor) -> Contribution:
             slot, place = self._reduced[at]
-            return Contribution(slot.path.addend(rows), buffers[place.buffer], slot.kind.sum_dtype, place.out)
+            start, numel = place.out
+            out = buffers[place.buffer].as_strided((numel,), (1,), start)
+            return slot.path.contribution(rows, out, slot.kind.sum_dtype)
 
         return Contributions(rows, buffers, make, self._numel, self._memos[exact])
 
