@@ -193,17 +193,17 @@ def _steps(directory: Path, stage: str, fault: Fault) -> None:
 
 
 def _strike_at(directory: Path, fault: Fault) -> None:
-    issue = Guarded._issue
+    issue = Guarded.issue
 
     def struck(self: Guarded, *operation: Any) -> Watched:
-        if self._history.count == fault.at:
+        if self.history.count == fault.at:
             _note(directory)
             if fault.kind == "exit":
                 os._exit(3)
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
         return issue(self, *operation)
 
-    Guarded._issue = struck  # type: ignore[method-assign, assignment]
+    Guarded.issue = struck  # type: ignore[method-assign, assignment]
 
 
 def _note(directory: Path) -> None:

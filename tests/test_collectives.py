@@ -345,7 +345,10 @@ def test_any_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_exchange_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
     def exchanged(kind: str) -> Tensor:
-        return open_transport(kind).exchange(values(dist.get_rank(), 16, torch.uint8))
+        rows = torch.zeros(dist.get_world_size(), 16, dtype=torch.uint8)
+        rows[dist.get_rank()] = values(dist.get_rank(), 16, torch.uint8)
+        open_transport(kind).exchange(rows).wait()
+        return rows
 
     expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
     assert all(is_same(got, expected) for got in ranks(n).run(exchanged, kind))

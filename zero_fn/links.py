@@ -25,7 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Alone, Contribution, Pending, Route, Segment, transport
+from zero_fn.collectives import Alone, Contribution, Contributions, Pending, Route, Segment, transport
 from zero_fn.errors import DisagreementError, LostRankError
 from zero_fn.guarded import Guarded, Watched
 from zero_fn.mesh import Axis
@@ -53,7 +53,7 @@ class Links:
         self.axes = tuple(axes)
         self._lines = [Guarded(transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
         self._only = self._lines[0] if len(self._lines) == 1 else None
-        self.pads = any(line.pads for line in self._lines)
+        self.pads = any(line.raw.pads for line in self._lines)
         self.device = torch.device(axes[0].device_type if axes else "cpu")
         self.size = prod(axis.size for axis in axes)
         self.rank = 0
@@ -63,47 +63,47 @@ class Links:
     def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         """The same segments, for many all-gathers of the same memory."""
         # Which of them an axis takes is decided in each all-gather over several.
-        return self._only.prepared(segments) if self._only is not None else segments
+        return self._only.raw.prepared(segments) if self._only is not None else segments
 
     def all_gather(self, segments: Sequence[Segment], what: str) -> Waits:
         """Fills each segment from the pieces of all ranks on its route. `what` says of what, in the words of an error."""
         if self._only is not None:
-            return self._only.all_gather(segments, what)
+            return _gathered(self._only, segments, what)
         with self._telling_others():
             return self._rest_of(self._last_hops(segments, what))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Waits:
         """Writes into each `out` the mean over all ranks of this rank's piece."""
         if self._only is not None:
-            return self._only.reduce_scatter(contributions, what)
+            return _reduced(self._only, contributions, what)
         with self._telling_others():
-            chains = [self._reduced(number, chosen, what) for number, chosen in _by_axis(contributions)]
+            chains = [self._reductions(number, chosen, what) for number, chosen in _by_axis(contributions)]
             heads = [next(chain) for chain in chains]
         return self._rest_of(hop for head, later in zip(heads, chains, strict=True) for hop in chain([head], later))
 
     def any(self, bits: Tensor, what: str, *, check: int = 0) -> Waits:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
-        *others, last = self._lines
-        if not others:
-            return last.any(bits, what, check=check)
+        if self._only is not None:
+            return _ored(self._only, bits, what, check)
         with self._telling_others():
+            *others, last = self._lines
             for line in others:
                 # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
-                line.any(bits, what, check=check).wait()
-            return self._rest_of([last.any(bits, what, check=check)])
+                _ored(line, bits, what, check).wait()
+            return self._rest_of([_ored(last, bits, what, check)])
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each in their order; lengths must agree. Waits."""
+        """Returns the uint8 messages of all ranks, one row each in their order, on the host. Lengths must agree. Waits."""
         with self._telling_others():
             rows = message
             for line in self._lines:
-                rows = line.exchange(rows.reshape(-1), what)
-            return rows.reshape(-1, message.numel())
+                rows = line.exchange(rows.view(-1), what)
+            return rows.view(-1, message.numel())
 
     def give_up(self) -> None:
         """After a failure elsewhere: tells the peers that nothing more will come."""
         for line in self._lines:
-            line.give_up()
+            line.raw.give_up()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
@@ -139,10 +139,10 @@ class Links:
                     hop.wait()
                 for room in inner:
                     room.copy_back()
-            last.append(line.all_gather(chosen, what))
+            last.append(_gathered(line, chosen, what))
         return last
 
-    def _reduced(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Waits]:
+    def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Waits]:
         """The hops of reductions that begin on the same axis."""
         line = self._lines[number]
         pieces: list[Contribution] = []
@@ -167,16 +167,33 @@ class Links:
                 shared.append((out, [(second, piece_numel)]))
                 out = Segment(out, own, piece_numel).piece(self._lines[second].rank)
             later.append(Contribution(total, piece_numel, out, dtype, route))
-        yield line.reduce_scatter(pieces, what)
+        yield _reduced(line, pieces, what)
         for out in alone:
             out.div_(self.size // line.size)  # the mean over axes whose ranks have added up on the way here
         for second, chosen in _by_axis(later):
-            yield self._lines[second].reduce_scatter(chosen, what)
+            yield _reduced(self._lines[second], chosen, what)
         rooms = [_Room(out, route, self._lines) for out, route in shared]
         if rooms:
             yield from self._last_hops([room.segment for room in rooms], what)
             for room in rooms:
                 room.copy_back()
+
+
+def _gathered(line: Guarded, segments: Sequence[Segment], what: str) -> Watched:
+    numel = sum([segment.numel for segment in segments])
+    return line.issue(line.raw.all_gather, segments, "all-gather of " + what, numel)
+
+
+def _reduced(line: Guarded, contributions: Sequence[Contribution], what: str) -> Watched:
+    if isinstance(contributions, Contributions):
+        numel = contributions.numel
+    else:
+        numel = sum([contribution.rows.numel() for contribution in contributions])
+    return line.issue(line.raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel)
+
+
+def _ored(line: Guarded, bits: Tensor, what: str, check: int) -> Watched:
+    return line.issue(line.raw.any, bits, "agreement on " + what, bits.numel(), check)
 
 
 class _Room:
@@ -187,7 +204,7 @@ class _Room:
         assert piece_numel is not None, "an axis that cuts nothing has nothing to complete"
         self._own = self._place = own
         padded_numel = piece_numel * lines[number].size
-        if lines[number].pads and padded_numel > own.numel():
+        if lines[number].raw.pads and padded_numel > own.numel():
             self._place = own.new_empty(padded_numel)
             self._place[: own.numel()] = own
         self.segment = Segment(self._place, own.numel(), piece_numel, route)

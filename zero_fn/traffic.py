@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Sent", "count", "open_counts", "traffic"]
+__all__ = ["PAYLOAD", "Sent", "count", "open_counts", "traffic"]
 
 
 class Sent:
@@ -27,12 +27,15 @@ class Sent:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters and gradients sent: everything but control messages."""
-        return sum(nbytes for name, nbytes in self.by_collective.items() if name != "control")
+        return sum(self.by_collective[name] for name in PAYLOAD)
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {nbytes} B in {self.calls[name]}" for name, nbytes in self.by_collective.items())
         return f"Sent({parts or 'nothing'})"
 
+
+PAYLOAD = ("all-gather", "reduce-scatter")
+"""Collectives of parameters and gradients; every other is of control messages."""
 
 open_counts: list[Sent] = []
 """Those that count now."""
@@ -62,5 +65,5 @@ def count(collective: str, nbytes: int, axis: str = "") -> None:
     for sent in open_counts:
         sent.by_collective[collective] += nbytes
         sent.calls[collective] += 1
-        if collective != "control":
+        if collective in PAYLOAD:
             sent.by_axis[axis] += nbytes

@@ -171,8 +171,8 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "own-message-left-out",
         "collectives/exchange.py",
-        "agreement: the own row",
-        "rows[self._rank] = message",
+        "agreement: the own bits",
+        "rows[self._rank] = bits",
         "rows[self._rank] = 0",
         _COLLECTIVES,
     ),
@@ -1014,8 +1014,8 @@ BUGS: tuple[Bug, ...] = (
         "failure-forgotten",
         "guarded.py",
         "collectives go on after a failure",
-        "        if history.failure is not None:\n            raise history.failure",
-        "        if False:\n            raise ValueError",
+        "        if history.failure is not None:\n            raise history.failure\n        event",
+        "        event",
         "tests/test_guarded.py",
     ),
     Bug(

@@ -69,9 +69,9 @@ class Recorded:
         self._note(("any", mark, bits.numel()))  # type: ignore[operator]
         return self._inner.any(bits, mark)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        self._note(("exchange", mark, message.numel()))  # type: ignore[operator]
-        return self._inner.exchange(message, mark)
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        self._note(("exchange", mark, rows.shape))  # type: ignore[operator]
+        return self._inner.exchange(rows, mark)
 
     def give_up(self, failure: Failure | None = None) -> None:
         self._inner.give_up(failure)

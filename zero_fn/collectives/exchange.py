@@ -68,7 +68,9 @@ class Exchange:
         return Pending(works, add, kept, sum([message.nbytes for message in kept]))
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        rows, pending = self._rows_of_all(bits, mark)
+        rows = bits.new_empty((self._size, bits.numel()))
+        rows[self._rank] = bits
+        pending = self.exchange(rows, mark)
 
         def merge() -> None:
             pending.wait()
@@ -76,16 +78,8 @@ class Exchange:
 
         return Pending(finish=merge, nbytes=pending.nbytes)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        rows, pending = self._rows_of_all(message, mark)
-        pending.wait()
-        return rows
-
-    def _rows_of_all(self, message: Tensor, mark: int) -> tuple[Tensor, Pending]:
-        """Room for the messages of all ranks, with that of this one, and what brings the others."""
-        rows = message.new_empty((self._size, message.numel()))
-        rows[self._rank] = message
-        return rows, self._gathered(CONTROL, [Segment(rows.view(-1), rows.numel(), message.numel())], mark)
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        return self._gathered(CONTROL, [Segment(rows.view(-1), rows.numel(), rows.shape[1])], mark)
 
     def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
         """Fills each segment, in which this rank's piece is filled, from the pieces of all ranks."""

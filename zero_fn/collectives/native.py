@@ -127,10 +127,9 @@ class Native:
         work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         return Pending([_work(work, bits)], kept=bits, nbytes=2 * bits.numel() * (self._size - 1) // self._size)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        rows = message.new_empty((self._size, message.numel()))
-        Pending(self._gather([rows.view(-1)], [message])).wait()
-        return rows
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        own = rows[self._rank]
+        return Pending(self._gather([rows.view(-1)], [own]), kept=rows, nbytes=own.nbytes * (self._size - 1))
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""

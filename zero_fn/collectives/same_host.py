@@ -116,7 +116,7 @@ class SameHost(Exchange):
         """What the ranks share. A collective for the first transport of a group, when it is first used."""
         if not self._has_joined:
             over_gloo = Exchange(self._group, self._rank, self._size)
-            self._shared = shared_by(self._group, self._rank, self._size, over_gloo.exchange)
+            self._shared = shared_by(self._group, self._rank, self._size, over_gloo)
             self._has_joined = True
             if self._shared is not None:
                 self._shared.used_by(self)

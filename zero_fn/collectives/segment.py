@@ -245,8 +245,8 @@ class Transport(Protocol):
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place."""
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        """Fills the rows of the others in a uint8 tensor with a row for each rank, in which that of this rank is filled."""
 
     def give_up(self, failure: Failure | None = None) -> None:
         """After a failure: tells the peers, where it can, that nothing more will come, and whom this rank blames."""
