@@ -100,56 +100,63 @@ def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 class Reducing:
-    """How contributions travel, by their numbers.
+    """How contributions travel.
 
     Attributes:
         nbytes: Of one rank's sums.
-        packs: Those in one message each: small, even and of the same dtypes.
-        apart: Those that travel alone.
+        runs: What travels in one message each: large, uneven and complex ones alone, the rest by their dtypes.
     """
 
-    __slots__ = ("apart", "nbytes", "packs")
+    __slots__ = ("nbytes", "runs")
 
     def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
-        together: dict[object, dict[int, Contribution]] = {}
-        self.apart: list[int] = []
-        self.nbytes = 0
-        for at, contribution in enumerate(contributions):
-            self.nbytes += contribution.piece_numel * contribution.sum_dtype.itemsize
-            rows = contribution.rows
-            is_even = rows.numel() == contribution.piece_numel * size
-            if contribution.is_small and is_even and not rows.is_complex():
-                together.setdefault(contribution.kind, {})[at] = contribution
-            else:
-                self.apart.append(at)
         buffers = contributions.buffers if isinstance(contributions, Contributions) else []
-        self.packs = [_Pack(run, buffers) for run in together.values()]
+        together: dict[object, dict[int, Contribution]] = {}
+        for at, contribution in enumerate(contributions):
+            is_even = contribution.rows.numel() == contribution.piece_numel * size
+            is_packed = contribution.is_small and is_even and not contribution.sum_dtype.is_complex
+            together.setdefault(contribution.kind if is_packed else at, {})[at] = contribution
+        self.runs = [Run(run, buffers, size, is_packed=not isinstance(key, int)) for key, run in together.items()]
+        self.nbytes = sum([sum(run.sizes) * run.dtype.itemsize for run in self.runs])
 
 
-class _Pack:
+class Run:
     """Contributions that travel in one message.
 
     Attributes:
         at: Their numbers.
         sizes: Elements of the pieces.
         dtype: Of the sum.
-        is_as_summed: Whether the addends have that dtype too.
-        buffer, place: The number of a buffer, and size, stride and offset of the one range of it that the means fill, if
-            they do: then the sum is made there.
     """
 
-    __slots__ = ("at", "buffer", "dtype", "is_as_summed", "place", "sizes")
+    __slots__ = ("_buffer", "_is_packed", "_place", "_size", "_total", "at", "dtype", "sizes")
 
-    def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor]) -> None:
-        self.at = list(run)
-        self.sizes = [contribution.piece_numel for contribution in run.values()]
-        first = run[self.at[0]]
-        self.dtype = first.sum_dtype
-        self.is_as_summed = first.rows.dtype == self.dtype
-        self.buffer, self.place = 0, None
-        whole = _back_to_back([contribution.out for contribution in run.values()])
-        if whole is None or first.out.dtype != self.dtype:
-            return
-        for number, buffer in enumerate(buffers):
-            if buffer.untyped_storage()._cdata == whole.untyped_storage()._cdata:
-                self.buffer, self.place = number, (whole.shape, whole.stride(), whole.storage_offset())
+    def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor], size: int, *, is_packed: bool) -> None:
+        self._size, self._is_packed = size, is_packed
+        self.at, self.sizes = list(run), [contribution.piece_numel for contribution in run.values()]
+        outs = [contribution.out for contribution in run.values()]
+        self.dtype = run[self.at[0]].sum_dtype
+        self._buffer: int | None = None
+        total = _back_to_back(outs) if outs[0].dtype == self.dtype else None
+        self._total = total if total is not None and total.numel() == sum(self.sizes) else None
+        if self._total is not None and buffers:  # those of the next step are others
+            storages = [buffer.untyped_storage()._cdata for buffer in buffers]
+            self._buffer = storages.index(self._total.untyped_storage()._cdata)
+            self._place = self._total.shape, self._total.stride(), self._total.storage_offset()
+            self._total = None
+
+    def message(self, rows: Sequence[Tensor]) -> Tensor:
+        """The addends in the dtype of the sum, flat: the pieces of one rank, padded, after those of another."""
+        if self._is_packed:
+            message = torch._chunk_cat([rows[at] for at in self.at], 0, self._size).view(-1)
+            return message if message.dtype == self.dtype else message.to(self.dtype)
+        whole, padded_numel = rows[self.at[0]].reshape(-1), self.sizes[0] * self._size
+        if whole.numel() == padded_numel and whole.dtype == self.dtype:
+            return whole
+        padded = torch.zeros(padded_numel, dtype=self.dtype, device=whole.device)
+        padded.narrow(0, 0, whole.numel()).copy_(whole)
+        return padded
+
+    def total(self, buffers: Sequence[Tensor]) -> Tensor | None:
+        """The one range of memory that the means fill, if they do: then the sum is made there."""
+        return self._total if self._buffer is None else buffers[self._buffer].as_strided(*self._place)

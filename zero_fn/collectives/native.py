@@ -71,28 +71,14 @@ class Native:
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
         written: list[tuple[list[Tensor], Tensor, list[int]]] = []  # outs, the sums they take, pieces of these
-
-        def issue(whole: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        for run in plan.runs:
+            message, total = run.message(rows), run.total(buffers)
+            if total is None:
+                total = message.new_empty(sum(run.sizes))
+                written.append(([contributions[at].out for at in run.at], total, run.sizes))
             sums.append(total)
-            inputs.setdefault(dtype, []).append(whole)
-            outputs.setdefault(dtype, []).append(total)
-
-        for pack in plan.packs:
-            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size).view(-1)
-            if pack.place is not None:
-                total = buffers[pack.buffer].as_strided(*pack.place)
-            else:
-                total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
-                written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
-            issue(message if pack.is_as_summed else message.to(pack.dtype), total, pack.dtype)
-        for at in plan.apart:
-            contribution = contributions[at]
-            out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.piece_numel
-            whole, total = _padded(contribution, self._size), out
-            if out.dtype != dtype or out.numel() != piece_numel:
-                total = whole.new_empty(piece_numel)
-                written.append(([out], total, [piece_numel]))
-            issue(_real(whole), _real(total), dtype)
+            inputs.setdefault(run.dtype, []).append(_real(message))
+            outputs.setdefault(run.dtype, []).append(_real(total))
         works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
@@ -133,17 +119,6 @@ class Native:
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
-
-
-def _padded(contribution: Contribution, size: int) -> Tensor:
-    """The addend in the dtype of the sum, flat, with room for full pieces."""
-    whole, dtype = contribution.rows.reshape(-1), contribution.sum_dtype
-    padded_numel = contribution.piece_numel * size
-    if whole.numel() == padded_numel and whole.dtype == dtype:
-        return whole
-    padded = torch.zeros(padded_numel, dtype=dtype, device=whole.device)
-    padded.narrow(0, 0, whole.numel()).copy_(whole)
-    return padded
 
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:

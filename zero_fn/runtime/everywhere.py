@@ -35,15 +35,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         StorageError: It failed on another rank.
         Exception: What it raised on this one.
     """
-    failure: Exception | None = None
-    try:
-        act()
-    except Exception as error:
-        failure = error
-    for mesh in _meshes(parameters):
-        failure = _told_along(mesh, range(mesh.ndim), failure, what)
-    if failure is not None:
-        raise failure
+    _done(_meshes(parameters), None, act, Exception, what)
 
 
 def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
@@ -54,16 +46,7 @@ def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what
     Raises:
         StorageError: A disk failed, on this rank or another.
     """
-    failure: StorageError | None = None
-    done: list[R] = []
-    try:
-        done.append(act())
-    except StorageError as error:
-        failure = error
-    found = _told_along(mesh, dims, failure, what)
-    if found is not None:
-        raise found
-    return done[0]
+    return _done([mesh], dims, act, StorageError, what)
 
 
 def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
@@ -111,18 +94,32 @@ def tell(links: Links, failure: Exception | None, what: str) -> Told:
     return Told(links, bits, links.any(bits, f"how it went: {what}"), what)
 
 
-def _told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
-    """The failure of this rank, or one that tells of that of another along these axes; None if all went well."""
-    links = [Links([axis]) for axis in _axes_of(mesh, dims, what)]
-    found: F | StorageError | None = failure
+def _done(
+    meshes: Sequence[DeviceMesh],
+    dims: Iterable[int] | None,
+    act: Callable[[], R],
+    expected: type[Exception],
+    what: str,
+) -> R:
+    """What `act` returns. Raises on every rank along these axes of meshes, or all, what was expected and raised on any."""
+    failure: Exception | None = None
+    done: list[R] = []
+    try:
+        done.append(act())
+    except expected as error:
+        failure = error
+    axes = [axis for mesh in meshes for axis in _axes_of(mesh, range(mesh.ndim) if dims is None else dims, what)]
+    links = [Links([axis]) for axis in axes]
     try:
         for each in links:
-            found = tell(each, found, what).failure(found)
+            failure = tell(each, failure, what).failure(failure)
     except (LostRankError, DisagreementError):
         for each in links:
             each.give_up()  # ranks along the other axes would wait for this one
         raise
-    return found
+    if failure is not None:
+        raise failure
+    return done[0]
 
 
 def _axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
