@@ -14,6 +14,7 @@ import tempfile
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -24,7 +25,7 @@ import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.metronome import Metronome
 from tests.ranks import axis
-from zero_fn.guarded import Guarded
+from zero_fn.guarded import Guarded, Watched
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks
@@ -192,17 +193,17 @@ def _steps(directory: Path, stage: str, fault: Fault) -> None:
 
 
 def _strike_at(directory: Path, fault: Fault) -> None:
-    begin = Guarded._begin
+    issue = Guarded.issue
 
-    def struck(self: Guarded, *operation: object) -> object:
-        if self._history.count == fault.at:
+    def struck(self: Guarded, *operation: Any) -> Watched:
+        if self.history.count == fault.at:
             _note(directory)
             if fault.kind == "exit":
                 os._exit(3)
             os.kill(os.getpid(), signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        return begin(self, *operation)
+        return issue(self, *operation)
 
-    Guarded._begin = struck  # type: ignore[method-assign, assignment]
+    Guarded.issue = struck  # type: ignore[method-assign, assignment]
 
 
 def _note(directory: Path) -> None:

@@ -8,21 +8,18 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks, axis
 from zero_fn.agreement import agree, content_digest, digest
-from zero_fn.collectives import Alone, transport
 from zero_fn.errors import DisagreementError
+from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
-
-CPU = torch.device("cpu")
 
 
 def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:
     """What this rank is told when some ranks hold other rows than `common`; "" if all agree."""
     try:
         agree(
-            transport(mesh_axis(axis(), verb="test")),
+            Links([mesh_axis(axis(), verb="test")]).exchange,
             "layouts",
             rows_by_rank.get(dist.get_rank(), common),
-            device=CPU,
             why="it would hang",
             fix="mend it",
         )
@@ -87,7 +84,7 @@ def test_long_rows_that_differ_at_their_end_are_found(ranks: Ranks) -> None:
 
 
 def test_one_rank_always_agrees() -> None:
-    agree(Alone(), "layouts", ROWS, device=CPU, why="", fix="")
+    agree(Links([]).exchange, "layouts", ROWS, why="", fix="")
 
 
 def test_a_digest_is_sixteen_bytes_and_sees_every_row_and_their_order() -> None:

@@ -22,7 +22,7 @@ from zero_fn.collectives import segment as sizes
 from zero_fn.collectives.exchange import Exchange
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
-from zero_fn.collectives.segment import Rows
+from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
 from zero_fn.traffic import traffic
 
@@ -187,16 +187,16 @@ def test_elements_behind_a_segment_are_not_touched(ranks: Ranks) -> None:
 
 def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, aliased: bool) -> list[tuple[Tensor, bool]]:
     """This rank's mean of each case, and whether the addend was only read (beyond `out`, if that is part of it)."""
-    own, n = dist.get_rank(), dist.get_world_size()
+    own = dist.get_rank()
     at_rest = open_transport(kind)
     contributions, originals = [], []
     for case in cases:
         filled = values(1000 * case.seed + own, case.numel, case.dtype, exact=exact)
-        addend = segment_for(case, n, filled, pads=False)
+        addend = torch.cat([filled, filled.new_ones(5)])[: case.numel]  # with another tensor's elements after it
         sum_dtype = torch.float32 if case.dtype in (torch.bfloat16, torch.float16) else case.dtype
-        piece = addend.piece(own)
+        piece = addend[case.owned(own)]
         out = piece if aliased else torch.full_like(piece, 7)
-        contributions.append(Contribution(addend, out, sum_dtype))
+        contributions.append(Contribution(addend, case.piece_numel, out, sum_dtype))
         originals.append(filled)
     before, sizes.PACKED_NBYTES = sizes.PACKED_NBYTES, packed_nbytes
     try:
@@ -205,7 +205,7 @@ def reduced(cases: list[Case], packed_nbytes: int, kind: str, exact: bool, alias
         sizes.PACKED_NBYTES = before
     answers = []
     for case, contribution, original in zip(cases, contributions, originals, strict=True):
-        after = contribution.addend.whole[: case.numel].clone()
+        after = contribution.rows.clone()
         if aliased:
             after[case.owned(own)] = original[case.owned(own)]
         answers.append((contribution.out.clone(), torch.equal(after, original)))
@@ -273,7 +273,7 @@ def test_sixteen_bit_addends_are_summed_in_float32(ranks: Ranks) -> None:
         # In bfloat16 256 + 1 is 256: only a wider sum sees the ones.
         own = torch.full((2,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         out = torch.empty(1)
-        open_transport("shared").reduce_scatter([Contribution(Segment(own, 2, 1), out, sum_dtype)]).wait()
+        open_transport("shared").reduce_scatter([Contribution(own, 1, out, sum_dtype)]).wait()
         return out
 
     assert ranks(2).run(mean_of, torch.float32)[0].item() == 128.5
@@ -285,7 +285,7 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
         own = torch.full((3,), 256.0 if dist.get_rank() == 0 else 1.0, dtype=torch.bfloat16)
         outs = [torch.empty(1, dtype=torch.float32) for _ in range(2)]
         both = zip(outs, (torch.float32, torch.bfloat16), strict=True)
-        open_transport("shared").reduce_scatter([Contribution(Segment(own, 3, 1), *pair) for pair in both]).wait()
+        open_transport("shared").reduce_scatter([Contribution(own, 1, *pair) for pair in both]).wait()
         return [out.item() for out in outs]
 
     narrow = torch.tensor(256.0).bfloat16().div(3).item()  # 256 + 1 is 256
@@ -315,8 +315,8 @@ def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) ->
 def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:
     def mean() -> Tensor:
         out = torch.empty(2, dtype=torch.float64)
-        addend = Segment(torch.full((4,), 1.0 + dist.get_rank()), 4, 2)
-        open_transport("shared").reduce_scatter([Contribution(addend, out, torch.float32)]).wait()
+        addend = torch.full((4,), 1.0 + dist.get_rank())
+        open_transport("shared").reduce_scatter([Contribution(addend, 2, out, torch.float32)]).wait()
         return out
 
     assert all(is_same(got, torch.full((2,), 1.5, dtype=torch.float64)) for got in ranks(2).run(mean))
@@ -345,7 +345,10 @@ def test_any_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_exchange_is_the_pattern(ranks: Ranks, n: int, kind: str) -> None:
     def exchanged(kind: str) -> Tensor:
-        return open_transport(kind).exchange(values(dist.get_rank(), 16, torch.uint8))
+        rows = torch.zeros(dist.get_world_size(), 16, dtype=torch.uint8)
+        rows[dist.get_rank()] = values(dist.get_rank(), 16, torch.uint8)
+        open_transport(kind).exchange(rows).wait()
+        return rows
 
     expected = reference.exchange([values(rank, 16, torch.uint8) for rank in range(n)])
     assert all(is_same(got, expected) for got in ranks(n).run(exchanged, kind))
@@ -371,7 +374,7 @@ def test_directions_do_not_wait_for_one_another(ranks: Ranks) -> None:
         whole[2 * own : 2 * own + 2] = own + 1.0
         out, bits = torch.empty(2), torch.tensor([own], dtype=torch.uint8)
         gather = at_rest.all_gather([Segment(whole, 4, 2)])
-        reduce = at_rest.reduce_scatter([Contribution(Segment(torch.full((4,), own + 1.0), 4, 2), out, torch.float32)])
+        reduce = at_rest.reduce_scatter([Contribution(torch.full((4,), own + 1.0), 2, out, torch.float32)])
         membership = at_rest.any(bits)
         for pending in (membership, reduce, gather):
             pending.wait()
@@ -391,13 +394,16 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        at_rest = open_transport("sockets")
+        links = Links([mesh_axis(axis(), verb="test")])
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
-            at_rest.all_gather([segment]).wait()
-            contribution = Contribution(segment, segment.piece(dist.get_rank()), torch.float32)
-            at_rest.reduce_scatter([contribution]).wait()
-            at_rest.exchange(torch.zeros(16, dtype=torch.uint8))
+            links.all_gather([segment], "a test").wait()
+            contribution = Contribution(
+                segment.whole, segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
+            )
+            links.reduce_scatter([contribution], "a test").wait()
+            links.exchange(torch.zeros(16, dtype=torch.uint8))
+            assert counted.by_axis == {"dp": counted.nbytes}
         return dict(counted.by_collective)
 
     numel = 12 * n
@@ -407,13 +413,14 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
 
 
 def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
-    def sent(kind: str) -> int:
+    def sent(kind: str) -> list[int]:
         at_rest = open_transport(kind)
         segment = Segment(torch.zeros(12), 12, 4)
-        with traffic() as counted:
-            at_rest.all_gather([segment]).wait()
-            at_rest.reduce_scatter([Contribution(segment, torch.empty(4), torch.float32)]).wait()
-        return counted.nbytes
+        gather = at_rest.all_gather([segment])
+        gather.wait()
+        reduction = at_rest.reduce_scatter([Contribution(segment.whole, 4, torch.empty(4), torch.float32)])
+        reduction.wait()
+        return [gather.nbytes, reduction.nbytes]
 
     assert ranks(3).run(sent, "shared") == ranks(3).run(sent, "sockets") == ranks(3).run(sent, "native")
 
@@ -429,12 +436,12 @@ def test_pieces_of_a_segment_partition_its_elements() -> None:
 
 
 def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
-    lonely = Alone()
+    lonely = Links([])
     addend, out = torch.arange(4.0), torch.empty(4)
     with traffic() as sent:
-        lonely.all_gather([Segment(addend, 4, 4)]).wait()
-        lonely.reduce_scatter([Contribution(Segment(addend, 4, 4), out, torch.float32)]).wait()
-        lonely.any(torch.ones(1, dtype=torch.uint8)).wait()
+        lonely.all_gather([Segment(addend, 4, 4)], "a test").wait()
+        lonely.reduce_scatter([Contribution(addend, 4, out, torch.float32)], "a test").wait()
+        lonely.any(torch.ones(1, dtype=torch.uint8), "a test").wait()
         rows = lonely.exchange(torch.ones(3, dtype=torch.uint8))
     assert torch.equal(out, addend)
     assert rows.shape == (1, 3)
@@ -443,14 +450,14 @@ def test_one_rank_moves_nothing_and_its_mean_is_its_addend() -> None:
 
 def test_one_rank_may_reduce_into_its_own_addend() -> None:
     addend = torch.arange(4.0)
-    Alone().reduce_scatter([Contribution(Segment(addend, 4, 4), addend, torch.float32)]).wait()
+    Alone().reduce_scatter([Contribution(addend, 4, addend, torch.float32)]).wait()
     assert addend.tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_one_rank_reduces_a_transposed_addend() -> None:
     """A gradient that comes transposed is cut by rows, not laid flat first; `out` is flat all the same."""
     gradient, out = torch.arange(6.0).view(3, 2).t(), torch.empty(6)
-    Alone().reduce_scatter([Contribution(Rows(gradient, 2), out, torch.float32)]).wait()
+    Alone().reduce_scatter([Contribution(gradient, 2, out, torch.float32)]).wait()
     assert torch.equal(out, gradient.reshape(-1))
 
 

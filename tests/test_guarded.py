@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from tests.groups import pretended
 from zero_fn.collectives import Pending, Segment
 from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, wait_for
 from zero_fn.guarded import Guarded
+from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 
 
@@ -36,9 +37,11 @@ class Failing:
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         return self._pending(mark)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        self._pending(mark).wait()
-        return message.unsqueeze(0)
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        return self._pending(mark)
+
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return segments
 
     def give_up(self, failure: Failure | None = None) -> None:
         self.told = failure
@@ -57,12 +60,19 @@ LOST = PeerLost(1, is_late=False, text="Connection closed by peer")
 LATE = PeerLost(1, is_late=True, text="Timed out")
 
 
-def failed(failure: Exception, before: Callable[[Guarded], object] = lambda _: None) -> zf.ZeroError:
+def links_of(raw: Failing, axis: Axis) -> Links:
+    """What a module sends through, over this transport."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_fn.links.transport", lambda _: raw)
+        return Links([axis])
+
+
+def failed(failure: Exception, before: Callable[[Links], object] = lambda _: None) -> zf.ZeroError:
     """The error of an all-gather on rank 0 of 3."""
     with pretended(3) as mesh:
         axis: Axis = mesh_axis(mesh, verb="test")
         raw = Failing()
-        transport = Guarded(raw, axis)
+        transport = links_of(raw, axis)
         before(transport)
         pending = transport.all_gather([SEGMENT], "parameters of unit root")
         raw.failure = failure
@@ -105,7 +115,7 @@ def test_the_two_ranks_that_parted_are_named_whoever_found_it(peer: int, seen_by
 
 
 def test_a_note_holds_the_last_256_collectives_of_this_rank() -> None:
-    def many(transport: Guarded) -> None:
+    def many(transport: Links) -> None:
         for _ in range(400):
             transport.any(torch.zeros(1, dtype=torch.uint8), "nothing").wait()
 
@@ -120,7 +130,7 @@ def test_a_note_holds_the_last_256_collectives_of_this_rank() -> None:
 def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
     with pretended(2) as mesh:
         raw = Failing()
-        transport = Guarded(raw, mesh_axis(mesh, verb="test"))
+        transport = links_of(raw, mesh_axis(mesh, verb="test"))
         bits = torch.zeros(6, dtype=torch.uint8)
         transport.all_gather([SEGMENT], "parameters of unit a")
         transport.all_gather([SEGMENT], "parameters of unit b")
@@ -138,7 +148,7 @@ def test_models_on_one_group_share_its_history_and_its_failure() -> None:
     with pretended(2) as mesh:
         axis = mesh_axis(mesh, verb="test")
         broken, other = Failing(LOST), Failing()
-        first, second = Guarded(broken, axis), Guarded(other, axis)
+        first, second = links_of(broken, axis), links_of(other, axis)
         second.all_gather([SEGMENT], "parameters of unit a").wait()
         with pytest.raises(zf.LostRankError) as error:
             first.exchange(torch.zeros(1, dtype=torch.uint8))

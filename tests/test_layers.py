@@ -3,7 +3,7 @@
     6 surface       recipes, describe, check, held, plan, launch, local, deepspeed
     5 verbs         transforms, substitute, loading, saving, wrapped, streamed
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded, hierarchy, grid, storage, kernels
+    3 bytes         collectives, resting, agreement, guarded, links, grid, storage, kernels
     2 arithmetic    layout, units, schedule, assignment, chunks, tiled, table
     1 vocabulary    mesh, home, traffic, tiers
     0 words         errors
@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
     ("mesh", "home", "traffic", "tiers"),
     ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
-    ("collectives", "resting", "path", "agreement", "guarded", "hierarchy", "grid", "storage", "kernels"),
+    ("collectives", "resting", "path", "agreement", "guarded", "links", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed"),

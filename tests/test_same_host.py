@@ -17,7 +17,13 @@ from zero_fn.collectives.shared import Shared, shared_by
 from zero_fn.collectives.waiting import OutOfStep
 from zero_fn.mesh import mesh_axis
 
-BYTE = torch.zeros(1, dtype=torch.uint8)
+
+def exchanged(at_rest: SameHost) -> list[list[int]]:
+    """The number of each rank, from that rank."""
+    rows = torch.zeros(dist.get_world_size(), 1, dtype=torch.uint8)
+    rows[dist.get_rank()] = dist.get_rank()
+    at_rest.exchange(rows).wait()
+    return rows.tolist()
 
 
 def open_transport() -> SameHost:
@@ -28,7 +34,7 @@ def open_transport() -> SameHost:
 
 def shared_now() -> Shared:
     own = mesh_axis(axis(), verb="test")
-    shared = shared_by(own.group, own.rank, own.size, Exchange(own.group, own.rank, own.size).exchange)
+    shared = shared_by(own.group, own.rank, own.size, Exchange(own.group, own.rank, own.size))
     assert shared is not None, "these ranks should share memory"
     return shared
 
@@ -46,7 +52,7 @@ def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_use
         whole = torch.full((4,), float(own))
         with pytest.raises(OutOfStep):
             models[own].all_gather([Segment(whole, 4, 2)], 11 + own).wait()
-        return whole.tolist(), open_transport().exchange(BYTE + own).tolist()
+        return whole.tolist(), exchanged(open_transport())
 
     assert ranks(2).run(at_different_models) == [([float(own)] * 4, [[0], [1]]) for own in range(2)]
 
@@ -54,12 +60,12 @@ def test_a_rank_at_the_collective_of_another_model_is_found_before_a_byte_is_use
 def test_collectives_that_nobody_waits_for_leave_no_block(ranks: Ranks) -> None:
     def dropped() -> int:
         at_rest = open_transport()
-        at_rest.exchange(BYTE)
+        exchanged(at_rest)
         before = live_blocks()
         for _ in range(3):
             at_rest.all_gather([Segment(torch.zeros(4), 4, 2)])
-        at_rest.exchange(BYTE)
-        at_rest.exchange(BYTE)
+        exchanged(at_rest)
+        exchanged(at_rest)
         return live_blocks() - before
 
     assert max(ranks(2).run(dropped)) <= 1  # the last exchange: the peer may not have read it yet
@@ -69,7 +75,7 @@ def test_no_file_stays_open_but_those_of_mappings(ranks: Ranks) -> None:
     """Python keeps a descriptor for each mapping: one for each rank."""
 
     def open_files() -> int:
-        open_transport().exchange(BYTE)
+        exchanged(open_transport())
         count = 0
         for fd in os.listdir("/proc/self/fd"):
             with contextlib.suppress(FileNotFoundError):

@@ -304,9 +304,9 @@ def test_late_messages_show_a_missing_wait(simulated: Simulated, mistake: str) -
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a sum that forgets to divide": lambda patch: patch.setattr(
         "zero_fn.collectives.segment.Sum.finish",
-        lambda self, lower, higher, finish=Sum.finish: (
-            finish(self, lower, higher),
-            torch._foreach_mul_(self._outs, len(lower) + 1 + len(higher)),
+        lambda self, parts, finish=Sum.finish: (
+            finish(self, parts),
+            torch._foreach_mul_(self._outs, len(parts) + 1),
         ),
     ),
     "an all-gather that nobody waits for": lambda patch: patch.setattr(

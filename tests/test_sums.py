@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Segment
-from zero_fn.collectives.segment import Rows, Sum
+from zero_fn.collectives import Contribution
+from zero_fn.collectives.segment import Sum
 
 SIZE = 4
 
@@ -29,16 +29,16 @@ def test_a_sum_is_that_of_the_ranks_in_their_order(rank: int, numel: int, dtype:
     parts = [torch.randn(numel, dtype=torch.float64).mul(100).to(dtype) for _ in range(SIZE)]
     whole = torch.zeros(SIZE * numel, dtype=dtype)
     whole[rank * numel : (rank + 1) * numel] = parts[rank]
-    addend, out = Segment(whole, SIZE * numel, numel), torch.full((numel,), torch.nan)
+    rows, out = whole, torch.full((numel,), torch.nan)
     if where == "in place":
-        out = addend.piece(rank) if dtype == torch.float32 else out
+        out = whole[rank * numel : (rank + 1) * numel] if dtype == torch.float32 else out
     if where == "transposed":  # rows of three, and a stride between their elements
         rows = torch.zeros(3, SIZE * numel, dtype=dtype).t()
         rows[rank * numel : (rank + 1) * numel] = parts[rank][:, None]
-        addend, out = Rows(rows, numel), torch.full((3 * numel,), torch.nan)
+        out = torch.full((3 * numel,), torch.nan)
         parts = [part.repeat_interleave(3) for part in parts]
-    total = Sum([Contribution(addend, out, torch.float32)], rank)
+    total = Sum([Contribution(rows, numel, out, torch.float32)], rank)
     before = [part.clone() for part in parts]
-    total.finish(parts[:rank], parts[rank + 1 :])
+    total.finish({peer: part for peer, part in enumerate(parts) if peer != rank})
     assert torch.equal(out, in_order(before, torch.float32))
     assert all(map(torch.equal, parts, before)), "what peers sent is only read"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from zero_fn.errors import DisagreementError
+from zero_fn.mesh import Axis
 
 __all__ = ["agree", "agree_along", "content_digest", "differ", "digest"]
+
+Exchange = Callable[[Tensor], Tensor]
+"""Sends a message of bytes to all ranks, and returns those of all, a row each. They have the same length. Waits."""
 
 
 def digest(rows: Sequence[str]) -> bytes:
@@ -38,83 +40,74 @@ def content_digest(tensor: Tensor) -> int:
     return int((words.view(torch.int64).sum() + integers[in_words:].sum(dtype=torch.int64)).item())
 
 
-class Exchanges(Protocol):
-    """What moves messages for an agreement."""
-
-    def exchange(self, message: Tensor) -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
-
-
-def agree(transport: Exchanges, what: str, rows: Sequence[str], *, device: torch.device, why: str, fix: str) -> None:
+def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: str) -> None:
     """Raises on every rank if any rank holds other rows.
 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
 
     Args:
-        transport: Of the axis.
+        exchange: Of all ranks that must agree.
         what: What the rows describe, for the message: "layout", "initial values".
         rows: One line per parameter, in the same order on every rank.
-        device: Where messages are made.
         why: What would go wrong.
         fix: How to mend it.
 
     Raises:
-        DisagreementError: Names the first two ranks and the first row that differ.
+        DisagreementError: Names two ranks and the first row that differ.
     """
-    differing = differ(transport, rows, device=device)
-    if not differing:
-        return
-    raise _disagreement(transport, what, (0, differing[0]), rows, device=device, why=why, fix=fix)
+    _require_equal(exchange, what, [rows], (), why, fix)
 
 
 def agree_along(
-    transport: Exchanges,
-    sizes: Sequence[int],
+    exchange: Exchange,
+    axes: Sequence[Axis],
     what: str,
-    rows: Sequence[Sequence[str]],
+    rows: Sequence[tuple[Sequence[Axis], str]],
     *,
-    device: torch.device,
     why: str,
     fix: str,
 ) -> None:
-    """`agree` on a grid of ranks, where some rows must be the same along one of its axes only.
+    """`agree`, where ranks need not hold the same along every axis: experts lie on one, shards are cut over some.
 
-    Communicates 16 bytes for each axis to each peer, and the rows only if they differ. Waits.
+    Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
 
     Args:
-        transport: Of all ranks of the grid, those of its first axis together.
-        sizes: Of the axes.
-        what: What the rows describe, for the message.
-        rows: For each axis, what ranks along it must hold alike.
-        device: Where messages are made.
-        why: What would go wrong.
-        fix: How to mend it.
-
-    Raises:
-        DisagreementError: On every rank of the grid. Names two ranks and the first row that differ.
+        exchange: Of all ranks of the axes, those of the first together.
+        axes: Over which ranks are compared.
+        what, why, fix: See `agree`.
+        rows: A line for each parameter, in the same order on every rank, and the axes along which ranks have the same one.
     """
-    own = torch.frombuffer(bytearray(b"".join(map(digest, rows))), dtype=torch.uint8).to(device)
-    digests = transport.exchange(own).cpu().view(-1, len(rows), own.numel() // len(rows))
-    for number, (size, held) in enumerate(zip(sizes, rows, strict=True)):
-        step = prod(sizes[:number])
+    along = [[row for alike, row in rows if axis in alike] for axis in axes]
+    if any(along):
+        _require_equal(exchange, what, along, [axis.size for axis in axes], why, fix)
+
+
+def differ(exchange: Exchange, rows: Sequence[str]) -> bool:
+    """Whether any rank holds other rows than rank 0. Communicates 16 bytes to each peer; waits."""
+    digests = exchange(_bytes(digest(rows)))
+    return not torch.equal(digests, digests[:1].expand_as(digests))
+
+
+def _require_equal(
+    exchange: Exchange, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
+) -> None:
+    """Compares, for each axis of a grid of ranks, what ranks along it must hold alike; without sizes, along all of them."""
+    found = exchange(_bytes(b"".join(map(digest, rows))))
+    digests = found.view(len(found), len(rows), -1)
+    step = 1
+    for number, (size, held) in enumerate(zip(sizes or [len(digests)], rows, strict=True)):
         for rank in range(len(digests)):
             first = rank - rank // step % size * step
             if not torch.equal(digests[rank, number], digests[first, number]):
-                raise _disagreement(transport, what, (first, rank), held, device=device, why=why, fix=fix)
+                raise _disagreement(exchange, what, (first, rank), held, why, fix)
+        step *= size
 
 
 def _disagreement(
-    transport: Exchanges,
-    what: str,
-    ranks: tuple[int, int],
-    rows: Sequence[str],
-    *,
-    device: torch.device,
-    why: str,
-    fix: str,
+    exchange: Exchange, what: str, ranks: tuple[int, int], rows: Sequence[str], why: str, fix: str
 ) -> DisagreementError:
     """The error for two ranks that hold different rows. Exchanges the rows of all ranks; waits."""
-    texts = _exchange_texts(transport, "\n".join(("rows", *rows)), device)
+    texts = _exchange_texts(exchange, "\n".join(("rows", *rows)))
     first, second = (texts[rank].split("\n")[1:] for rank in ranks)
     at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second)))
     found = {
@@ -124,18 +117,13 @@ def _disagreement(
     return DisagreementError(f"Ranks {ranks[0]} and {ranks[1]} hold different {what}.", **found, why=why, fix=fix)
 
 
-def differ(transport: Exchanges, rows: Sequence[str], *, device: torch.device) -> list[int]:
-    """The ranks that hold other rows than rank 0. Communicates 16 bytes to each peer; waits."""
-    own = torch.frombuffer(bytearray(digest(rows)), dtype=torch.uint8).to(device)
-    digests = transport.exchange(own).cpu()
-    return [rank for rank in range(len(digests)) if not torch.equal(digests[rank], digests[0])]
-
-
-def _exchange_texts(transport: Exchanges, text: str, device: torch.device) -> list[str]:
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
-    length = torch.tensor([raw.numel()], dtype=torch.int64).view(torch.uint8).to(device)
-    lengths = transport.exchange(length).cpu().view(torch.int64).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+def _exchange_texts(exchange: Exchange, text: str) -> list[str]:
+    raw = _bytes(text.encode())
+    lengths = exchange(torch.tensor([raw.numel()]).view(torch.uint8)).view(torch.int64).flatten().tolist()
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: raw.numel()] = raw
-    rows = transport.exchange(padded).cpu()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths, strict=True)]
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(exchange(padded), lengths, strict=True)]
+
+
+def _bytes(raw: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

@@ -95,7 +95,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
     Raises:
         StateError: `module` was not transformed.
     """
-    axes = runs_of(module, verb="describe")[0].axes
+    axes = runs_of(module, verb="describe")[0].transport.axes
     rows: list[Row] = []
     for unit in units_of(module):
         unit.readopt()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -27,11 +27,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
-from zero_fn.collectives import Contribution, Contributions, Pending, Segment, Transport
+from zero_fn.collectives import Pending, Transport
 from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
 from zero_fn.mesh import Axis
-from zero_fn.traffic import name_axis
+from zero_fn.traffic import PAYLOAD, count, open_counts
 
 __all__ = ["Guarded", "Watched", "guard"]
 
@@ -134,13 +134,21 @@ class _History:
 _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
+class _Marks(dict[str, int]):
+    """By operation and tensors, a number that tells them apart; the same on every rank."""
+
+    def __missing__(self, text: str) -> int:
+        mark = self[text] = crc32(text.encode())
+        return mark
+
+
 class Watched:
     """A collective under way whose failure is said in words."""
 
-    __slots__ = ("_event", "_guarded", "_pending")
+    __slots__ = ("_event", "_line", "_pending")
 
-    def __init__(self, pending: Pending, guarded: Guarded, event: _Event) -> None:
-        self._pending, self._guarded, self._event = pending, guarded, event
+    def __init__(self, pending: Pending, line: Guarded, event: _Event) -> None:
+        self._pending, self._line, self._event = pending, line, event
 
     def wait(self) -> None:
         """Waits until the result may be used; may be called again.
@@ -149,134 +157,109 @@ class Watched:
             LostRankError: A rank is lost.
             DisagreementError: A rank is at another collective.
         """
-        if self._guarded.failure is not None:
-            raise self._guarded.failure
+        failure = self._line.history.failure
+        if failure is not None:
+            raise failure
         try:
             self._pending.wait()
-        except (PeerLost, OutOfStep) as failure:
-            raise self._guarded.broken(failure, self._event) from failure
+        except (PeerLost, OutOfStep) as lost:
+            raise self._line.broken(lost, self._event) from lost
         self._event.done_s = time.monotonic()
 
 
 class Guarded:
-    """A transport that remembers its operations and whose failures name ranks, units and operations.
+    """A transport along one axis whose operations are remembered, and whose failures name ranks, units and operations.
 
     Attributes:
+        raw: The transport.
         rank, size: Of this rank, and how many there are.
+        history: What happened on the process group, to this model and others.
 
     After a failure every operation on the same process group raises it again: what peers sent since belongs to nothing.
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
-        self._raw, self._axis = raw, axis
+        self.raw, self._axis = raw, axis
         self.rank, self.size = (axis.rank, axis.size) if axis is not None else (0, 1)
-        self._name = axis.name if axis is not None else ""
-        self._marks: dict[str, int] = {}
-        if axis is None:
-            self._history = _History()
-        else:
-            self._history = _histories.setdefault(axis.group, _History())
-            if axis.size > 1 and axis.device_type != "cpu":
-                _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}"
-                _say_where_no_deadline_acts()
+        self._name, self._device_type = (axis.name, axis.device_type) if axis is not None else ("", "cpu")
+        self._marks = _Marks()
+        self.history = _History() if axis is None else _histories.setdefault(axis.group, _History())
+        if axis is not None and axis.size > 1 and axis.device_type != "cpu":
+            _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}"
+            _say_where_no_deadline_acts()
 
-    @property
-    def pads(self) -> bool:
-        """Whether `Segment.whole` must have room for `n` full pieces."""
-        return self._raw.pads
+    def issue(
+        self, operation: Callable[[Any, int], Pending], payload: object, text: str, numel: int, check: int = 0
+    ) -> Watched:
+        """Begins a collective.
 
-    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The same segments, for many all-gathers of the same memory."""
-        return self._raw.prepared(segments)
-
-    def all_gather(self, segments: Sequence[Segment], what: str) -> Watched:
-        """Fills each segment from the pieces of all ranks. `what` says of what, in the words of an error."""
-        numel = sum([segment.numel for segment in segments])
-        event, mark = self._begin("all-gather of ", what, numel)
-        return self._issued(event, self._raw.all_gather, segments, mark)
-
-    def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Watched:
-        """Writes into each `out` the mean over ranks of this rank's piece."""
-        if isinstance(contributions, Contributions):
-            numel = contributions.numel
-        else:
-            numel = sum([contribution.addend.numel for contribution in contributions])
-        event, mark = self._begin("reduce-scatter of ", what, numel)
-        return self._issued(event, self._raw.reduce_scatter, contributions, mark)
-
-    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Watched:
-        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
-        event, mark = self._begin("agreement on ", what, bits.numel(), check)
-        return self._issued(event, self._raw.any, bits, mark)
-
-    def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
-        event, mark = self._begin("exchange of ", what, message.numel())
-        name_axis(self._name)
-        try:
-            rows = self._raw.exchange(message, mark)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
-        event.done_s = time.monotonic()
-        return rows
-
-    def give_up(self) -> None:
-        """After a failure elsewhere: tells the peers that nothing more will come."""
-        self._raw.give_up()
-
-    @property
-    def failure(self) -> ZeroError | None:
-        """Of an earlier operation, to be raised again."""
-        return self._history.failure
-
-    def broken(self, failure: Failure, event: _Event) -> ZeroError:
-        """The error for a failed operation, with the last events of this rank."""
-        if self._history.failure is None:
-            assert self._axis is not None, "one rank alone lost a peer"
-            self._raw.give_up(failure)
-            self._history.failure = error = _explained(failure, event, self._axis)
-            rows = "\n".join(f"  {past}: {past.state}" for past in self._history.events)
-            error.add_note(f"Last collectives of rank {self.rank}, the newest last:\n{rows}")
-        return self._history.failure
-
-    def _begin(self, operation: str, what: str, numel: int, check: int = 0) -> tuple[_Event, int]:
-        history = self._history
+        Args:
+            operation, payload: Of `raw`, and what it is given.
+            text: Which operation, and of what, in the words of an error: "all-gather of parameters of unit layers.0".
+            numel, check: Elements, and another number that must be the same on every rank.
+        """
+        history = self.history
         if history.failure is not None:
             raise history.failure
-        text = operation + what
-        mark = self._marks.get(text)
-        if mark is None:
-            mark = self._marks[text] = crc32(text.encode())
         event = _Event(history.count, text, numel, check)
         history.count += 1
         if _compares:
             self._compare(event)
         history.events.append(event)
-        return event, (mark ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF
-
-    def _issued(self, event: _Event, issue: Callable[[Any, int], Pending], payload: object, mark: int) -> Watched:
-        """The collective that `issue` begins."""
-        name_axis(self._name)
         try:
-            return Watched(issue(payload, mark), self, event)
-        except (PeerLost, OutOfStep) as failure:
-            raise self.broken(failure, event) from failure
+            pending = operation(payload, (self._marks[text] ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF)
+        except (PeerLost, OutOfStep) as lost:
+            raise self.broken(lost, event) from lost
+        if open_counts and self.size > 1:
+            collective = text.partition(" ")[0]
+            count(collective if collective in PAYLOAD else "control", pending.nbytes, self._name)
+        return Watched(pending, self, event)
+
+    def exchange(self, message: Tensor, what: str) -> Tensor:
+        """Returns the uint8 messages of all ranks, one row each, on the host; lengths must agree. Waits."""
+        rows = self._rows(message)
+        self.issue(self.raw.exchange, rows, "exchange of " + what, message.numel()).wait()
+        return rows.cpu()
+
+    def broken(self, failure: Failure, event: _Event) -> ZeroError:
+        """The error for a failed operation, with the last events of this rank."""
+        if self.history.failure is None:
+            assert self._axis is not None, "one rank alone lost a peer"
+            self.raw.give_up(failure)
+            self.history.failure = error = _explained(failure, event, self._axis)
+            rows = "\n".join(f"  {past}: {past.state}" for past in self.history.events)
+            error.add_note(f"Last collectives of rank {self.rank}, the newest last:\n{rows}")
+        return self.history.failure
+
+    def _rows(self, message: Tensor) -> Tensor:
+        """Room for the messages of all ranks where messages are made, with that of this rank."""
+        rows = torch.empty(self.size, message.numel(), dtype=torch.uint8, device=self._device_type)
+        rows[self.rank] = message
+        return rows
 
     def _compare(self, event: _Event) -> None:
-        history = self._history
+        """Finds out whether all ranks begin the same collective."""
+        history = self.history
         last = history.events[-1] if history.events else "nothing"
+
+        def exchange(message: Tensor) -> Tensor:
+            rows = self._rows(message)
+            pending = self.raw.exchange(rows)
+            pending.wait()
+            count("control", pending.nbytes)
+            return rows.cpu()
+
         try:
             agree(
-                self._raw,
+                exchange,
                 "collectives",
                 [str(event)],
-                device=torch.device("cpu" if self._axis is None else self._axis.device_type),
                 why="the next bytes would be taken for others, or never come",
                 fix=f"run the same forwards and backwards on every rank; the last collective that agreed was {last}",
             )
-        except (PeerLost, OutOfStep) as failure:
+        except (PeerLost, OutOfStep) as lost:
             history.events.append(event)
-            raise self.broken(failure, event) from failure
+            raise self.broken(lost, event) from lost
         except DisagreementError as error:
             history.failure = error
             raise

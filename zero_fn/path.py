@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.collectives import Route, Rows, Segment
+from zero_fn.collectives import Contribution, Route, Segment
 from zero_fn.grid import Cut, Grid
 from zero_fn.home import Sharded
 from zero_fn.layout import ShardLayout
@@ -64,14 +64,12 @@ class Path:
         shape, stride: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
         cut: The dims in the order in which they lie in memory, and which axes cut the first; None if none does.
         hops: One for each data axis that its gradients are summed over.
-        is_alone: Whether there is a data axis beside those of the hops: gradients come summed over that one already.
     """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     cut: Cut | None
     hops: tuple[Hop, ...]
-    is_alone: bool = False
 
     @cached_property
     def numel(self) -> int:
@@ -198,9 +196,10 @@ class Path:
             grad = torch.empty_strided(self.shape, self.stride, dtype=grad.dtype, device=grad.device).copy_(grad)
         return grad.as_strided((self.numel,), (1,))
 
-    def addend(self, rows: Tensor) -> Segment:
-        """What `rows_of` gave, as collectives take it."""
-        return Rows(rows, self.layout.shard_rows, self.route) if self.layout is not None else self.segment(rows)
+    def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
+        """What `rows_of` gave, as collectives take it; the mean of this rank's piece goes to `out`."""
+        piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
+        return Contribution(rows, piece_rows, out, sum_dtype, self.route)
 
     # -- views ------------------------------------------------------------------------------------------------------
 
@@ -234,12 +233,9 @@ class Path:
     # -- travel -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def route(self) -> Route | None:
-        """What collectives must know where there are two axes."""
-        if len(self.hops) < 2 and not self.is_alone:
-            return None
-        second = self.sublayout.shard_numel if self.sublayout is not None else None
-        return Route(self.hops[0].number, second, self.is_alone)
+    def route(self) -> Route:
+        """Its hops, as collectives take them."""
+        return [(hop.number, hop.layout.shard_numel if hop.layout is not None else None) for hop in self.hops]
 
     def segment(self, whole: Tensor) -> Segment:
         """A flat range that holds the whole tensor, as collectives take it."""
@@ -248,7 +244,7 @@ class Path:
     def inner_segment(self, inner: Tensor) -> Segment:
         """A flat range that holds this rank's part on the first axis, as collectives over the second take it."""
         assert self.sublayout is not None, "the second axis does not cut it"
-        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, Route(self.hops[1].number, None))
+        return Segment(inner, self.inner_numel, self.sublayout.shard_numel, self.route[1:])
 
 
 def path_of(
@@ -288,7 +284,7 @@ def path_of(
         left = left if layout is None else layout.local_shape(axis.rank)
     first = hops[0].layout if hops else None
     stride = first.stride if first is not None else _dense_stride(tuple(shape), tuple(stride))
-    return Path(tuple(shape), tuple(stride), cut, tuple(hops), is_alone=len(grid.axes) > 1 and len(hops) == 1)
+    return Path(tuple(shape), tuple(stride), cut, tuple(hops))
 
 
 def _largest(model: DTensorSpec) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -20,13 +20,11 @@ from torch.jit import ScriptModule
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.captured import Captured
-from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
-from zero_fn.guarded import Guarded
-from zero_fn.hierarchy import Hierarchy, Links
+from zero_fn.links import Links
 from zero_fn.loading import check_and_shard_entries
-from zero_fn.mesh import Axis, axes_text
+from zero_fn.mesh import axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
@@ -143,7 +141,7 @@ def _substitute(
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin)}
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
-    run = Run(_links(assignment.axes), assignment)
+    run = Run(Links(assignment.axes), assignment)
     wholes = _Wholes()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
@@ -208,7 +206,7 @@ def _unit_of(
 def _reserve(run: Run, site: str) -> None:
     """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. None where ranks
     are pretended, on torch's fake process group: that is a plan for another machine."""
-    if any(axis.backend == "fake" for axis in run.axes):
+    if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
     for unit in run.module.live_units():
@@ -223,7 +221,7 @@ def _reserve(run: Run, site: str) -> None:
         run.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
-    found = tell(run.transport, run.axes, failure, site.partition(" ")[0]).failure(failure)
+    found = tell(run.transport, failure, site.partition(" ")[0]).failure(failure)
     if found is not None:
         raise found
 
@@ -253,14 +251,6 @@ def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module
             and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
             and inside.startswith(f"{other.name}." if other.name else "")
         )
-
-
-def _links(axes: Sequence[Axis]) -> Links:
-    """What a module over these axes sends and receives through."""
-    if not axes:
-        return Guarded(Alone(), None)
-    members = [Guarded(transport(axis), axis) for axis in axes]
-    return members[0] if len(members) == 1 else Hierarchy(members)
 
 
 class _Wholes:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["Sent", "count", "name_axis", "traffic"]
+__all__ = ["PAYLOAD", "Sent", "count", "open_counts", "traffic"]
 
 
 class Sent:
@@ -27,15 +27,18 @@ class Sent:
     @property
     def nbytes(self) -> int:
         """Bytes of parameters and gradients sent: everything but control messages."""
-        return sum(nbytes for name, nbytes in self.by_collective.items() if name != "control")
+        return sum(self.by_collective[name] for name in PAYLOAD)
 
     def __repr__(self) -> str:
         parts = ", ".join(f"{name} {nbytes} B in {self.calls[name]}" for name, nbytes in self.by_collective.items())
         return f"Sent({parts or 'nothing'})"
 
 
-_open: list[Sent] = []
-_axis = ""
+PAYLOAD = ("all-gather", "reduce-scatter")
+"""Collectives of parameters and gradients; every other is of control messages."""
+
+open_counts: list[Sent] = []
+"""Those that count now."""
 
 
 @contextmanager
@@ -50,23 +53,17 @@ def traffic() -> Iterator[Sent]:
         A context manager that yields a `Sent`, which may be read during and after the block.
     """
     sent = Sent()
-    _open.append(sent)
+    open_counts.append(sent)
     try:
         yield sent
     finally:
-        _open.remove(sent)
+        open_counts.remove(sent)
 
 
-def count(collective: str, nbytes: int) -> None:
-    """Adds one collective to every open count."""
-    for sent in _open:
+def count(collective: str, nbytes: int, axis: str = "") -> None:
+    """Adds one collective along an axis to every open count."""
+    for sent in open_counts:
         sent.by_collective[collective] += nbytes
         sent.calls[collective] += 1
-        if collective != "control":
-            sent.by_axis[_axis] += nbytes
-
-
-def name_axis(name: str) -> None:
-    """What is counted next is sent along this axis."""
-    global _axis
-    _axis = name
+        if collective in PAYLOAD:
+            sent.by_axis[axis] += nbytes

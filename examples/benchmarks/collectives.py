@@ -45,7 +45,7 @@ def candidates(numel: int, dtype: torch.dtype, device: torch.device) -> dict[str
 
     def with_transport(moves: Transport) -> dict[str, Run]:
         segment = Segment(whole, whole.numel(), piece_numel)
-        contribution = Contribution(segment, piece, dtype)
+        contribution = Contribution(whole, piece_numel, piece, dtype)
 
         def both() -> None:
             moves.reduce_scatter([contribution]).wait()

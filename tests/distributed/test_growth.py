@@ -22,8 +22,8 @@ from tests.distributed.training import STAGES, loss_of
 from tests.models import Language, Odd
 from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
-from zero_fn.collectives import transport
-from zero_fn.guarded import REMEMBERED_EVENTS, Guarded
+from zero_fn.guarded import REMEMBERED_EVENTS
+from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
 
 pytestmark = [
@@ -113,8 +113,7 @@ def _over_cycles(stage: str, warm_up: int, cycles: int) -> tuple[Footprint, Foot
 
 
 def _around(act: Callable[[int], None], warm_up: int, times: int) -> tuple[Footprint, Footprint]:
-    own = mesh_axis(axis(), verb="test")
-    links = Guarded(transport(own), own)
+    links = Links([mesh_axis(axis(), verb="test")])
     for _ in range(REMEMBERED_EVENTS):
         links.exchange(torch.zeros(1, dtype=torch.uint8))  # the memory of collectives is full, and stays as large
     gc.collect()

@@ -39,6 +39,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
+from zero_fn.collectives import Pending
 from zero_fn.deepspeed.entries import Entries
 from zero_fn.deepspeed.file import config_of
 from zero_fn.deepspeed.loss_scale import LossScale, Scaler
@@ -160,7 +161,7 @@ def nothing_fits_the_budget() -> object:
 def disk_is_missing_on_another_rank() -> object:
     links = importlib.import_module("zero_fn.plan.links")
     with alone() as axis, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_least", lambda links, axis, numbers: [*numbers[:-1], 0.0])
+        patch.setattr(links, "_least", lambda links, numbers: [*numbers[:-1], 0.0])
         patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
         return zf.measure_links(axis, path="/scratch", nbytes=4096)
 
@@ -937,17 +938,17 @@ def disk_cannot_reserve() -> object:
 
 def step_that_failed_on_another_rank() -> object:
     class Peer:
-        def any(self, bits: Tensor, what: str) -> Peer:
-            bits[1] = 1
-            return self
+        pads = False
 
-        def wait(self) -> None: ...
+        def any(self, bits: Tensor, mark: int) -> Pending:
+            bits[1] = 1
+            return Pending()
 
     with alone() as mesh, pytest.MonkeyPatch.context() as patch:
         axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
         patch.setattr("zero_fn.runtime.everywhere._meshes", lambda _: [mesh])
         patch.setattr("zero_fn.runtime.everywhere.mesh_axis", lambda *_, **__: axis)
-        patch.setattr("zero_fn.runtime.everywhere.Guarded", lambda *_: Peer())
+        patch.setattr("zero_fn.links.transport", lambda _: Peer())
         return zf.streamed(stepped()[1], zf.cpu())
 
 

@@ -59,7 +59,9 @@ class Recorded:
         return self._inner.all_gather(segments, mark)
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        shapes = tuple((_shape(contribution.addend), contribution.sum_dtype) for contribution in contributions)
+        shapes = tuple(
+            (contribution.rows.numel(), contribution.piece_numel, contribution.kind) for contribution in contributions
+        )
         self._note(("reduce-scatter", mark, *shapes))  # type: ignore[operator]
         return self._inner.reduce_scatter(contributions, mark)
 
@@ -67,13 +69,13 @@ class Recorded:
         self._note(("any", mark, bits.numel()))  # type: ignore[operator]
         return self._inner.any(bits, mark)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        self._note(("exchange", mark, message.numel()))  # type: ignore[operator]
-        return self._inner.exchange(message, mark)
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        self._note(("exchange", mark, rows.shape))  # type: ignore[operator]
+        return self._inner.exchange(rows, mark)
 
     def give_up(self, failure: Failure | None = None) -> None:
         self._inner.give_up(failure)
 
 
 def _shape(segment: Segment) -> tuple[object, ...]:
-    return (segment.numel, segment.piece_numel, segment.dtype)
+    return (segment.numel, segment.piece_numel, segment.kind)

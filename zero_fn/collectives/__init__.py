@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from zero_fn.collectives.alone import Alone
+from zero_fn.collectives.exchange import Alone
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
 from zero_fn.collectives.segment import (
@@ -23,7 +23,6 @@ from zero_fn.collectives.segment import (
     Contributions,
     Pending,
     Route,
-    Rows,
     Segment,
     Transport,
 )
@@ -37,7 +36,6 @@ __all__ = [
     "Contributions",
     "Pending",
     "Route",
-    "Rows",
     "Segment",
     "Transport",
     "transport",

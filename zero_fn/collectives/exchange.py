@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, nbytes_of, packs, runs_of
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, runs_of
 from zero_fn.collectives.waiting import Failure, started
-from zero_fn.traffic import count
 
-__all__ = ["Exchange", "Work"]
+__all__ = ["Alone", "Exchange", "Work"]
 
 Work = tuple[Any, int | None]
 """A message under way, and the peer at its other end."""
@@ -43,105 +42,92 @@ class Exchange:
         return segments
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
-        tag = GATHER | mark & MARK_BITS
-        works: list[Work] = []
-        kept: list[Tensor] = []
-        sent_nbytes = 0
         fill_own(segments, self._rank)
-        for segment in segments:
-            if segment.is_small:
-                continue
-            own = segment.own(self._rank)
-            kept.append(own)
-            for target, source in self._peers:
-                self._receive(segment.piece(source), source, tag, works)
-                sent_nbytes += self._send(own, target, tag, works)
-        arrived: list[tuple[Tensor, list[Tensor]]] = []
-        for pack in packs(segments):
-            message = torch.cat([segment.own(self._rank) for segment in pack])
-            kept.append(message)
-            for target, source in self._peers:
-                pieces = [segment.piece(source) for segment in pack]
-                buffer = message.new_empty(sum(piece.numel() for piece in pieces))
-                self._receive(buffer, source, tag, works)
-                sent_nbytes += self._send(message, target, tag, works)
-                arrived.append((buffer, pieces))
-
-        def unpack() -> None:
-            for buffer, pieces in arrived:
-                torch._foreach_copy_(pieces, torch.split(buffer, [piece.numel() for piece in pieces]))
-
-        count("all-gather", sent_nbytes)
-        return Pending(works, unpack if arrived else None, kept)
+        return self._gathered(GATHER, segments, mark)
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         tag = REDUCE | mark & MARK_BITS
         works: list[Work] = []
         kept: list[Tensor] = []
         sums: list[tuple[Sum, dict[int, Tensor]]] = []
-        sent_nbytes = 0
         for run in runs_of(contributions):
             total = Sum(run, self._rank)
             parts: dict[int, Tensor] = {}
             for target, source in self._peers:
-                message = joined([contribution.addend.piece(target) for contribution in run])
+                message = joined([contribution.piece(target) for contribution in run])
                 kept.append(message)
                 parts[source] = message.new_empty(total.numel)
                 self._receive(parts[source], source, tag, works)
-                sent_nbytes += self._send(message, target, tag, works)
+                self._send(message, target, tag, works)
             sums.append((total, parts))
 
         def add() -> None:
             for total, parts in sums:
-                total.finish(*self._by_order(parts))
+                total.finish(parts)
 
-        count("reduce-scatter", sent_nbytes)
-        return Pending(works, add, kept)
+        return Pending(works, add, kept, sum([message.nbytes for message in kept]))
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        others = [torch.empty_like(bits) for _ in self._peers]
-        tag = CONTROL | mark & MARK_BITS
-        works: list[Work] = []
-        message = bits.clone()
-        sent_nbytes = 0
-        for (target, source), other in zip(self._peers, others, strict=True):
-            self._receive(other, source, tag, works)
-            sent_nbytes += self._send(message, target, tag, works)
+        rows = bits.new_empty((self._size, bits.numel()))
+        rows[self._rank] = bits
+        pending = self.exchange(rows, mark)
 
         def merge() -> None:
-            for other in others:
-                bits.bitwise_or_(other)
+            pending.wait()
+            torch.amax(rows, 0, out=bits)
 
-        count("control", sent_nbytes)
-        return Pending(works, merge, message)
+        return Pending(finish=merge, nbytes=pending.nbytes)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        rows = message.new_empty((self._size, message.numel()))
-        rows[self._rank] = message
-        tag = CONTROL | mark & MARK_BITS
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        return self._gathered(CONTROL, [Segment(rows.view(-1), rows.numel(), rows.shape[1])], mark)
+
+    def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
+        """Fills each segment, in which this rank's piece is filled, from the pieces of all ranks."""
+        tag = direction | mark & MARK_BITS
         works: list[Work] = []
-        sent_nbytes = 0
-        for target, source in self._peers:
-            self._receive(rows[source], source, tag, works)
-            sent_nbytes += self._send(message, target, tag, works)
-        count("control", sent_nbytes)
-        Pending(works, kept=message).wait()
-        return rows
+        kept: list[Tensor] = []
+        arrived: list[tuple[Tensor, list[Tensor]]] = []
+        for run in runs_of(segments):
+            message = joined([segment.own(self._rank) for segment in run])
+            kept.append(message)
+            for target, source in self._peers:
+                pieces = [segment.piece(source) for segment in run]
+                buffer = pieces[0]
+                if len(pieces) > 1:
+                    buffer = message.new_empty(sum(piece.numel() for piece in pieces))
+                    arrived.append((buffer, pieces))
+                self._receive(buffer, source, tag, works)
+                self._send(message, target, tag, works)
+
+        def unpack() -> None:
+            for buffer, pieces in arrived:
+                torch._foreach_copy_(pieces, torch.split(buffer, [piece.numel() for piece in pieces]))
+
+        return Pending(works, unpack, kept, sum([message.nbytes for message in kept]) * len(self._peers))
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers see the connection closed when this rank ends."""
 
-    def _by_order(self, parts: dict[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What came from lower and from higher ranks, in their order."""
-        ranks = sorted(parts)
-        return [parts[r] for r in ranks if r < self._rank], [parts[r] for r in ranks if r > self._rank]
-
-    def _send(self, piece: Tensor, target: int, tag: int, works: list[Work]) -> int:
-        if not piece.numel():
-            return 0
-        works.append((started(self._group.send, [piece], target, tag), target))
-        return nbytes_of(piece)
+    def _send(self, piece: Tensor, target: int, tag: int, works: list[Work]) -> None:
+        if piece.numel():
+            works.append((started(self._group.send, [piece], target, tag), target))
 
     def _receive(self, piece: Tensor, source: int, tag: int, works: list[Work]) -> None:
         if piece.numel():
             works.append((started(self._group.recv, [piece], source, tag), source))
+
+
+class Alone(Exchange):
+    """The transport of an axis of size 1, and of no axis: nothing moves."""
+
+    def __init__(self) -> None:
+        self._rank, self._size, self._peers = 0, 1, []
+
+    def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
+        for contribution in contributions:
+            piece = contribution.piece(0)
+            contribution.out.view(piece.shape).copy_(piece)
+        return Pending()
+
+    def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
+        return Pending()

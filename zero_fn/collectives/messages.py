@@ -18,13 +18,6 @@ __all__ = ["Gathering", "Reducing"]
 _TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 
 
-def _travels_as_it_is(dtypes: set[torch.dtype]) -> bool:
-    """Whether a group of these dtypes may be gathered as such, or only as bytes: several dtypes in one group are mixed up
-    by gloo, and not every backend knows every dtype.
-    """
-    return len(dtypes) == 1 and dtypes <= _TRAVELING
-
-
 class Gathering(list[Segment]):
     """The segments of an all-gather, with what is cut from them.
 
@@ -32,6 +25,8 @@ class Gathering(list[Segment]):
         nbytes: Of one rank's pieces.
         packs: What travels in one message each.
         apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
+        travels_as_it_is: Whether the group may be gathered as such, or only as bytes: several dtypes in one group are mixed
+            up by gloo, and not every backend knows every dtype.
     """
 
     __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
@@ -41,17 +36,17 @@ class Gathering(list[Segment]):
         together: dict[torch.dtype, list[Segment]] = {}
         self.apart: list[tuple[Segment, Tensor, Tensor]] = []
         for segment in segments:
-            is_even = _is_even(segment, size)
-            if segment.source is not None and is_even and segment.is_small:
-                together.setdefault(segment.dtype, []).append(segment)
+            rests_apart = segment.source is not None and segment.numel == segment.piece_numel * size
+            if rests_apart and segment.is_small:
+                together.setdefault(segment.kind, []).append(segment)
                 continue
+            rows = segment.by_rank(size)
             # Of an even piece the backend itself writes this rank's into `whole`.
-            rests_apart = segment.source is not None and is_even
-            own = segment.own(rank) if rests_apart else segment.padded_piece(rank)
-            self.apart.append((segment, segment.by_rank(size).view(-1), own))
-        self.packs = [_Message(segments, rank, size) for segments in together.values()]
-        self.nbytes = sum([segment.piece_numel * segment.dtype.itemsize for segment in segments])
-        self.travels_as_it_is = _travels_as_it_is({segment.dtype for segment in segments})
+            self.apart.append((segment, rows.view(-1), segment.own(rank) if rests_apart else rows[rank]))
+        self.packs = [_Message(run, rank, size) for run in together.values()]
+        self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
+        dtypes = {segment.kind for segment in segments}
+        self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
 
 
 class _Message:
@@ -105,59 +100,63 @@ def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
 
 
 class Reducing:
-    """How contributions travel, by their numbers.
+    """How contributions travel.
 
     Attributes:
-        packs: Those in one message each: small, even and of the same dtypes.
-        apart: Those that travel alone.
+        nbytes: Of one rank's sums.
+        runs: What travels in one message each: large, uneven and complex ones alone, the rest by their dtypes.
     """
 
-    __slots__ = ("apart", "packs")
+    __slots__ = ("nbytes", "runs")
 
     def __init__(self, contributions: Sequence[Contribution], size: int) -> None:
-        together: dict[tuple[torch.dtype, torch.dtype], list[int]] = {}
-        self.apart: list[int] = []
+        buffers = contributions.buffers if isinstance(contributions, Contributions) else []
+        together: dict[object, dict[int, Contribution]] = {}
         for at, contribution in enumerate(contributions):
-            addend = contribution.addend
-            if addend.is_small and _is_even(addend, size) and not addend.dtype.is_complex:
-                together.setdefault((addend.dtype, contribution.sum_dtype), []).append(at)
-            else:
-                self.apart.append(at)
-        self.packs = [_Pack(contributions, numbers) for numbers in together.values()]
+            is_even = contribution.rows.numel() == contribution.piece_numel * size
+            is_packed = contribution.is_small and is_even and not contribution.sum_dtype.is_complex
+            together.setdefault(contribution.kind if is_packed else at, {})[at] = contribution
+        self.runs = [Run(run, buffers, size, is_packed=not isinstance(key, int)) for key, run in together.items()]
+        self.nbytes = sum([sum(run.sizes) * run.dtype.itemsize for run in self.runs])
 
 
-class _Pack:
+class Run:
     """Contributions that travel in one message.
 
     Attributes:
         at: Their numbers.
         sizes: Elements of the pieces.
         dtype: Of the sum.
-        is_as_summed: Whether the addends have that dtype too.
-        place: Size, stride and offset of the one range of memory that the means fill, if they do: then the sum is made there.
-        buffer: The number of the buffer that this range is in.
     """
 
-    __slots__ = ("at", "buffer", "dtype", "is_as_summed", "place", "sizes")
+    __slots__ = ("_buffer", "_is_packed", "_place", "_size", "_total", "at", "dtype", "sizes")
 
-    def __init__(self, contributions: Sequence[Contribution], at: list[int]) -> None:
-        chosen = [contributions[number] for number in at]
-        self.at, self.dtype = at, chosen[0].sum_dtype
-        self.sizes = [contribution.addend.piece_numel for contribution in chosen]
-        self.is_as_summed = chosen[0].addend.dtype == self.dtype
-        self.place: tuple[tuple[int], tuple[int], int] | None = None
-        self.buffer = 0
-        memory, place = chosen[0].memory, chosen[0].place
-        if place is None or memory.dtype != self.dtype or not isinstance(contributions, Contributions):
-            return
-        self.buffer = next(i for i, buffer in enumerate(contributions.buffers) if buffer is memory)
-        end = place[0]
-        for contribution, size in zip(chosen, self.sizes, strict=True):
-            if contribution.memory is not memory or contribution.place != (end, size):
-                return
-            end += size
-        self.place = (sum(self.sizes),), (1,), place[0]
+    def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor], size: int, *, is_packed: bool) -> None:
+        self._size, self._is_packed = size, is_packed
+        self.at, self.sizes = list(run), [contribution.piece_numel for contribution in run.values()]
+        outs = [contribution.out for contribution in run.values()]
+        self.dtype = run[self.at[0]].sum_dtype
+        self._buffer: int | None = None
+        total = _back_to_back(outs) if outs[0].dtype == self.dtype else None
+        self._total = total if total is not None and total.numel() == sum(self.sizes) else None
+        if self._total is not None and buffers:  # those of the next step are others
+            storages = [buffer.untyped_storage()._cdata for buffer in buffers]
+            self._buffer = storages.index(self._total.untyped_storage()._cdata)
+            self._place = self._total.shape, self._total.stride(), self._total.storage_offset()
+            self._total = None
 
+    def message(self, rows: Sequence[Tensor]) -> Tensor:
+        """The addends in the dtype of the sum, flat: the pieces of one rank, padded, after those of another."""
+        if self._is_packed:
+            message = torch._chunk_cat([rows[at] for at in self.at], 0, self._size).view(-1)
+            return message if message.dtype == self.dtype else message.to(self.dtype)
+        whole, padded_numel = rows[self.at[0]].reshape(-1), self.sizes[0] * self._size
+        if whole.numel() == padded_numel and whole.dtype == self.dtype:
+            return whole
+        padded = torch.zeros(padded_numel, dtype=self.dtype, device=whole.device)
+        padded.narrow(0, 0, whole.numel()).copy_(whole)
+        return padded
 
-def _is_even(segment: Segment, size: int) -> bool:
-    return segment.numel == segment.piece_numel * size
+    def total(self, buffers: Sequence[Tensor]) -> Tensor | None:
+        """The one range of memory that the means fill, if they do: then the sum is made there."""
+        return self._total if self._buffer is None else buffers[self._buffer].as_strided(*self._place)

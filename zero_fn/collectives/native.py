@@ -20,7 +20,6 @@ from torch import Tensor
 from zero_fn.collectives.messages import Gathering, Reducing
 from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
 from zero_fn.collectives.waiting import Failure
-from zero_fn.traffic import count
 
 __all__ = ["Native"]
 
@@ -63,41 +62,23 @@ class Native:
             for pack in plan.packs:
                 pack.finish()
 
-        count("all-gather", plan.nbytes * (self._size - 1))
-        return Pending(self._gather(wholes, pieces), unpack if plan.packs else None, (pieces, wholes))
+        works = self._gather(wholes, pieces)
+        return Pending(works, unpack if plan.packs else None, (pieces, wholes), plan.nbytes * (self._size - 1))
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        plan = self._reducing(contributions)
-        if isinstance(contributions, Contributions):
-            rows = contributions.rows
-        else:
-            rows = [contribution.addend.in_chunks() for contribution in contributions]
+        plan, rows, buffers = self._reducing(contributions)
         inputs: dict[torch.dtype, list[Tensor]] = {}  # one group each: gloo mixes up dtypes in a group
         outputs: dict[torch.dtype, list[Tensor]] = {}
         sums: list[Tensor] = []
         written: list[tuple[list[Tensor], Tensor, list[int]]] = []  # outs, the sums they take, pieces of these
-
-        def issue(whole: Tensor, total: Tensor, dtype: torch.dtype) -> None:
+        for run in plan.runs:
+            message, total = run.message(rows), run.total(buffers)
+            if total is None:
+                total = message.new_empty(sum(run.sizes))
+                written.append(([contributions[at].out for at in run.at], total, run.sizes))
             sums.append(total)
-            inputs.setdefault(dtype, []).append(whole)
-            outputs.setdefault(dtype, []).append(total)
-
-        for pack in plan.packs:
-            message = torch._chunk_cat([rows[at] for at in pack.at], 0, self._size).view(-1)
-            if pack.place is not None and isinstance(contributions, Contributions):
-                total = contributions.buffers[pack.buffer].as_strided(*pack.place)
-            else:
-                total = message.new_empty(sum(pack.sizes), dtype=pack.dtype)
-                written.append(([contributions[at].out for at in pack.at], total, pack.sizes))
-            issue(message if pack.is_as_summed else message.to(pack.dtype), total, pack.dtype)
-        for at in plan.apart:
-            contribution = contributions[at]
-            out, dtype, piece_numel = contribution.out, contribution.sum_dtype, contribution.addend.piece_numel
-            whole, total = self._padded_whole(contribution), out
-            if out.dtype != dtype or out.numel() != piece_numel:
-                total = whole.new_empty(piece_numel)
-                written.append(([out], total, [piece_numel]))
-            issue(_real(whole), _real(total), dtype)
+            inputs.setdefault(run.dtype, []).append(_real(message))
+            outputs.setdefault(run.dtype, []).append(_real(total))
         works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
@@ -109,8 +90,7 @@ class Native:
                 parts = total.split_with_sizes(sizes) if len(outs) > 1 else (total.narrow(0, 0, outs[0].numel()),)
                 torch._foreach_copy_(outs, parts)
 
-        count("reduce-scatter", sum([total.nbytes for total in sums]) * (self._size - 1))
-        return Pending(works, divide if sums else None, (inputs, contributions))
+        return Pending(works, divide if sums else None, (inputs, contributions), plan.nbytes * (self._size - 1))
 
     def _gather(self, wholes: list[Tensor], pieces: list[Tensor]) -> list[tuple[Any, int | None]]:
         """Begins all-gathers. [Note: gloo gathers one by one]"""
@@ -120,35 +100,22 @@ class Native:
             return [_work(self._gather_group(wholes, pieces), pieces[0])]
         return [_work(self._gather_one(whole, piece), piece) for whole, piece in zip(wholes, pieces, strict=True)]
 
-    def _reducing(self, contributions: Sequence[Contribution]) -> Reducing:
-        """How they travel; found out once where there will be more of them."""
+    def _reducing(self, contributions: Sequence[Contribution]) -> tuple[Reducing, Sequence[Tensor], Sequence[Tensor]]:
+        """How they travel, found out once where there will be more of them; their rows, and the buffers of the means."""
         if not isinstance(contributions, Contributions):
-            return Reducing(contributions, self._size)
+            return Reducing(contributions, self._size), [contribution.rows for contribution in contributions], []
         plan: Reducing | None = contributions.memo.get(Native)
         if plan is None:
             plan = contributions.memo[Native] = Reducing(contributions, self._size)
-        return plan
-
-    def _padded_whole(self, contribution: Contribution) -> Tensor:
-        """The addend in the dtype of the sum, with room for full pieces."""
-        segment, dtype = contribution.addend, contribution.sum_dtype
-        whole, padded_numel = segment.whole, segment.piece_numel * self._size
-        if segment.numel == padded_numel and whole.dtype == dtype:
-            return whole
-        padded = torch.zeros(padded_numel, dtype=dtype, device=whole.device)
-        padded.narrow(0, 0, segment.numel).copy_(whole)
-        return padded
+        return plan, contributions.rows, contributions.buffers
 
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        count("control", 2 * bits.numel() * (self._size - 1) // self._size)
         work = dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
-        return Pending([_work(work, bits)], kept=bits)
+        return Pending([_work(work, bits)], kept=bits, nbytes=2 * bits.numel() * (self._size - 1) // self._size)
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        rows = message.new_empty((self._size, message.numel()))
-        Pending(self._gather([rows.view(-1)], [message])).wait()
-        count("control", message.numel() * (self._size - 1))
-        return rows
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        own = rows[self._rank]
+        return Pending(self._gather([rows.view(-1)], [own]), kept=rows, nbytes=own.nbytes * (self._size - 1))
 
     def give_up(self, failure: Failure | None = None) -> None:
         """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""

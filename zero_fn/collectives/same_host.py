@@ -14,13 +14,13 @@ everything.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.exchange import Exchange, Work
+from zero_fn.collectives.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
 from zero_fn.collectives.segment import (
     Contribution,
     Pending,
@@ -30,20 +30,21 @@ from zero_fn.collectives.segment import (
     flat,
     joined,
     keep_dropped,
-    nbytes_of,
     runs_of,
 )
 from zero_fn.collectives.shared import Shared, shared_by
 from zero_fn.collectives.waiting import Failure, OutOfStep
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.layout import ALIGNMENT_NBYTES
-from zero_fn.traffic import count
 
 __all__ = ["SameHost"]
 
 _OVER_GLOO = -1  # in place of an address: the bytes follow as a message
-_GATHERS, _REDUCTIONS, _CONTROL = range(3)  # channels
+_CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2}
 _DATA, _NUMBER_BITS = 0x40000000, 0x0FFFFFFF  # tags of messages that found no room, with the number of the operation
+
+_Parts = Mapping[int | None, list[list[Tensor]]]
+"""Runs of tensors, by the peer they are for; under None, the same for all."""
 
 
 class SameHost(Exchange):
@@ -55,97 +56,62 @@ class SameHost(Exchange):
         self._shared: Shared | None = None
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
-        shared = self._join()
-        if shared is None:
+        if self._join() is None:
             return super().all_gather(segments, mark)
-        runs = runs_of(segments)
-        own = [[segment.own(self._rank) for segment in run] for run in runs]
-        message = _Message(self, shared, _GATHERS, mark, [own])
-        for target, _ in self._peers:
-            message.announce(target, 0)
+        pending = self._gathered(GATHER, segments, mark)  # which reads this rank's pieces where they rest
         fill_own(segments, self._rank)
-        count("all-gather", sum(nbytes_of(piece) for run in own for piece in run) * (self._size - 1))
-
-        def finish() -> None:
-            for _, source in self._peers:
-                pieces = [[segment.piece(source) for segment in run] for run in runs]
-                arrived = message.read(source, [(run[0].dtype, sum(p.numel() for p in run)) for run in pieces])
-                for run, elements in zip(pieces, arrived, strict=True):
-                    copy(run, torch.split(elements, [piece.numel() for piece in run]))
-                message.acknowledge(source)
-            message.close()
-
-        return Pending(finish=finish, kept=message)
+        return pending
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         shared = self._join()
         if shared is None:
             return super().reduce_scatter(contributions, mark)
         runs = runs_of(contributions)
-        parts_for = [[[c.addend.piece(target) for c in run] for run in runs] for target, _ in self._peers]
-        message = _Message(self, shared, _REDUCTIONS, mark, parts_for)
-        for i, (target, _) in enumerate(self._peers):
-            message.announce(target, i)
-        count("reduce-scatter", sum(nbytes_of(p) for parts in parts_for for run in parts for p in run))
+        parts: _Parts = {peer: [[part.piece(peer) for part in run] for run in runs] for peer, _ in self._peers}
+        message = _Message(self, shared, REDUCE, mark, parts)
         sums = [Sum(run, self._rank) for run in runs]
-        sizes = [(run[0].addend.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
+        sizes = [(run[0].rows.dtype, total.numel) for run, total in zip(runs, sums, strict=True)]
 
         def finish() -> None:
             arrived = {source: message.read(source, sizes) for _, source in self._peers}
             for i, total in enumerate(sums):
-                total.finish(*self._by_order({rank: runs[i] for rank, runs in arrived.items()}))
-            for source in arrived:
-                message.acknowledge(source)
+                total.finish({source: runs[i] for source, runs in arrived.items()})
             message.close()
 
         if message.is_answered:  # this rank came last: nothing to wait for
             finish()
-            return Pending()
-        return Pending(finish=finish, kept=message)
-
-    def any(self, bits: Tensor, mark: int = 0) -> Pending:
-        shared = self._join()
-        if shared is None:
-            return super().any(bits, mark)
-        message = self._control(shared, bits, mark)
-
-        def finish() -> None:
-            for _, source in self._peers:
-                bits.bitwise_or_(message.read(source, [(bits.dtype, bits.numel())])[0])
-                message.acknowledge(source)
-            message.close()
-
-        return Pending(finish=finish, kept=message)
-
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        shared = self._join()
-        if shared is None:
-            return super().exchange(message, mark)
-        rows = message.new_empty((self._size, message.numel()))
-        rows[self._rank] = message
-        sent = self._control(shared, message, mark)
-        for _, source in self._peers:
-            rows[source] = sent.read(source, [(message.dtype, message.numel())])[0]
-            sent.acknowledge(source)
-        sent.close()
-        return rows
+            return Pending(nbytes=message.nbytes)
+        return Pending(finish=finish, kept=message, nbytes=message.nbytes)
 
     def give_up(self, failure: Failure | None = None) -> None:
         if self._shared is not None:
             for box in self._shared.boxes.values():
                 box.leave(failure)
 
-    def _control(self, shared: Shared, message: Tensor, mark: int) -> _Message:
-        sent = _Message(self, shared, _CONTROL, mark, [[[message]]])
-        for target, _ in self._peers:
-            sent.announce(target, 0)
-        count("control", nbytes_of(message) * (self._size - 1))
-        return sent
+    def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
+        shared = self._join()
+        if shared is None:
+            return super()._gathered(direction, segments, mark)
+        runs = runs_of(segments)
+        own = [[segment.own(self._rank) for segment in run] for run in runs]
+        message = _Message(self, shared, direction, mark, {None: own})
+
+        def finish() -> None:
+            for _, source in self._peers:
+                pieces = [[segment.piece(source) for segment in run] for run in runs]
+                sizes = [[piece.numel() for piece in run] for run in pieces]
+                kinds = [(run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)]
+                for run, each, elements in zip(pieces, sizes, message.read(source, kinds), strict=True):
+                    copy(run, torch.split(elements, each))
+            message.close()
+
+        return Pending(finish=finish, kept=message, nbytes=message.nbytes)
 
     def _join(self) -> Shared | None:
         """What the ranks share. A collective for the first transport of a group, when it is first used."""
         if not self._has_joined:
-            self._shared = shared_by(self._group, self._rank, self._size, super().exchange)
+            over_gloo = Exchange(self._group, self._rank, self._size)
+            self._shared = shared_by(self._group, self._rank, self._size, over_gloo)
             self._has_joined = True
             if self._shared is not None:
                 self._shared.used_by(self)
@@ -153,52 +119,62 @@ class SameHost(Exchange):
 
 
 class _Message:
-    """One message of this rank to all peers, and the messages of the peers that answer it."""
+    """One message of this rank to all peers, and the messages of the peers that answer it.
+
+    Attributes:
+        nbytes: What this rank sends, without padding.
+    """
 
     def __init__(
-        self, transport: SameHost, shared: Shared, channel: int, mark: int, parts: list[list[list[Tensor]]]
+        self,
+        transport: SameHost,
+        shared: Shared,
+        direction: int,
+        mark: int,
+        parts: _Parts,
     ) -> None:
-        """Writes the message.
+        """Writes the message, and tells the peers where it is.
 
         Args:
             transport: Whose ranks these are.
             shared: The arenas.
-            channel: Which kind of message.
+            direction: Which kind of message.
             mark: Of the operation. [Note: in step]
-            parts: For each address, runs of tensors: one address for all peers, or one for each.
+            parts: What it says.
         """
-        self._transport, self._shared, self._channel, self._mark = transport, shared, channel, mark
-        self._parts: list[list[list[Tensor]]] | None = None  # kept only if they must go over gloo
+        self._transport, self._shared, self._mark = transport, shared, mark
         self._sends: list[Work] = []
         self._unread: set[int] = set()
-        sizes = [sum(map(_room, runs)) for runs in parts]
-        self._header, self._number, start = shared.write(channel, sum(sizes))
+        rooms = {peer: sum(map(_room, runs)) for peer, runs in parts.items()}
+        channel = _CHANNELS[direction]
+        self._header, number, start = shared.write(channel, sum(rooms.values()))
+        self._place = channel, number
         self._unread.update(shared.boxes)
-        self._starts: list[int | None] = []
-        if start is None:
-            self._parts = parts
-        for runs, size in zip(parts, sizes, strict=True):
-            self._starts.append(start)
+        self._has_room = start is not None
+        starts: dict[int | None, int] = {}
+        for peer, runs in parts.items():
+            starts[peer] = _OVER_GLOO
             if start is not None:
+                starts[peer] = start
                 _write(shared.arena.mapped.memory, start, runs)
-                start += size
+                start += rooms[peer]
+        self.nbytes = 0
+        for target, _ in transport._peers:
+            peer = target if target in parts else None
+            shared.boxes[target].send(mark, starts[peer])
+            for run in parts[peer]:
+                self.nbytes += sum([piece.nbytes for piece in run])
+                if not self._has_room:
+                    transport._send(joined(run), target, self._tag, self._sends)
 
     def __del__(self) -> None:
         # Its model failed and was dropped: nobody will read what the peers send.
         for source in self._unread:
-            self._shared.boxes[source].drop(self._header, self._channel, self._number)
+            self._shared.boxes[source].drop(self._header, *self._place)
         keep_dropped(self._sends)
 
-    def announce(self, target: int, address: int) -> None:
-        """Tells a peer where its part is."""
-        start = self._starts[address]
-        self._shared.boxes[target].send(self._mark, _OVER_GLOO if start is None else start)
-        if self._parts is not None:
-            for run in self._parts[address]:
-                self._transport._send(joined(run), target, self._tag, self._sends)
-
-    def read(self, source: int, sizes: list[tuple[torch.dtype, int]]) -> list[Tensor]:
-        """The runs that a peer sent, by dtype and elements; in its arena, so to be read before `acknowledge`. Waits.
+    def read(self, source: int, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
+        """The runs that a peer sent, by dtype and elements; in its arena, so to be read before `close`. Waits.
 
         Raises:
             OutOfStep: The peer was at another operation.
@@ -208,14 +184,14 @@ class _Message:
         if mark != self._mark:
             raise OutOfStep(source, seen_by=self._transport._rank)
         if start == _OVER_GLOO:
-            runs = [torch.empty(numel, dtype=dtype) for dtype, numel in sizes]
+            runs = [torch.empty(numel, dtype=dtype) for dtype, numel in kinds]
             works: list[Work] = []
             for run in runs:
                 self._transport._receive(run, source, self._tag, works)
             Pending(works).wait()
             return runs
         memory, runs = self._shared.peers[source].memory, []
-        for dtype, numel in sizes:
+        for dtype, numel in kinds:
             nbytes = numel * dtype.itemsize
             runs.append(memory.narrow(0, start, nbytes).view(dtype))
             start += _aligned(nbytes)
@@ -224,15 +200,13 @@ class _Message:
     @property
     def is_answered(self) -> bool:
         """Whether the messages of all peers are here, so that `read` will not wait."""
-        return self._parts is None and all(box.has(self._header) for box in self._shared.boxes.values())
-
-    def acknowledge(self, source: int) -> None:
-        """The message of a peer was read."""
-        self._unread.remove(source)
-        self._shared.boxes[source].acknowledge(self._channel, self._number)
+        return self._has_room and all(box.has(self._header) for box in self._shared.boxes.values())
 
     def close(self) -> None:
-        """Waits until what went over gloo has left: gloo holds what its peer has not asked for yet."""
+        """The messages of all peers were read. Waits until what went over gloo has left: gloo holds what its peer has not
+        asked for yet."""
+        while self._unread:
+            self._shared.boxes[self._unread.pop()].acknowledge(*self._place)
         if self._sends:
             Pending(self._sends).wait()
             self._sends = []
@@ -247,15 +221,15 @@ def _aligned(nbytes: int) -> int:
 
 
 def _room(run: list[Tensor]) -> int:
-    return _aligned(sum(map(nbytes_of, run)))
+    return _aligned(sum([piece.nbytes for piece in run]))
 
 
 def _write(memory: Tensor, start: int, runs: list[list[Tensor]]) -> None:
     for run in runs:
-        numel = sum(piece.numel() for piece in run)
-        place = memory.narrow(0, start, numel * run[0].element_size()).view(run[0].dtype)
+        nbytes = sum([piece.nbytes for piece in run])
+        place = memory.narrow(0, start, nbytes).view(run[0].dtype)
         if len(run) == 1:
             copy([place.view(run[0].shape)], run)
         else:
             torch.cat([flat(piece) for piece in run], out=place)
-        start += _room(run)
+        start += _aligned(nbytes)

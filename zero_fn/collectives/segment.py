@@ -1,4 +1,4 @@
-"""What collectives move: segments, contributions, and the operations every transport has.
+"""What collectives move: segments to be gathered, contributions to be summed, and the operations every transport has.
 
 [Note: small pieces travel together] A gloo message costs 0.1 to 0.2 ms whatever its size. Pieces below `PACKED_NBYTES`
 of one call are packed into one message per peer; larger ones are sent from where they lie.
@@ -7,8 +7,8 @@ of one call are packed into one message per peer; larger ones are sent from wher
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ __all__ = [
     "Contributions",
     "Pending",
     "Route",
-    "Rows",
     "Segment",
     "Sum",
     "Transport",
@@ -30,36 +29,26 @@ __all__ = [
     "flat",
     "joined",
     "keep_dropped",
-    "nbytes_of",
-    "packs",
     "runs_of",
 ]
 
 PACKED_NBYTES = 128 * 1024
 
+Route = Sequence[tuple[int, int | None]]
+"""The hops of a tensor, in the order in which axes cut it: the number of the axis, and elements of the largest piece of what
+the hops before have left to a rank; None where the axis does not cut it. See `zero_fn.links`."""
 
-class Route(NamedTuple):
-    """How a tensor travels where there are two axes: see `zero_fn.hierarchy`.
-
-    Attributes:
-        first: Number of the axis whose pieces the segment describes.
-        numel: Elements of the largest piece of a piece on the other axis, None where that axis does not cut it.
-        is_alone: Whether it does not travel over the other axis: its gradients come from there already.
-    """
-
-    first: int
-    numel: int | None
-    is_alone: bool = False
+_ONE_HOP: Route = ((0, None),)
 
 
 class Segment:
-    """The whole of one tensor, of which each rank has filled its own piece.
+    """The whole of one tensor, of which each rank has filled its own piece: what an all-gather completes.
 
     Attributes:
         memory, start: Where it lies: from this element of the storage on.
         numel: Valid elements.
         piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
-        route: Where there are two axes, over which and how it travels.
+        route: The hops by which it travels; the segment describes the first. Left out where there is one axis.
         source: Where this rank's piece lies if it is not in `whole` yet: an all-gather reads it there, once, for its peers
             and for `whole`.
     """
@@ -71,7 +60,7 @@ class Segment:
         memory: Tensor,
         numel: int,
         piece_numel: int,
-        route: Route | None = None,
+        route: Route = _ONE_HOP,
         *,
         start: int | None = None,
         source: Tensor | None = None,
@@ -101,10 +90,6 @@ class Segment:
         """All elements, flat."""
         return self.memory.as_strided((self.numel,), (1,), self.start)
 
-    def padded_piece(self, rank: int) -> Tensor:
-        """The piece of a rank with room for a full one, where the transport pads."""
-        return self.memory.as_strided((self.piece_numel,), (1,), self.start + rank * self.piece_numel)
-
     def by_rank(self, size: int) -> Tensor:
         """A row for each rank, padding included."""
         return self.memory.as_strided((size, self.piece_numel), (self.piece_numel, 1), self.start)
@@ -113,84 +98,58 @@ class Segment:
         """The piece of `rank`, which is this one, where it lies before the all-gather."""
         return self.source if self.source is not None else self.piece(rank)
 
-    def in_chunks(self) -> Tensor:
-        """The elements in such a shape that pieces are cut along the first dim."""
-        return self.whole
+    @property
+    def kind(self) -> torch.dtype:
+        """What small pieces that travel together have in common."""
+        return self.memory.dtype
 
     @property
     def is_small(self) -> bool:
         """Whether its pieces travel packed with others. The same on every rank."""
-        return self.piece_numel * self.dtype.itemsize < PACKED_NBYTES
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        return self.memory.dtype
-
-
-class Rows(Segment):
-    """A segment whose elements need not lie flat: a tensor cut along its first dim, in any strides.
-
-    A gradient often comes transposed; its pieces can be copied to where they are needed without being laid flat first.
-    """
-
-    __slots__ = ("_piece_rows", "_rows")
-
-    def __init__(self, rows: Tensor, piece_rows: int, route: Route | None = None) -> None:
-        self._rows, self._piece_rows, self.route, self.source = rows, piece_rows, route, None
-        self.numel = rows.numel()
-        self.piece_numel = piece_rows * (self.numel // rows.shape[0])
-
-    def piece(self, rank: int) -> Tensor:
-        """The rows that `rank` owns; may be empty."""
-        count = self._rows.shape[0]
-        start = min(rank * self._piece_rows, count)
-        return self._rows.narrow(0, start, min(self._piece_rows, count - start))
-
-    def in_chunks(self) -> Tensor:
-        return self._rows
-
-    @property
-    def whole(self) -> Tensor:
-        """All elements, flat."""
-        return self._rows.reshape(-1)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the elements."""
-        return self._rows.dtype
+        return self.piece_numel * self.memory.dtype.itemsize < PACKED_NBYTES
 
 
 class Contribution:
     """One tensor to be summed over ranks, and where the mean of this rank's piece goes.
 
     Attributes:
-        addend: Segment with this rank's addend everywhere. It is only read.
-        memory, place: Where the mean goes: the tensor, or this range of its storage (first element, number of elements).
+        rows: This rank's addend, cut along the first dim, in any strides: a gradient often comes transposed. Only read.
+        piece_rows, piece_numel: Rows and elements of the largest piece.
+        out: Receives the mean, flat: as many elements as this rank's piece.
         sum_dtype: Dtype of the running sum.
+        route: As of a segment.
     """
 
-    __slots__ = ("addend", "memory", "place", "sum_dtype")
+    __slots__ = ("out", "piece_numel", "piece_rows", "route", "rows", "sum_dtype")
 
     def __init__(
-        self, addend: Segment, out: Tensor, sum_dtype: torch.dtype, place: tuple[int, int] | None = None
+        self, rows: Tensor, piece_rows: int, out: Tensor, sum_dtype: torch.dtype, route: Route = _ONE_HOP
     ) -> None:
-        self.addend, self.memory, self.sum_dtype, self.place = addend, out, sum_dtype, place
+        self.rows, self.piece_rows, self.out, self.sum_dtype, self.route = rows, piece_rows, out, sum_dtype, route
+        self.piece_numel = piece_rows * (rows.numel() // max(rows.shape[0], 1))
+
+    def piece(self, rank: int) -> Tensor:
+        """The rows that `rank` owns; may be empty."""
+        count = self.rows.shape[0]
+        start = min(rank * self.piece_rows, count)
+        return self.rows.narrow(0, start, min(self.piece_rows, count - start))
 
     @property
-    def out(self) -> Tensor:
-        """Receives the mean: as many elements as this rank's piece. Cut when it is asked for."""
-        if self.place is None:
-            return self.memory
-        start, numel = self.place
-        return self.memory.as_strided((numel,), (1,), start)
+    def kind(self) -> tuple[torch.dtype, torch.dtype]:
+        """What small pieces that travel together have in common."""
+        return self.rows.dtype, self.sum_dtype
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its pieces travel packed with others. The same on every rank."""
+        return self.piece_numel * self.rows.dtype.itemsize < PACKED_NBYTES
 
 
 class Contributions(Sequence[Contribution]):
     """Contributions of which there will be more, of the same sizes, dtypes and places, in each step.
 
     Attributes:
-        rows: The addends, one tensor each, in such a shape that pieces are cut along the first dim.
+        rows: Of each.
         buffers: What the places of the means are in.
         numel: Elements of all of them.
         memo: Where a transport keeps what it has found out about them, by its class.
@@ -213,15 +172,7 @@ class Contributions(Sequence[Contribution]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, at: int) -> Contribution: ...
-
-    @overload
-    def __getitem__(self, at: slice) -> list[Contribution]: ...
-
-    def __getitem__(self, at: int | slice) -> Contribution | list[Contribution]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(len(self.rows))[at]]
+    def __getitem__(self, at: Any) -> Any:
         return self._make(at, self.rows[at])
 
 
@@ -239,17 +190,22 @@ class Pending:
     """A collective under way. `wait` returns when its result may be used and may be called again.
 
     Its works come with the peer at the other end of each; None for a collective of the backend.
+
+    Attributes:
+        kept: What must live until then.
+        nbytes: Payload that this rank sends for it.
     """
 
-    __slots__ = ("_finish", "_works", "kept")
+    __slots__ = ("_finish", "_works", "kept", "nbytes")
 
     def __init__(
         self,
         works: Sequence[tuple[Any, int | None]] = (),
         finish: Callable[[], None] | None = None,
         kept: object = None,
+        nbytes: int = 0,
     ) -> None:
-        self._works, self._finish, self.kept = works, finish, kept
+        self._works, self._finish, self.kept, self.nbytes = works, finish, kept, nbytes
 
     def __del__(self) -> None:
         # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
@@ -268,7 +224,7 @@ class Pending:
 
 
 class Transport(Protocol):
-    """What the runtime asks of a group of ranks. All ranks call the same operations in the same order.
+    """What moves bytes along one axis. All ranks call the same operations in the same order.
 
     `mark` is a number below 2^31 that tells operations apart, the same on every rank: a transport that can compares those of
     its peers with its own.
@@ -289,8 +245,8 @@ class Transport(Protocol):
     def any(self, bits: Tensor, mark: int = 0) -> Pending:
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place."""
 
-    def exchange(self, message: Tensor, mark: int = 0) -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each; lengths must agree. Waits."""
+    def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
+        """Fills the rows of the others in a uint8 tensor with a row for each rank, in which that of this rank is filled."""
 
     def give_up(self, failure: Failure | None = None) -> None:
         """After a failure: tells the peers, where it can, that nothing more will come, and whom this rank blames."""
@@ -299,15 +255,16 @@ class Transport(Protocol):
 _Item = TypeVar("_Item", Segment, Contribution)
 
 
-def packs(items: Sequence[_Item]) -> list[list[_Item]]:
-    """Small items by dtypes: what travels in one message. The same on every rank."""
+def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
+    """What travels in one message each: large items alone, small ones of a kind together. The same on every rank."""
+    runs: list[list[_Item]] = []
     packs: dict[object, list[_Item]] = {}
     for item in items:
-        segment = item if isinstance(item, Segment) else item.addend
-        if segment.is_small:
-            key = segment.dtype if isinstance(item, Segment) else (segment.dtype, item.sum_dtype)
-            packs.setdefault(key, []).append(item)
-    return list(packs.values())
+        if item.is_small:
+            packs.setdefault(item.kind, []).append(item)
+        else:
+            runs.append([item])
+    return runs + list(packs.values())
 
 
 def fill_own(segments: Sequence[Segment], rank: int) -> None:
@@ -315,11 +272,6 @@ def fill_own(segments: Sequence[Segment], rank: int) -> None:
     apart = [segment for segment in segments if segment.source is not None]
     if apart:
         copy([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])
-
-
-def nbytes_of(tensor: Tensor) -> int:
-    """Bytes of the elements of a tensor."""
-    return tensor.numel() * tensor.element_size()
 
 
 def flat(piece: Tensor) -> Tensor:
@@ -332,16 +284,6 @@ def joined(run: Sequence[Tensor]) -> Tensor:
     return flat(run[0]) if len(run) == 1 else torch.cat([flat(piece) for piece in run])
 
 
-def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
-    """What travels in one message each: large items alone, small ones of one dtype together."""
-    runs: list[list[_Item]] = []
-    for item in items:
-        segment = item if isinstance(item, Segment) else item.addend
-        if not segment.is_small:
-            runs.append([item])
-    return runs + packs(items)
-
-
 class Sum:
     """The sum of one run of contributions over the ranks, and the means.
 
@@ -352,22 +294,23 @@ class Sum:
         numel: Elements of the run on this rank.
     """
 
-    __slots__ = ("_dtype", "_outs", "_pieces", "numel")
+    __slots__ = ("_dtype", "_outs", "_pieces", "_rank", "numel")
 
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
         """Names what is to be summed."""
-        self._pieces = [contribution.addend.piece(rank).detach() for contribution in run]
-        self._outs, self._dtype = [contribution.out for contribution in run], run[0].sum_dtype
+        self._pieces = [contribution.piece(rank).detach() for contribution in run]
+        self._outs, self._dtype, self._rank = [contribution.out for contribution in run], run[0].sum_dtype, rank
         self.numel = sum([out.numel() for out in self._outs])
 
-    def finish(self, lower: Sequence[Tensor], higher: Sequence[Tensor]) -> None:
-        """Adds the pieces of lower ranks, of this one and of higher ranks, in this order, divides, and writes the means."""
+    def finish(self, parts: Mapping[int, Tensor]) -> None:
+        """Adds this rank's pieces to those of its peers, by rank, in this order, divides, and writes the means."""
         if len(self._outs) == 1:
             own = self._pieces[0]
             total = self._outs[0].view(own.shape)  # the sum is made where the mean goes
         else:
             own = joined(self._pieces)
             total = torch.empty_like(own, dtype=self._dtype)
-        mean(total, [part.view(own.shape) for part in (*lower, own, *higher)], self._dtype)
+        addends = {**parts, self._rank: own}
+        mean(total, [addends[rank].view(own.shape) for rank in sorted(addends)], self._dtype)
         if len(self._outs) > 1:
             torch._foreach_copy_(self._outs, torch.split(total, [out.numel() for out in self._outs]))

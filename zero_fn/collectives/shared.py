@@ -12,20 +12,16 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zero_fn.collectives.arena import Arena, Mapped, map_arena
 from zero_fn.collectives.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
+from zero_fn.collectives.segment import Transport
 
 __all__ = ["Shared", "shared_by"]
-
-Exchanged = Callable[[Tensor], Tensor]
-"""Sends a message of bytes to all ranks and returns those of all, a row each."""
 
 
 class Shared:
@@ -81,26 +77,28 @@ class Shared:
 _of_groups: WeakKeyDictionary[dist.ProcessGroup, Shared | None] = WeakKeyDictionary()
 
 
-def shared_by(group: dist.ProcessGroup, rank: int, size: int, exchange: Exchanged) -> Shared | None:
+def shared_by(group: dist.ProcessGroup, rank: int, size: int, transport: Transport) -> Shared | None:
     """What the ranks of a group share; None if any of them cannot map the memory of any other, watch it, or sleep on it.
 
-    A collective when a group is met first.
+    A collective when a group is met first, over `transport`.
     """
     if group not in _of_groups:
-        _of_groups[group] = _map_all(rank, size, exchange)
+        _of_groups[group] = _map_all(rank, size, transport)
     return _of_groups[group]
 
 
-def _map_all(rank: int, size: int, exchange: Exchanged) -> Shared | None:
+def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
     try:
         arena = Arena(box_nbytes(size)) if are_mailboxes_available() else None
     except (AttributeError, OSError, ValueError, OverflowError):  # no memfd on this system, or no room for it
         arena = None
     card = [os.getpid(), arena.fd, *arena.token] if arena is not None else [0] * 18
-    cards = exchange(torch.tensor(card, dtype=torch.int64).view(torch.uint8)).view(torch.int64).tolist()
+    cards = torch.zeros(size, len(card), dtype=torch.int64)
+    cards[rank] = torch.tensor(card)
+    transport.exchange(cards.view(torch.uint8)).wait()
     peers: dict[int, Mapped] = {}
     boxes: dict[int, Mailbox] = {}
-    for source, (pid, fd, *token) in enumerate(cards):
+    for source, (pid, fd, *token) in enumerate(cards.tolist()):
         peer = map_arena(pid, fd, bytes(token)) if pid and source != rank else None
         if arena is not None and peer is not None:
             try:
@@ -108,10 +106,11 @@ def _map_all(rank: int, size: int, exchange: Exchanged) -> Shared | None:
             except OSError:  # the process may not be watched
                 continue
             peers[source] = peer
-    votes = exchange(torch.tensor([len(boxes) == size - 1], dtype=torch.uint8))
+    cannot = torch.tensor([len(boxes) < size - 1], dtype=torch.uint8)
+    transport.any(cannot).wait()
     if arena is not None:
         arena.close_file()
-    return Shared(arena, peers, boxes) if arena is not None and bool(votes.all()) else None
+    return Shared(arena, peers, boxes) if arena is not None and not cannot.item() else None
 
 
 def _leave(boxes: list[Mailbox], pid: int) -> None:

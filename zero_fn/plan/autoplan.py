@@ -25,11 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
-from zero_fn.collectives import transport
 from zero_fn.errors import MeshError, StateError, TierError
-from zero_fn.guarded import Guarded
 from zero_fn.held import Held
 from zero_fn.home import Home
+from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.plan.choices import choices, ordered
 from zero_fn.plan.counted import Moved
@@ -102,7 +101,7 @@ def autoplan(
     """
     axis = mesh_axis(mesh, verb="autoplan")
     units = units_of(module)
-    if any(unit.run.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
+    if any(unit.run.transport.axes or slot.home.tiers != IN_MEMORY for unit in units for slot in unit.slots):
         raise StateError(
             "autoplan takes a module that is neither sharded nor offloaded.",
             got="a module that rests sharded or replicated over an axis, or in a tier",
@@ -222,8 +221,7 @@ def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
     tiers = sorted({tier for proposal in proposals for tier in proposal.held.tiers})
     rows = [_numbers(proposal, tiers) for proposal in proposals]
     own = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64).flatten().view(torch.uint8)
-    links = Guarded(transport(axis), axis)
-    found = links.exchange(own.to(axis.device_type), "predictions of autoplan").cpu().view(torch.float64).amax(0)
+    found = Links([axis]).exchange(own, "predictions of autoplan").view(torch.float64).amax(0)
     largest = found.view(len(rows), -1).tolist()
     return [
         _with_numbers(proposal, dict(zip(row, numbers, strict=True)), tiers)

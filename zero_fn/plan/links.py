@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.collectives import Contribution, Segment, transport
+from zero_fn.collectives import Contribution, Segment
 from zero_fn.errors import StorageError
-from zero_fn.guarded import Guarded
+from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Slab, Spill, chosen_carrier
@@ -86,19 +86,19 @@ def measure_links(
     """
     size = max(nbytes_of_text(nbytes, "nbytes") // 4096, 1) * 4096
     axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
-    links = Guarded(transport(axis), axis) if axis is not None else None
+    links = Links([axis]) if axis is not None else None
     found = _on_this_rank(links, axis, path, size, rounds)
     memory, *others = found
     disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
     sent: dict[str, float] = {}
     if links is not None and axis is not None and axis.size > 1:
-        (sent[axis.name],) = _least(links, axis, [_sent_speed(links, axis, size, rounds)])
+        (sent[axis.name],) = _least(links, [_sent_speed(links, axis, size, rounds)])
     return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory)
 
 
-def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, size: int, rounds: int) -> list[float]:
+def _on_this_rank(links: Links | None, axis: Axis | None, path: Paths | None, size: int, rounds: int) -> list[float]:
     """Memory, disk read and written, device there and back and its memory; 0 for what is not there. Of the slowest rank."""
-    _least(links, axis, [1.0])  # all begin together
+    _least(links, [1.0])  # all begin together
     failure: StorageError | None = None
     disk = (0.0, 0.0)
     memory = _memory_speed(size, rounds)
@@ -109,7 +109,7 @@ def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, 
         failure = error
     accelerator = _accelerator(axis)
     device = _device_speeds(accelerator, size, rounds) if accelerator is not None else (0.0, 0.0, 0.0)
-    *speeds, has_disk = _least(links, axis, [memory, *disk, *device, float(failure is None)])
+    *speeds, has_disk = _least(links, [memory, *disk, *device, float(failure is None)])
     if failure is not None:
         raise failure
     if not has_disk:
@@ -123,12 +123,12 @@ def _on_this_rank(links: Guarded | None, axis: Axis | None, path: Paths | None, 
     return speeds
 
 
-def _least(links: Guarded | None, axis: Axis | None, numbers: list[float]) -> list[float]:
+def _least(links: Links | None, numbers: list[float]) -> list[float]:
     """The least of each number over all ranks. Waits for all of them."""
-    if links is None or axis is None:
+    if links is None:
         return numbers
-    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(axis.device_type)
-    rows = links.exchange(own, "speeds of links").cpu().view(torch.float64)
+    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
+    rows = links.exchange(own, "speeds of links").view(torch.float64)
     return [float(number) for number in rows.reshape(-1, len(numbers)).amin(0)]
 
 
@@ -168,7 +168,7 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     return slab.nbytes / read_s, slab.nbytes / written_s
 
 
-def _sent_speed(links: Guarded, axis: Axis, size: int, rounds: int) -> float:
+def _sent_speed(links: Links, axis: Axis, size: int, rounds: int) -> float:
     """Of an all-gather and a reduce-scatter, one after the other."""
     piece_numel = max(size // 4 // axis.size, 1)
     numel = piece_numel * axis.size
@@ -178,7 +178,7 @@ def _sent_speed(links: Guarded, axis: Axis, size: int, rounds: int) -> float:
     def both() -> None:
         links.all_gather([segment], "measure_links").wait()
         links.reduce_scatter(
-            [Contribution(segment, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
+            [Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
         ).wait()
         if is_accelerator(axis.device_type):
             torch.accelerator.synchronize()

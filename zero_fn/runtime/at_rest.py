@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import StateError
-from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
-from zero_fn.mesh import Axis
+from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import tell
@@ -34,11 +33,9 @@ class AtRest:
         is_evicted: Whether they are in another tier, and cannot be used.
     """
 
-    def __init__(
-        self, unit: str, slots: Sequence[Slot], transport: Links, axes: Sequence[Axis], away: Away, owner: object
-    ) -> None:
+    def __init__(self, unit: str, slots: Sequence[Slot], transport: Links, away: Away, owner: object) -> None:
         self.slots = slots
-        self._unit, self._transport, self._axes, self._away = unit, transport, axes, away
+        self._unit, self._transport, self._away = unit, transport, away
         self.groups = Groups()
         self.is_evicted = False
         self._owner: Callable[[], object] = weakref.ref(owner)
@@ -133,7 +130,7 @@ class AtRest:
         """
         if self.groups.is_away:
             failure = self.groups.arrive(exact=True)
-            failure = tell(self._transport, self._axes, failure, f"Fetching {self._unit}").failure(failure)
+            failure = tell(self._transport, failure, f"Fetching {self._unit}").failure(failure)
             if failure is not None:
                 raise failure
         wholes, segments = [], []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links
+from zero_fn.links import Links
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
@@ -107,7 +107,7 @@ class Away:
             self._finish_writing()
         self._writing.clear()
         failure, self._failure = self._failure, None
-        found = tell(self._transport, self._assignment.axes, failure, "Writing gradients").failure(failure)
+        found = tell(self._transport, failure, "Writing gradients").failure(failure)
         if found is not None:
             raise found
 

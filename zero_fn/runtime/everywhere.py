@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
 from typing import TypeVar
 
 import torch
@@ -11,10 +10,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.agreement import agree
-from zero_fn.collectives import transport
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
-from zero_fn.guarded import Guarded
-from zero_fn.hierarchy import Links, Waits
+from zero_fn.links import Links, Waits
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.registry import slot_of
 
@@ -38,54 +35,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         StorageError: It failed on another rank.
         Exception: What it raised on this one.
     """
-    failure: Exception | None = None
-    try:
-        act()
-    except Exception as error:
-        failure = error
-    for mesh in _meshes(parameters):
-        failure = _told_along(mesh, range(mesh.ndim), failure, what)
-    if failure is not None:
-        raise failure
-
-
-class Told:
-    """How it went on each rank, under way."""
-
-    def __init__(self, bits: Tensor | None, pending: Waits | None, axes: Sequence[Axis], own: int, what: str) -> None:
-        self._bits, self._pending, self._axes, self._own, self._what = bits, pending, axes, own, what
-
-    def failure(self, own: F | None) -> F | StorageError | None:
-        """Waits. The failure of this rank, or one that tells of that of another; None if all went well."""
-        if self._pending is None or self._bits is None:
-            return own
-        self._pending.wait()
-        failed = self._bits.nonzero().flatten().tolist()
-        if own is not None or not failed:
-            return own
-        along = " x ".join(map(str, reversed(self._axes)))
-        return StorageError(
-            f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
-            here=f"rank {self._own}, where it went well",
-            why="ranks would go on from different states",
-            fix="see the error of that rank; start all ranks again from the last checkpoint",
-        )
-
-
-def tell(transport: Links, axes: Sequence[Axis], failure: Exception | None, what: str) -> Told:
-    """Tells the ranks of these axes whether something failed here. A collective.
-
-    Communicates a byte per rank to each peer.
-    """
-    size = prod(axis.size for axis in axes)
-    if size < 2:
-        return Told(None, None, axes, 0, what)
-    own = 0
-    for axis in reversed(axes):
-        own = own * axis.size + axis.rank
-    bits = torch.zeros(size, dtype=torch.uint8, device=axes[0].device_type)
-    bits[own] = failure is not None
-    return Told(bits, transport.any(bits, f"how it went: {what}"), axes, own, what)
+    _done(_meshes(parameters), None, act, Exception, what)
 
 
 def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
@@ -96,62 +46,87 @@ def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what
     Raises:
         StorageError: A disk failed, on this rank or another.
     """
-    failure: StorageError | None = None
-    done: list[R] = []
-    try:
-        done.append(act())
-    except StorageError as error:
-        failure = error
-    found = _told_along(mesh, dims, failure, what)
-    if found is not None:
-        raise found
-    return done[0]
+    return _done([mesh], dims, act, StorageError, what)
 
 
 def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
     """Raises on every rank of a mesh if a rank has other rows.
 
-    Communicates 16 bytes to each peer, along one axis after the other, and the rows if they differ; waits.
+    Communicates 16 bytes to each peer, and the rows if they differ; waits.
 
     Raises:
-        DisagreementError: Names two ranks and the first row that differs.
+        DisagreementError: Names two ranks, those of the last axis together, and the first row that differs.
     """
-    links, device = _links_along(mesh, range(mesh.ndim), what), torch.device(mesh.device_type)
-    found: DisagreementError | None = None
-    for axis, link in links:
-        # Ranks that found a difference along one axis go on, so that those along the next one hear of it.
-        told = rows if found is None else [f"what differs along another axis than {axis.name!r}"]
-        try:
-            agree(link, what, told, device=device, why="each would edit its shard in another way", fix=fix)
-        except (LostRankError, DisagreementError) as error:
-            if link.failure is not None or isinstance(error, LostRankError):
-                for _, other in links:
-                    other.give_up()  # ranks along the other axes would wait for this one
-                raise
-            found = found or error
-    if found is not None:
-        raise found
+    links = Links(_axes_of(mesh, reversed(range(mesh.ndim)), what))
+    agree(links.exchange, what, rows, why="each would edit its shard in another way", fix=fix)
 
 
-def _links_along(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[tuple[Axis, Guarded]]:
-    """What ranks along these axes exchange through."""
+class Told:
+    """How it went on each rank, under way."""
+
+    def __init__(self, links: Links, bits: Tensor, pending: Waits, what: str) -> None:
+        self._links, self._bits, self._pending, self._what = links, bits, pending, what
+
+    def failure(self, own: F | None) -> F | StorageError | None:
+        """Waits. The failure of this rank, or one that tells of that of another; None if all went well."""
+        self._pending.wait()
+        if own is not None or self._links.size == 1:
+            return own
+        failed = self._bits.nonzero().flatten().tolist()
+        if not failed:
+            return None
+        along = " x ".join(map(str, reversed(self._links.axes)))
+        return StorageError(
+            f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
+            here=f"rank {self._links.rank}, where it went well",
+            why="ranks would go on from different states",
+            fix="see the error of that rank; start all ranks again from the last checkpoint",
+        )
+
+
+def tell(links: Links, failure: Exception | None, what: str) -> Told:
+    """Tells the ranks whether something failed here. A collective.
+
+    Communicates a byte per rank to each peer.
+    """
+    bits = torch.zeros(links.size, dtype=torch.uint8, device=links.device)
+    bits[links.rank] = failure is not None
+    return Told(links, bits, links.any(bits, f"how it went: {what}"), what)
+
+
+def _done(
+    meshes: Sequence[DeviceMesh],
+    dims: Iterable[int] | None,
+    act: Callable[[], R],
+    expected: type[Exception],
+    what: str,
+) -> R:
+    """What `act` returns. Raises on every rank along these axes of meshes, or all, what was expected and raised on any."""
+    failure: Exception | None = None
+    done: list[R] = []
+    try:
+        done.append(act())
+    except expected as error:
+        failure = error
+    axes = [axis for mesh in meshes for axis in _axes_of(mesh, range(mesh.ndim) if dims is None else dims, what)]
+    links = [Links([axis]) for axis in axes]
+    try:
+        for each in links:
+            failure = tell(each, failure, what).failure(failure)
+    except (LostRankError, DisagreementError):
+        for each in links:
+            each.give_up()  # ranks along the other axes would wait for this one
+        raise
+    if failure is not None:
+        raise failure
+    return done[0]
+
+
+def _axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
+    """Those of these axes that have other ranks."""
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
-    return [(axis, Guarded(transport(axis), axis)) for axis in axes if axis.size > 1]
-
-
-def _told_along(mesh: DeviceMesh, dims: Iterable[int], failure: F | None, what: str) -> F | StorageError | None:
-    """The failure of this rank, or one that tells of that of another along these axes; None if all went well."""
-    links = _links_along(mesh, dims, what)
-    found: F | StorageError | None = failure
-    try:
-        for axis, link in links:
-            found = tell(link, [axis], found, what).failure(found)
-    except (LostRankError, DisagreementError):
-        for _, link in links:
-            link.give_up()  # ranks along the other axes would wait for this one
-        raise
-    return found
+    return [axis for axis in axes if axis.size > 1]
 
 
 def is_shared(parameters: Iterable[Tensor]) -> bool:

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from zero_fn.agreement import agree, content_digest
-from zero_fn.hierarchy import Links
+from zero_fn.agreement import agree, agree_along, content_digest
+from zero_fn.links import Links
 from zero_fn.mesh import Axis
-from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
@@ -21,7 +18,7 @@ from zero_fn.runtime.unit import Unit
 __all__ = ["agree_on_units"]
 
 
-def agree_on_units(transport: Links, axes: Sequence[Axis], units: Sequence[Unit], device: torch.device) -> None:
+def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
     """Compares layouts, initial values, and what several ranks hold at rest. Communicates some digests per rank to each
     peer; waits. Reads what several ranks hold once, from its tier too.
 
@@ -30,29 +27,26 @@ def agree_on_units(transport: Links, axes: Sequence[Axis], units: Sequence[Unit]
     """
     slots = [(unit, slot) for unit in units for slot in unit.slots]
     agree(
-        transport,
+        transport.exchange,
         "layouts",
         [f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}" for unit, slot in slots],
-        device=device,
         why="the next all-gather would hang or mix parameters",
         fix="build and transform the same module on every rank",
     )
-    agree_on_values(
-        transport,
-        axes,
+    agree_along(
+        transport.exchange,
+        transport.axes,
         "initial values",
         [([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {slot.initial}") for _, slot in slots],
-        device=device,
         why="each rank cut its shard from another tensor",
         fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
     )
     # [Note: what several ranks hold]
-    agree_on_values(
-        transport,
-        axes,
+    agree_along(
+        transport.exchange,
+        transport.axes,
         "values of the same parameter",
         [(alike, f"{slot}, sum of bits {_held(slot)}") for _, slot in slots if (alike := _held_alike(slot))],
-        device=device,
         why="what rests whole on several ranks is never gathered, so each would train a model of its own",
         fix="torch.manual_seed(0) before what draws or edits values on every rank, or load the same state_dict",
     )

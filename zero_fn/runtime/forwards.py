@@ -198,10 +198,9 @@ class Forwards:
         """Ranks compare what they hold, once, and again after loading."""
         self.has_agreed = True
         module = self._module
-        if module.axes:
-            units = [unit for unit in module.live_units() if not unit.at_rest.is_gone]
-            agree_on_units(module.transport, module.axes, units, module.device)
-            self.statistics.begin(module.device)
+        if module.assignment.axis is not None:
+            agree_on_units(module.transport, [unit for unit in module.live_units() if not unit.at_rest.is_gone])
+            self.statistics.begin()
 
     def _broadcast_statistics(self) -> None:
         """[Note: when buffers are broadcast]"""

@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Route, Segment
-from zero_fn.hierarchy import Links
+from zero_fn.collectives import Segment
+from zero_fn.links import Links
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
@@ -137,7 +137,7 @@ class Gathered:
         if isinstance(slot.flat, TierTensor):
             assert group.record is not None
             self._away.append((own, group.record, slot.flat.number))
-        elif group.kind.rests is not Rests.IN_WHOLE and not _is_source(group, slot):
+        elif group.kind.rests is not Rests.IN_WHOLE and not group.kind.is_gathered_from_rest:
             self._copied[0].append(own)
             self._copied[1].append(slot.flat)
 
@@ -233,14 +233,9 @@ class Gathered:
             storage.resize_(nbytes)
 
 
-def _is_source(group: Group, slot: Slot) -> bool:
-    """Whether the all-gather reads the resting parameter where it lies, and copies it."""
-    return group.kind.is_gathered_from_rest and slot.path.route is None
-
-
 def _segment(group: Group, slot: Slot, buffer: Tensor, start: int) -> Segment:
     """The place of a whole parameter in its buffer, for the all-gather."""
     path = slot.path
-    route = path.route if group.inner is None else Route(path.hops[0].number, None)
-    source = slot.flat if _is_source(group, slot) else None
+    route = path.route if group.inner is None else path.route[:1]  # the hop before is made already
+    source = slot.flat if group.kind.is_gathered_from_rest else None
     return Segment(buffer, path.numel, path.piece_numel, route, start=start, source=source)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_fn.collectives import Contribution, Contributions
 from zero_fn.errors import PlacementError
-from zero_fn.hierarchy import Links, Waits
+from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, node_hooks, parameter_hooks
@@ -283,7 +283,9 @@ class GradientMemory:
 
         def make(at: int, rows: Tensor) -> Contribution:
             slot, place = self._reduced[at]
-            return Contribution(slot.path.addend(rows), buffers[place.buffer], slot.kind.sum_dtype, place.out)
+            start, numel = place.out
+            out = buffers[place.buffer].as_strided((numel,), (1,), start)
+            return slot.path.contribution(rows, out, slot.kind.sum_dtype)
 
         return Contributions(rows, buffers, make, self._numel, self._memos[exact])
 

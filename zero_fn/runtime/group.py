@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links
 from zero_fn.layout import aligned_offsets
+from zero_fn.links import Links
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved

@@ -13,8 +13,7 @@ from enum import Enum, auto
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.hierarchy import Links, Waits
-from zero_fn.mesh import Axis
+from zero_fn.links import Links, Waits
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
@@ -41,13 +40,11 @@ class InFlight:
         failure: Of the tier of resting parameters, on this rank or another; on every rank, once they are gathered.
     """
 
-    def __init__(
-        self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links, axes: Sequence[Axis]
-    ) -> None:
+    def __init__(self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
         self.phase = Phase.AT_REST
         self.memory: Gathered | None = None
         self._unit, self._slots, self._groups = unit, slots, groups
-        self._transport, self._axes = transport, axes
+        self._transport = transport
         self._what = f"parameters of {unit}"
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
@@ -75,7 +72,7 @@ class InFlight:
         self.phase = Phase.GATHERING
         if groups.is_away:
             groups.let_go()
-            self._told = tell(transport, self._axes, self.failure, f"Fetching {self._unit}")
+            self._told = tell(transport, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather."""

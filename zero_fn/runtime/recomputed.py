@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from zero_fn.agreement import agree, content_digest
 from zero_fn.collectives import Segment
 from zero_fn.errors import StorageError, TierError
-from zero_fn.guarded import Guarded
+from zero_fn.links import Links
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone
@@ -44,7 +44,7 @@ class Recomputed:
         module: nn.Module,
         name: str,
         own: Callable[..., Any] | None,
-        transport: Guarded | None,
+        transport: Links | None,
         parking: Parking | None,
     ) -> None:
         self._module = weakref.ref(module)
@@ -99,13 +99,12 @@ class Recomputed:
         self._has_agreed = True
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
         agree(
-            self._transport,
+            self._transport.exchange,
             "activations",
             [
                 f"input {i} of {self.name!r}, {tuple(x.shape)}, sum of bits {content_digest(x)}"
                 for i, x in enumerate(cut)
             ],
-            device=cut[0].device if cut else torch.device("cpu"),
             why="each rank would keep a part of another tensor",
             fix='partition= takes an axis along which activations are equal: mesh["tp"], not the data axis',
         )
@@ -123,7 +122,7 @@ class _Inputs:
     """The inputs of one forward: whole until it has run, then what this rank keeps of them, where it keeps it."""
 
     def __init__(
-        self, leaves: list[Any], spec: TreeSpec, transport: Guarded | None, parking: Parking | None, name: str
+        self, leaves: list[Any], spec: TreeSpec, transport: Links | None, parking: Parking | None, name: str
     ) -> None:
         self._leaves, self._spec, self._name = leaves, spec, name
         self._transport, self._parking = transport, parking

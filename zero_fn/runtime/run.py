@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
 from zero_fn.assignment import Assignment
-from zero_fn.hierarchy import Links
-from zero_fn.mesh import Axis
+from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.backwards import Backwards
 from zero_fn.runtime.ending import current_graph_task
@@ -36,8 +34,8 @@ class Run:
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
         self.module = Transformed(transport, assignment)
-        axes = assignment.axes if assignment.buffers != "local" else ()
-        self.forwards = Forwards(self.module, Statistics(transport, prod(axis.size for axis in axes)))
+        statistics = Statistics(transport, are_local=assignment.buffers == "local")
+        self.forwards = Forwards(self.module, statistics)
         self.backwards = Backwards(self.module, self.forwards)
         self.demand, self.arrive = self.backwards.demand, self.backwards.arrive
 
@@ -53,11 +51,6 @@ class Run:
     def transport(self) -> Links:
         """What units send and receive through."""
         return self.module.transport
-
-    @property
-    def axes(self) -> Sequence[Axis]:
-        """Over which they are cut."""
-        return self.module.axes
 
     @property
     def away(self) -> Away:

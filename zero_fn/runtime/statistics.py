@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_fn.agreement import agree, content_digest, differ
-from zero_fn.collectives import Route, Segment
-from zero_fn.hierarchy import Links
+from zero_fn.collectives import Segment
+from zero_fn.links import Links
 
 __all__ = ["Statistics"]
 
@@ -35,8 +35,8 @@ class Statistics:
         is_active: Whether they are broadcast at all: the module has some, and there are ranks to send them to.
     """
 
-    def __init__(self, transport: Links, size: int) -> None:
-        self._transport, self._size = transport, size
+    def __init__(self, transport: Links, *, are_local: bool) -> None:
+        self._transport, self._has_peers = transport, transport.size > 1 and not are_local
         self._anchors: list[Callable[[], nn.Module | None]] = []
         self._owners: list[Callable[[], nn.Module | None]] = []
         self._seen: list[_Version] = []
@@ -44,14 +44,13 @@ class Statistics:
         self._due: list[bool] = []  # on any rank, since the last broadcast
         self._asked = True  # nothing can have changed since the ranks told one another
         self._agreed: tuple[str, ...] = ()
-        self._device = torch.device("cpu")  # where control messages are made
         self.is_active = False
 
     def watch(self, anchor: nn.Module) -> None:
         """Adds the buffers of a module and of everything below it, before the first forward."""
         self._anchors.append(weakref.ref(anchor))
 
-    def begin(self, device: torch.device) -> None:
+    def begin(self) -> None:
         """The first forward: finds the buffers, compares their layout over ranks and sends them where values differ.
 
         Communicates 32 bytes to each peer if there are buffers.
@@ -69,13 +68,12 @@ class Statistics:
         self._changed = [False] * len(self._owners)
         self._due = [False] * len(self._owners)
         self._seen = [_version(owner()) for owner in self._owners]
-        self.is_active = bool(self._owners) and self._size > 1
+        self.is_active = bool(self._owners) and self._has_peers
         if not self.is_active:
             return
-        self._device = device
         self._agree()
         values = [f"{content_digest(buffer)}" for buffer in self._all()]
-        if differ(self._transport, values, device=device):
+        if differ(self._transport.exchange, values):
             self._due = [True] * len(self._owners)
 
     def note(self) -> None:
@@ -128,9 +126,10 @@ class Statistics:
         buffers = [buffer for _, buffer in chosen if buffer.numel()]
         with torch.no_grad():
             sent = torch.cat([_bytes(buffer) for buffer in buffers])
-            whole = sent.new_empty(sent.numel() * (self._size if self._transport.pads else 1))
+            whole = sent.new_empty(sent.numel() * (self._transport.size if self._transport.pads else 1))
             whole[: sent.numel()] = sent
-            pieces = Segment(whole, sent.numel(), sent.numel(), Route(0, sent.numel()))
+            route = [(number, sent.numel()) for number in range(len(self._transport.axes))]
+            pieces = Segment(whole, sent.numel(), sent.numel(), route)
             self._transport.all_gather([pieces], "buffers of rank 0").wait()
             if not torch.equal(whole[: sent.numel()], sent):
                 parts = torch.split(whole[: sent.numel()], [buffer.nbytes for buffer in buffers])
@@ -142,10 +141,9 @@ class Statistics:
     def _agree(self) -> None:
         self._agreed = self._layout()
         agree(
-            self._transport,
+            self._transport.exchange,
             "buffers",
             self._agreed,
-            device=self._device,
             why="rank 0's buffers would be written into others",
             fix='build the same module on every rank, or shard with buffers="local"',
         )

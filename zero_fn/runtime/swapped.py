@@ -20,7 +20,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.hierarchy import Links
+from zero_fn.links import Links
 from zero_fn.resting import local_of
 from zero_fn.runtime.gradients import GradientMemory, Reduction
 from zero_fn.runtime.on_model_axes import placed

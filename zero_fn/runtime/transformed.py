@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from zero_fn.assignment import Assignment
-from zero_fn.hierarchy import Links
-from zero_fn.mesh import Axis
+from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
@@ -45,16 +42,6 @@ class Transformed:
         self.control = Control(transport, assignment)
         self.graphs = Graphs()
         self.accumulating = self.caller = 0
-
-    @property
-    def axes(self) -> Sequence[Axis]:
-        """Over which it is cut."""
-        return self.assignment.axes
-
-    @property
-    def device(self) -> torch.device:
-        """Where control messages are made."""
-        return self.control.device
 
     def unit(self, index: int) -> Unit:
         """The unit of this number."""

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from zero_fn.hierarchy import Links
-from zero_fn.mesh import Axis
+from zero_fn.links import Links
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.changes import changed_in
@@ -43,10 +42,6 @@ class Runs(Protocol):
     @property
     def transport(self) -> Links:
         """What units send and receive through."""
-
-    @property
-    def axes(self) -> Sequence[Axis]:
-        """Over which they are cut."""
 
     @property
     def away(self) -> Away:
@@ -97,7 +92,7 @@ class Unit:
         """Gives it its parameters, which have no memory yet. Before anything else."""
         run, self.slots = self.run, slots
         self.has_model_axes = any(slot.model is not None for slot in slots)
-        self.at_rest = AtRest(str(self), slots, run.transport, run.axes, run.away, self)
+        self.at_rest = AtRest(str(self), slots, run.transport, run.away, self)
         self.groups = self.at_rest.groups
         self.shown, self.gradients = Shown(slots), Gradients(slots, run.transport, str(self))
         for slot in slots:
@@ -120,7 +115,7 @@ class Unit:
 
     def note_moved(self) -> None:
         """Parameters rest in other memory: what was made for that of before is dropped."""
-        self.in_flight = InFlight(str(self), self.slots, self.groups, self.run.transport, self.run.axes)
+        self.in_flight = InFlight(str(self), self.slots, self.groups, self.run.transport)
         self.gradients.forget_layout()
 
     def readopt(self) -> None:

@@ -7,9 +7,8 @@ from typing import TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.collectives import transport
 from zero_fn.errors import UnitError
-from zero_fn.guarded import Guarded
+from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
 from zero_fn.runtime.parked import Parking
 from zero_fn.runtime.recomputed import Recomputed
@@ -63,7 +62,7 @@ def checkpoint_activations(
             module=type(module).__name__,
             fix="name a class or a pattern of module names: units=Block",
         )
-    links = None if axis is None else Guarded(transport(axis), axis)
+    links = None if axis is None else Links([axis])
     parking = None if offload is None else Parking(offload)
 
     def prepare(twin: nn.Module) -> None:

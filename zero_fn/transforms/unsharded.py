@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
-from zero_fn.agreement import content_digest
+from zero_fn.agreement import agree_along, content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import runs_of, units_of
-from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
@@ -115,16 +113,15 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 after=list(whole.shape),
                 fix="edit values in place; change shapes before the transform",
             )
-    if unit.run.axes:
-        agree_on_values(
-            unit.run.transport,
-            unit.run.axes,
+    if unit.run.transport.axes:
+        agree_along(
+            unit.run.transport.exchange,
+            unit.run.transport.axes,
             "edits",
             [
                 ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
                 for slot, whole in zip(unit.slots, wholes, strict=True)
             ],
-            device=wholes[0].device if wholes else torch.device("cpu"),
             why="each rank would keep its part of another tensor; nothing was written",
             fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",
         )

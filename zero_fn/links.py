@@ -1,0 +1,222 @@
+"""What a module sends and receives through: one line for each of its data axes, each in its own process group.
+
+A tensor travels by hops, one for each axis on its route: the axis that cuts it first comes first.
+
+    all-gather       backwards: this rank's piece is completed over the axis that cut it last, then over the one before
+    reduce-scatter   forwards: over the first axis, then of that piece over the next: scattered if that cuts it, else to all
+    any, exchange    over one axis, then over the next
+
+One axis is a route of one hop. Of two axes the second moves 1/n of the tensor, n ranks on the first: let it be the slow one.
+A mean is the mean over the second axis of means over the first, each summed in the order of its ranks. A tensor that lies
+on one of the axes (experts) travels along the other only; its gradients hold the sum over the first.
+
+[Note: hops] The last hop of an all-gather is under way when the call returns; those before it were waited for. A reduction
+issues its later hops when it is waited for. Schedules wait in the same order on every rank, so ranks stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from math import prod
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from zero_fn.collectives import Alone, Contribution, Contributions, Pending, Route, Segment, transport
+from zero_fn.errors import DisagreementError, LostRankError
+from zero_fn.guarded import Guarded, Watched
+from zero_fn.mesh import Axis
+
+__all__ = ["Links", "Waits"]
+
+_Item = TypeVar("_Item", Segment, Contribution)
+
+Waits = Watched | Pending
+"""A collective under way."""
+
+
+class Links:
+    """The transport of a module over any of its data axes.
+
+    Attributes:
+        axes: The axes, the innermost first.
+        pads: Whether `Segment.whole` must have room for `n` full pieces.
+        device: Where messages are made.
+        rank, size: Of this rank among all of them, those of the first axis together, and how many there are.
+    """
+
+    def __init__(self, axes: Sequence[Axis]) -> None:
+        """Opens a line for each axis."""
+        self.axes = tuple(axes)
+        self._lines = [Guarded(transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
+        self._only = self._lines[0] if len(self._lines) == 1 else None
+        self.pads = any(line.raw.pads for line in self._lines)
+        self.device = torch.device(axes[0].device_type if axes else "cpu")
+        self.size = prod(axis.size for axis in axes)
+        self.rank = 0
+        for axis in reversed(self.axes):
+            self.rank = self.rank * axis.size + axis.rank
+
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        """The same segments, for many all-gathers of the same memory."""
+        # Which of them an axis takes is decided in each all-gather over several.
+        return self._only.raw.prepared(segments) if self._only is not None else segments
+
+    def all_gather(self, segments: Sequence[Segment], what: str) -> Waits:
+        """Fills each segment from the pieces of all ranks on its route. `what` says of what, in the words of an error."""
+        if self._only is not None:
+            return _gathered(self._only, segments, what)
+        with self._telling_others():
+            return self._rest_of(self._last_hops(segments, what))
+
+    def reduce_scatter(self, contributions: Sequence[Contribution], what: str) -> Waits:
+        """Writes into each `out` the mean over all ranks of this rank's piece."""
+        if self._only is not None:
+            return _reduced(self._only, contributions, what)
+        with self._telling_others():
+            chains = [self._reductions(number, chosen, what) for number, chosen in _by_axis(contributions)]
+            heads = [next(chain) for chain in chains]
+        return self._rest_of(hop for head, later in zip(heads, chains, strict=True) for hop in chain([head], later))
+
+    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Waits:
+        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
+        if self._only is not None:
+            return _ored(self._only, bits, what, check)
+        with self._telling_others():
+            *others, last = self._lines
+            for line in others:
+                # Waited for here: which ranks wait for the result depends on the bits, and the next hop must not.
+                _ored(line, bits, what, check).wait()
+            return self._rest_of([_ored(last, bits, what, check)])
+
+    def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
+        """Returns the uint8 messages of all ranks, one row each in their order, on the host. Lengths must agree. Waits."""
+        with self._telling_others():
+            rows = message
+            for line in self._lines:
+                rows = line.exchange(rows.view(-1), what)
+            return rows.view(-1, message.numel())
+
+    def give_up(self) -> None:
+        """After a failure elsewhere: tells the peers that nothing more will come."""
+        for line in self._lines:
+            line.raw.give_up()
+
+    @contextmanager
+    def _telling_others(self) -> Iterator[None]:
+        """A failure on one axis is told to the ranks of the others, which would wait for this one."""
+        try:
+            yield
+        except (LostRankError, DisagreementError):
+            self.give_up()
+            raise
+
+    def _rest_of(self, hops: Iterable[Waits]) -> Pending:
+        """What runs the hops that are left when it is waited for."""
+
+        def finish() -> None:
+            with self._telling_others():
+                for hop in hops:
+                    hop.wait()
+
+        return Pending(finish=finish)
+
+    def _last_hops(self, segments: Sequence[Segment], what: str) -> list[Waits]:
+        """Issues the last hop of an all-gather, over the axis that cut first, after those before it."""
+        last: list[Waits] = []
+        for number, chosen in _by_axis(segments):
+            line = self._lines[number]
+            inner: list[_Room] = []
+            for segment in chosen:
+                route = [hop for hop in segment.route[1:] if hop[1] is not None]
+                if route:
+                    inner.append(_Room(segment.piece(line.rank), route, self._lines))
+            if inner:
+                for hop in self._last_hops([room.segment for room in inner], what):
+                    hop.wait()
+                for room in inner:
+                    room.copy_back()
+            last.append(_gathered(line, chosen, what))
+        return last
+
+    def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Waits]:
+        """The hops of reductions that begin on the same axis."""
+        line = self._lines[number]
+        pieces: list[Contribution] = []
+        later: list[Contribution] = []
+        shared: list[tuple[Tensor, Route]] = []  # pieces that the second axis does not cut: all its ranks need them
+        alone: list[Tensor] = []
+        for contribution in contributions:
+            out, dtype, route = contribution.out, contribution.sum_dtype, contribution.route[1:]
+            own = contribution.piece(line.rank).numel()
+            if not route:
+                pieces.append(contribution)
+                alone.append(out)
+                continue
+            second, cut_numel = route[0]
+            is_shared = cut_numel is None
+            total = out if out.dtype == dtype and is_shared else torch.empty(own, dtype=dtype, device=out.device)
+            pieces.append(Contribution(contribution.rows, contribution.piece_rows, total, dtype))
+            if not own:
+                continue  # on every rank of the second axis
+            piece_numel = cut_numel or -(-own // self._lines[second].size)
+            if is_shared:
+                shared.append((out, [(second, piece_numel)]))
+                out = Segment(out, own, piece_numel).piece(self._lines[second].rank)
+            later.append(Contribution(total, piece_numel, out, dtype, route))
+        yield _reduced(line, pieces, what)
+        for out in alone:
+            out.div_(self.size // line.size)  # the mean over axes whose ranks have added up on the way here
+        for second, chosen in _by_axis(later):
+            yield _reduced(self._lines[second], chosen, what)
+        rooms = [_Room(out, route, self._lines) for out, route in shared]
+        if rooms:
+            yield from self._last_hops([room.segment for room in rooms], what)
+            for room in rooms:
+                room.copy_back()
+
+
+def _gathered(line: Guarded, segments: Sequence[Segment], what: str) -> Watched:
+    numel = sum([segment.numel for segment in segments])
+    return line.issue(line.raw.all_gather, segments, "all-gather of " + what, numel)
+
+
+def _reduced(line: Guarded, contributions: Sequence[Contribution], what: str) -> Watched:
+    if isinstance(contributions, Contributions):
+        numel = contributions.numel
+    else:
+        numel = sum([contribution.rows.numel() for contribution in contributions])
+    return line.issue(line.raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel)
+
+
+def _ored(line: Guarded, bits: Tensor, what: str, check: int) -> Watched:
+    return line.issue(line.raw.any, bits, "agreement on " + what, bits.numel(), check)
+
+
+class _Room:
+    """Room for a tensor that an all-gather completes; a copy where the transport would write padding beyond its end."""
+
+    def __init__(self, own: Tensor, route: Route, lines: Sequence[Guarded]) -> None:
+        (number, piece_numel), *_ = route
+        assert piece_numel is not None, "an axis that cuts nothing has nothing to complete"
+        self._own = self._place = own
+        padded_numel = piece_numel * lines[number].size
+        if lines[number].raw.pads and padded_numel > own.numel():
+            self._place = own.new_empty(padded_numel)
+            self._place[: own.numel()] = own
+        self.segment = Segment(self._place, own.numel(), piece_numel, route)
+
+    def copy_back(self) -> None:
+        if self._place is not self._own:
+            self._own.copy_(self._place[: self._own.numel()])
+
+
+def _by_axis(items: Sequence[_Item]) -> list[tuple[int, list[_Item]]]:
+    """Items by the axis that their route begins on."""
+    found: dict[int, list[_Item]] = {}
+    for item in items:
+        found.setdefault(item.route[0][0], []).append(item)
+    return sorted(found.items())
