@@ -22,7 +22,7 @@ BUDGET = {
     "local": 1320,
     "plan": 1300,
     "runtime": 8960,
-    "storage": 1680,
+    "storage": 1409,
     "streamed": 2560,
     "transforms": 1680,
     "": 4990,
@@ -40,7 +40,6 @@ WIDE = {
     "Slot": "to be cut with hooks on nodes",
     "Step": "to be cut into Run",
     "Unit": "to be cut with Run",
-    "Uring": "one ring of the kernel's",
 }
 """Classes above that, each with a reason. HOUSE.md allows five."""
 

@@ -32,7 +32,7 @@ forms_of = st.lists(
 def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
     shelf = shelf_of(zf.nvme(path), "a test")
     (place,) = shelf.reserve([record_nbytes(forms)])
-    shelf.stage(record_nbytes(forms), torch.device("cpu"))
+    shelf.stage(record_nbytes(forms), 1)
     borrow: Any = shelf.borrow
     shelf.borrow = lambda *what: borrow(*what).fill_(171)  # type: ignore[method-assign]
     return Record(shelf, forms, torch.device("cpu"), place), shelf

@@ -70,12 +70,12 @@ class Away:
         for what, forms in records.items():
             sizes = [record_nbytes(each) for each in forms]
             self._reserved[what] = self.shelf(what).reserve(sizes)
-            self.shelf(what).stage(max(sizes), device)
+            self.shelf(what).stage(max(sizes), stagings_for(device.type))
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
         """The place of the next record: one that was reserved, or another."""
         nbytes, reserved = record_nbytes(forms), self._reserved.get(what)
-        self.shelf(what).stage(nbytes, device)
+        self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
     def settle(self, slot: Slot, grad: Tensor) -> None:
