@@ -22,7 +22,7 @@ BUDGET = {
     "local": 1320,
     "plan": 1300,
     "runtime": 8960,
-    "storage": 1409,
+    "storage": 1410,
     "streamed": 2560,
     "transforms": 1680,
     "": 4990,
@@ -36,7 +36,6 @@ MOST = 15
 WIDE = {
     "BackwardPass": "where a backward is in its schedule",
     "Path": "the arithmetic of one parameter, each line a number that follows from its shape and axes",
-    "Record": "to be cut with the shelves",
     "Slot": "to be cut with hooks on nodes",
     "Step": "to be cut into Run",
     "Unit": "to be cut with Run",

@@ -93,7 +93,8 @@ class Away:
         for record, (values, computed) in _take_gradients(unit).items():
             with self._failing_at_the_end():
                 for other in self._writing:
-                    other.continue_writing()
+                    if other.writing is not None:
+                        other.writing.go_on(other)
                 self._finish_writing(down_to=stagings_for(record.device.type) - 1)
                 self._writing.append(record)
                 record.begin_writing(values, computed)

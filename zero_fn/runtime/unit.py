@@ -285,7 +285,8 @@ class Unit:
     def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, record_type: type[Record]) -> Record:
         """Room in another tier; that of before, where nothing has changed. [Note: away]"""
         for known in self._known_records:
-            if type(known) is record_type and known.is_for(what[1], forms, device):
+            is_alike = (known.shelf.tier, known.forms, known.device) == (what[1], forms, device)
+            if type(known) is record_type and is_alike:
                 self._known_records.remove(known)
                 return known
         away = self.step.away

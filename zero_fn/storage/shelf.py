@@ -11,6 +11,7 @@ is freed again.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -25,7 +26,7 @@ from zero_fn.storage.forked import Owned
 from zero_fn.storage.request import Request
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.stripes import extents_of, share_of
-from zero_fn.storage.transfer import Block, Transfer
+from zero_fn.storage.transfer import Block, Transfer, wait_all
 from zero_fn.tiers import Cpu, Nvme, Tier, is_accelerator
 
 __all__ = ["BLOCK_NBYTES", "Disk", "Shelf", "shelf_of", "stagings_for"]
@@ -92,9 +93,9 @@ class Shelf:
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
-    def give_back(self, memory: Tensor, left: torch.Event | Transfer | None = None) -> None:
-        """The memory that `borrow` gave is no longer needed, once what is under way in it has ended: a copy to the device,
-        or a transfer that nobody waits for."""
+    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
+        """The memory that `borrow` gave is no longer needed, once what is under way in it has ended: copies to the device,
+        and transfers that nobody waits for."""
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         """Begins to fill memory with a range that was written as one; None if it is there."""
@@ -138,7 +139,7 @@ class Disk(Shelf, Owned):
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
         self._stagings = Buffers()
-        self._free: list[tuple[Tensor, torch.Event | Transfer | None]] = []  # stagings, with what is under way in them
+        self._free: list[tuple[Tensor, Sequence[torch.Event | Transfer | None]]] = []  # with what is under way in them
         self._lent: dict[int, Tensor] = {}  # the others, by their first byte
         _disks.add(self)
 
@@ -153,10 +154,11 @@ class Disk(Shelf, Owned):
     def stage(self, nbytes: int, count: int) -> None:
         count, size = max(count, self._stagings.count), max(whole_pages(nbytes), self._stagings.size)
         if (count, size) != (self._stagings.count, self._stagings.size):
-            self._await_copies()
+            for _, left in self._free:
+                _await_copies(left)
             self._free, self._lent, self._stagings = [], {}, Buffers()  # what was there goes first
             self._stagings = Buffers(count, size, f"stagings of {self._what}")
-            self._free = [(view, None) for view in self._stagings.views]
+            self._free = [(view, ()) for view in self._stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         self.require_own()
@@ -164,19 +166,17 @@ class Disk(Shelf, Owned):
             return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
         memory, left = self._free.pop(0)  # the one that was given back first
         self._lent[memory.data_ptr()] = memory
-        if isinstance(left, torch.Event):
-            left.synchronize()
-        elif left is not None:
-            with suppress(StorageError):  # whoever began it did not wait for it
-                left.wait()
+        _await_copies(left)
+        with suppress(StorageError):  # whoever began these did not wait for them
+            wait_all(each for each in left if isinstance(each, Transfer))
         return memory[:nbytes]
 
-    def give_back(self, memory: Tensor, left: torch.Event | Transfer | None = None) -> None:
+    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
         whole = self._lent.pop(memory.data_ptr(), None)
         if whole is not None:
             self._free.append((whole, left))
-        elif isinstance(left, torch.Event):  # memory out of schedule, or of stagings that were too small
-            left.synchronize()
+        else:  # memory out of schedule, or of stagings that were too small
+            _await_copies(left)
 
     def read(self, place: int, memory: Tensor) -> Transfer:
         requests, blocks = self._cut(place, memory, is_write=False)
@@ -191,14 +191,8 @@ class Disk(Shelf, Owned):
         return transfer
 
     def __del__(self) -> None:
-        if hasattr(self, "_free"):
-            self._await_copies()
-
-    def _await_copies(self) -> None:
-        """Copies to the device hold no memory; transfers do, and a finalizer cannot wait for them."""
-        for _, left in self._free:
-            if isinstance(left, torch.Event):
-                left.synchronize()
+        for _, left in getattr(self, "_free", ()):
+            _await_copies(left)
 
     def _cut(self, place: int, memory: Tensor, *, is_write: bool) -> tuple[list[Request], list[Block]]:
         """The requests that a range takes, and the block of each."""
@@ -223,6 +217,13 @@ class Disk(Shelf, Owned):
             for file, reserved in zip(self.files, before, strict=True):
                 file.shrink(reserved)
             raise
+
+
+def _await_copies(left: Iterable[object]) -> None:
+    """Waits for copies to the device, which hold no memory. Transfers do, and a finalizer cannot wait for them."""
+    for each in left:
+        if isinstance(each, torch.Event):
+            each.synchronize()
 
 
 _disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # those of equal tiers share their limit

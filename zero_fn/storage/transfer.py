@@ -90,8 +90,8 @@ class Transfer(Owned):
         if not self._requests:
             return
         self.require_own()
+        self._carrier.wait(self._requests)  # an interrupt leaves them to the next who waits
         requests, self._requests = self._requests, ()
-        self._carrier.wait(requests)
         for request in requests:
             if request.failure is not None:
                 raise request.failure

@@ -178,7 +178,7 @@ class Windows:
             number = cut.piece.parameter
             grad, place = local_of(self._grads[number]) if number in self._grads else None, away_of(self._known[number])
             if isinstance(grad, TierTensor):
-                if place is None or grad.number != place.number or not record_of(grad).is_like(record_of(place)):
+                if place is None or grad.number != place.number or record_of(grad).forms != record_of(place).forms:
                     return None
                 found.add(record_of(grad))
         return found.pop() if len(found) == 1 else None
