@@ -22,7 +22,7 @@ BUDGET = {
     "local": 1320,
     "plan": 1300,
     "runtime": 8960,
-    "storage": 1410,
+    "storage": 1400,
     "streamed": 2560,
     "transforms": 1680,
     "": 4990,

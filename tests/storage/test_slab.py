@@ -33,7 +33,7 @@ def is_mapped(address: int) -> bool:
 def test_a_slab_is_whole_pages_and_no_more() -> None:
     slab = Slab(3 * PAGE_NBYTES + 1, cpu(), "states")
     assert slab.nbytes == slab.memory.numel() == 4 * PAGE_NBYTES
-    assert slab.address % PAGE_NBYTES == 0
+    assert slab.memory.data_ptr() % PAGE_NBYTES == 0
     assert not slab.memory.any()
 
 
@@ -131,7 +131,7 @@ def test_memory_is_pinned_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     slab = Slab(2 * PAGE_NBYTES, cpu(), "states")
-    address, memory = slab.address, slab.memory
+    address, memory = slab.memory.data_ptr(), slab.memory
     assert slab.is_pinned
     del slab
     assert calls == [("pinned", address, 2 * PAGE_NBYTES)]

@@ -150,12 +150,12 @@ class Record:
             self._changed = None
             self.drop()
 
-    def begin_writing(self, values: Mapping[int, Tensor], computed: Mapping[int, torch.dtype] | None = None) -> None:
+    def begin_writing(self, values: Mapping[int, Tensor], computed: torch.dtype | None = None) -> None:
         """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
 
         Args:
             values: By number, on the host or the device. Those on the device may change once they are finished.
-            computed: The dtypes they were computed in, where that is known.
+            computed: The dtype they were computed in, if that is known.
 
         Raises:
             StorageError: What was written before failed, or what is beside these tensors cannot be read.
@@ -175,9 +175,9 @@ class Record:
             stretch.close(self)
             raise
         for number, value in values.items():
-            room, dtype = stretch.tensor(self, number), (computed or {}).get(number, value.dtype)
+            room = stretch.tensor(self, number)
             if value.device.type != "cpu":
-                stretch.arriving.append(Arriving(room, value, dtype))
+                stretch.arriving.append(Arriving(room, value, computed or value.dtype))
             else:
                 room.copy_(value)
         stretch.unwritten, self.writing = parcels, stretch

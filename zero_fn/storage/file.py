@@ -17,7 +17,6 @@ __all__ = ["FULL", "SpillFile", "too_small"]
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Errors that say that there is no more room."""
 
-_NO_DESCRIPTORS = frozenset((errno.EMFILE, errno.ENFILE))
 _NO_FALLOCATE = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS))
 _ZEROS_NBYTES = 8 << 20
 
@@ -102,12 +101,9 @@ def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError
 def _not_made(path: str, what: str, error: OSError) -> StorageError:
     fix = "give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')"
     bound = {}
-    if error.errno in _NO_DESCRIPTORS:
+    if error.errno == errno.EMFILE:
         bound = {"bound": f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files of the process (ulimit -n)"}
         fix = "ulimit -n 4096 before the program, or close files that it holds open (ls -l /proc/PID/fd)"
-    if error.errno == errno.ENFILE:
-        bound = {"bound": "open files of the machine (sysctl fs.file-max)"}
-        fix = "sysctl -w fs.file-max=1000000, or end programs that hold many files open"
     return StorageError(
         f"No file can be made in {path!r}.",
         path=os.path.abspath(path),

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.storage.buffers import Buffers
 from zero_fn.storage.carrier import Carrier, chosen_carrier
 from zero_fn.storage.file import SpillFile, too_small
 from zero_fn.storage.forked import Owned
 from zero_fn.storage.request import Request
+from zero_fn.storage.ring import Ring
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.stripes import extents_of, share_of
 from zero_fn.storage.transfer import Block, Transfer, wait_all
@@ -138,7 +138,7 @@ class Disk(Shelf, Owned):
         self.files = [SpillFile(path, what) for path in tier.paths]
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
-        self._stagings = Buffers()
+        self._stagings = Ring()
         self._free: list[tuple[Tensor, Sequence[torch.Event | Transfer | None]]] = []  # with what is under way in them
         self._lent: dict[int, Tensor] = {}  # the others, by their first byte
         _disks.add(self)
@@ -156,8 +156,8 @@ class Disk(Shelf, Owned):
         if (count, size) != (self._stagings.count, self._stagings.size):
             for _, left in self._free:
                 _await_copies(left)
-            self._free, self._lent, self._stagings = [], {}, Buffers()  # what was there goes first
-            self._stagings = Buffers(count, size, f"stagings of {self._what}")
+            self._free, self._lent, self._stagings = [], {}, Ring()  # what was there goes first
+            self._stagings = Ring(count, size, f"stagings of {self._what}")
             self._free = [(view, ()) for view in self._stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:

@@ -67,11 +67,6 @@ class Slab:
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         self.is_pinned = tier.pinned and torch.cuda.is_available() and _register(mapped, self.nbytes)
 
-    @property
-    def address(self) -> int:
-        """Address of its first byte."""
-        return self.memory.data_ptr()
-
 
 def too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError:
     """The error for `what`, which needs more than can be taken, because of `bound`."""

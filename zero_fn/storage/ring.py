@@ -1,4 +1,4 @@
-"""Host memory that bytes of a disk pass through: equal ranges of one slab."""
+"""Host memory that bytes of a disk pass through: equal ranges of one slab, taken in turn."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from zero_fn.storage.forked import Owned
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.tiers import Cpu, bytes_text
 
-__all__ = ["Buffers"]
+__all__ = ["Ring"]
 
 
-class Buffers(Owned):
-    """Some buffers of one size. They go with the object and what is under way in them.
+class Ring(Owned):
+    """Some buffers of one size.
 
     Attributes:
         count: How many.
@@ -22,12 +22,7 @@ class Buffers(Owned):
     """
 
     def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
-        """Takes the memory.
-
-        Args:
-            count: How many.
-            nbytes: Bytes of each; none takes no memory.
-            what: What they are for, for errors.
+        """Takes memory for `count` buffers of `nbytes`; none, if either is 0. `what` they are for, in errors.
 
         Raises:
             TierError: There is not so much memory.
@@ -49,6 +44,10 @@ class Buffers(Owned):
         """
         self.require_own()
         return self._views
+
+    def buffer(self, turn: int, nbytes: int) -> Tensor:
+        """Memory for that many bytes, in whole pages."""
+        return self.views[turn % self.count][: whole_pages(nbytes)]
 
     def __str__(self) -> str:
         return f"{self.count} buffer{'s' * (self.count > 1)} of {bytes_text(self.size)}"
