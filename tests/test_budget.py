@@ -22,7 +22,7 @@ BUDGET = {
     "local": 1320,
     "plan": 1140,
     "runtime": 8790,
-    "storage": 1680,
+    "storage": 1415,
     "streamed": 2560,
     "transforms": 1680,
     "": 4920,
@@ -36,9 +36,7 @@ MOST = 15
 
 WIDE = {
     "Path": "the arithmetic of one parameter, each line a number that follows from its shape and axes",
-    "Record": "to be cut with the shelves",
     "Slot": "what is known of one parameter",
-    "Uring": "one ring of the kernel's",
 }
 """Classes above that, each with a reason. HOUSE.md allows five."""
 

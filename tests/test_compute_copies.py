@@ -21,7 +21,8 @@ from tests.ranks import Ranks, axis
 from tests.storage.disks import answers, failing
 from zero_fn.kernels import library
 from zero_fn.runtime.compute_copies import ParameterRecord
-from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
+from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
+from zero_fn.runtime.record import Record
 from zero_fn.storage import Slab, shelf_of, wait_all
 from zero_fn.storage.request import Request
 

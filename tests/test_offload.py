@@ -471,9 +471,9 @@ def test_a_read_that_fails_on_one_rank_is_an_error_on_all_and_leaves_the_model(
 def test_a_flipped_bit_is_not_computed_with(tmp_path: Path) -> None:
     model: Any = zf.offload(Language(), params=zf.nvme(tmp_path))
     parameter: Any = model.blocks[1].up.weight
-    file = parameter.record.shelf._spill.file.files[0]
+    file = parameter.record.shelf.files[0]
     with open(f"/proc/self/fd/{file.fd}", "r+b", buffering=0) as opened:
-        place = parameter.record._place
+        place = parameter.record.place
         os.pwrite(opened.fileno(), bytes([os.pread(opened.fileno(), 1, place)[0] ^ 4]), place)
         os.fsync(opened.fileno())
     for act in (lambda: model(tokens(0)), lambda: parameter.norm(), lambda: model(tokens(0))):

@@ -17,7 +17,7 @@ import zero_fn as zf
 from tests.groups import alone
 from tests.models import Language
 from tests.ranks import Ranks, axis
-from zero_fn.storage import Slab, Spill
+from zero_fn.storage import Disk, Slab
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01),
@@ -106,13 +106,13 @@ def test_a_part_of_the_states_is_planned_where_it_is(tmp_path: Path, tier: str, 
 def moved_in(step: Callable[[], None], patch: pytest.MonkeyPatch) -> Counter[tuple[str, str]]:
     counts: Counter[tuple[str, str]] = Counter()
     for verb in ("read", "write"):
-        own = getattr(Spill, verb)
+        own = getattr(Disk, verb)
 
-        def counted(spill: Spill, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
-            counts[str(spill.file.tier), verb] += view.numel()
-            return own(spill, offset, view)
+        def counted(disk: Disk, offset: int, view: Tensor, own: Any = own, verb: str = verb) -> Any:
+            counts[str(disk.tier), verb] += view.numel()
+            return own(disk, offset, view)
 
-        patch.setattr(Spill, verb, counted)
+        patch.setattr(Disk, verb, counted)
     step()
     patch.undo()
     return counts

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import zero_fn as zf
-from zero_fn.runtime.record import PARCEL_NBYTES, Form, Record, record_nbytes
+from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
+from zero_fn.runtime.record import Record
 from zero_fn.storage import Slab, shelf_of, wait_all
 
 Forms = list[Form]
@@ -32,7 +35,7 @@ forms_of = st.lists(
 def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
     shelf = shelf_of(zf.nvme(path), "a test")
     (place,) = shelf.reserve([record_nbytes(forms)])
-    shelf.stage(record_nbytes(forms), torch.device("cpu"))
+    shelf.stage(record_nbytes(forms), 1)
     borrow: Any = shelf.borrow
     shelf.borrow = lambda *what: borrow(*what).fill_(171)  # type: ignore[method-assign]
     return Record(shelf, forms, torch.device("cpu"), place), shelf
@@ -113,23 +116,30 @@ def test_several_tensors_are_computed_one_at_a_time(tmp_path: Path, monkeypatch:
     record, _ = recorded(tmp_path, [Form(8, torch.float32)] * 3)
     tensors: list[Tensor] = [record.tensor(n) for n in range(3)]
     opened: list[int] = []
-    bring, most = Record.open, 0
+    bring, most = Record.opened, 0
 
-    def open_one(self: Record, number: int, **how: Any) -> Any:
+    @contextmanager
+    def open_one(self: Record, number: int, **how: Any) -> Iterator[Tensor]:
         nonlocal most
-        entry = bring(self, number, **how)
-        opened.append(number)
-        most = max(most, len(opened))
-        close = entry.close
-        return _Closing(entry, lambda: (opened.pop(), close()))
+        with bring(self, number, **how) as flat:
+            opened.append(number)
+            most = max(most, len(opened))
+            yield flat
+            opened.pop()
 
-    monkeypatch.setattr(Record, "open", open_one)
+    monkeypatch.setattr(Record, "opened", open_one)
     torch._foreach_add_(tensors, 2.0)
     torch._foreach_mul_(tensors, torch.tensor(3.0))
     assert [norm.item() for norm in torch._foreach_norm(tensors)] == pytest.approx([6 * 8**0.5] * 3)
     assert most == 1
 
 
-class _Closing:
-    def __init__(self, entry: Any, close: Any) -> None:
-        self.flat, self.put, self.close = entry.flat, entry.put, close
+def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
+    """What was opened first would be written back last, as it was."""
+    record, _ = recorded(tmp_path, [Form(8, torch.float32)])
+    tensor: Tensor = record.tensor(0)
+    tensor.fill_(3.0)
+    tensor.mul_(tensor)
+    assert tensor.clone().eq(9).all()
+    tensor.add_(tensor[2:3])
+    assert tensor.clone().eq(18).all()

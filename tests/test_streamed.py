@@ -613,7 +613,7 @@ def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
     before = copy.deepcopy(parameters)
     (store,) = optimizer.states.stores.values()
     shelf: Any = store._shelf
-    with open(f"/proc/self/fd/{shelf._spill.file.files[0].fd}", "r+b", buffering=0) as file:
+    with open(f"/proc/self/fd/{shelf.files[0].fd}", "r+b", buffering=0) as file:
         os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, 777)[0] ^ 4]), 777)
         os.fsync(file.fileno())
     for _ in range(2):  # what was read wrong is not in a buffer of the next step

@@ -28,10 +28,10 @@ from zero_fn.mesh import axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
+from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import note_members, watch_registrations
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form

@@ -6,7 +6,7 @@ interpreter.
 Rounds of every way are interleaved, so that a loaded machine slows all alike; the table gives the best and the median.
 Ways:
 
-    uring      io_uring with registered buffers in huge pages, blocks of 8 MiB, checksums taken and compared
+    uring      io_uring, memory in huge pages, blocks of 8 MiB, checksums taken and compared
     unchecked  the same without checksums
     threads    os.preadv and os.pwritev in four threads, with checksums
     fio        io_uring, direct, blocks of 8 MiB, 8 under way, registered buffers, memory in huge pages (glibc's tunable)
@@ -35,9 +35,9 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from zero_fn.storage import Carrier, Slab, Spill, Transfer
+from zero_fn.storage import Carrier, Disk, Slab, Transfer
 from zero_fn.storage.request import Request
-from zero_fn.storage.spill import BLOCK_NBYTES
+from zero_fn.storage.shelf import BLOCK_NBYTES
 from zero_fn.storage.threads import Threads
 from zero_fn.storage.uring import Uring
 from zero_fn.tiers import cpu, nbytes_of_text, nvme
@@ -53,9 +53,8 @@ def through_spill(carrier: Carrier, path: str, size: int) -> Way:
     """As `streamed` does it: four buffers in turn."""
     slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
     slab.memory.random_(0, 256)
-    carrier.register(slab.memory)
-    spill = Spill(nvme(path), "the benchmark", carrier)
-    spill.reserve(size)
+    disk = Disk(nvme(path), "the benchmark", carrier)
+    disk.reserve([size])
     views = list(torch.split(slab.memory, BUFFER_NBYTES))
 
     def move(is_write: bool) -> None:
@@ -63,7 +62,7 @@ def through_spill(carrier: Carrier, path: str, size: int) -> Way:
         for number, offset in enumerate(range(0, size, BUFFER_NBYTES)):
             if number >= BUFFERS:
                 under_way.pop(0).wait()
-            under_way.append((spill.write if is_write else spill.read)(offset, views[number % BUFFERS]))
+            under_way.append((disk.write if is_write else disk.read)(offset, views[number % BUFFERS]))
         for transfer in under_way:
             transfer.wait()
 
@@ -74,9 +73,8 @@ def unchecked(path: str, size: int) -> Way:
     carrier = Uring()
     slab = Slab(BUFFERS * BUFFER_NBYTES, cpu(), "buffers", forked=False)
     slab.memory.random_(0, 256)
-    carrier.register(slab.memory)
-    spill = Spill(nvme(path), "the benchmark", carrier)
-    spill.reserve(size)
+    disk = Disk(nvme(path), "the benchmark", carrier)
+    disk.reserve([size])
     room = BUFFERS * BUFFER_NBYTES
 
     def move(is_write: bool) -> None:
@@ -85,7 +83,7 @@ def unchecked(path: str, size: int) -> Way:
             if len(under_way) == room // BLOCK_NBYTES:
                 carrier.wait([under_way.pop(0)])
             block = slab.memory[offset % room : offset % room + BLOCK_NBYTES]
-            under_way.append(Request(spill.file.files[0], offset, block, is_write=is_write))
+            under_way.append(Request(disk.files[0], offset, block, is_write=is_write))
             carrier.submit(under_way[-1:])
         carrier.wait(under_way)
         assert all(request.failure is None for request in under_way)

@@ -18,6 +18,7 @@ import io
 import os
 import pickle
 import re
+import resource
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -61,7 +62,7 @@ from zero_fn.errors import (
     ZeroError,
 )
 from zero_fn.mesh import mesh_axis
-from zero_fn.storage import Slab, Spill
+from zero_fn.storage import Disk, Slab
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
 from zero_fn.streamed.states import MissingStateError
@@ -918,13 +919,41 @@ def disk_gives_other_bytes() -> object:
 
 
 def disk_lost_a_write() -> object:
-    spill = Spill(zf.nvme("."), "states", Threads())
+    disk = Disk(zf.nvme("."), "states", Threads())
     memory = Slab(4096, zf.cpu(), "a test").memory
-    spill.reserve(4096)
-    spill.write(0, memory).wait()
-    spill.write(0, memory.fill_(1)).wait()
-    os.pwrite(spill.file.files[0].fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
-    return spill.read(0, memory).wait()
+    disk.reserve([4096])
+    disk.write(0, memory).wait()
+    disk.write(0, memory.fill_(1)).wait()
+    os.pwrite(disk.files[0].fd, (ctypes.c_char * 4096).from_address(memory.zero_().data_ptr()), 0)
+    return disk.read(0, memory).wait()
+
+
+def disk_takes_no_more_open_files() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("zero_fn.storage.file._opened", fails)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(before[0], 1024), before[1]))
+        try:
+            return zf.streamed(stepped()[1], zf.nvme("/"))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def disk_takes_no_file_so_large() -> object:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EFBIG, "File too large")
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", fails)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, before[1]))
+        try:
+            return zf.streamed(stepped()[1], zf.nvme("."))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def disk_cannot_reserve() -> object:
@@ -1442,12 +1471,13 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     TierError: (
         tier_of_one_path_twice, streamed_without_a_tier, streamed_of_no_fraction, streamed_in_too_small_a_buffer,
         tier_of_no_size, tier_of_host_memory_is_too_small, tier_on_disk_is_too_small, tier_buffer_is_too_small,
+        disk_takes_no_file_so_large,
         planned_disk_was_not_measured, planned_accelerator_was_not_measured, planned_host_is_the_device,
         planned_disks_are_two, nothing_fits_the_budget,
     ),
     StorageError: (
         values_in_a_tier_are_read_in_a_fork,
-        disk_has_no_such_path, disk_cannot_reserve, step_that_failed_on_another_rank,
+        disk_has_no_such_path, disk_takes_no_more_open_files, disk_cannot_reserve, step_that_failed_on_another_rank,
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
         disk_is_missing_on_another_rank,
     ),

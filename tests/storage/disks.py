@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from zero_fn.storage import Shelf
 from zero_fn.storage.request import Request
 
-__all__ = ["answers", "failing", "small_disk"]
+__all__ = ["answers", "failing", "old_disk", "reserved", "small_disk"]
+
+
+def reserved(shelf: Shelf, nbytes: int) -> int:
+    """The place of a range of its own."""
+    (place,) = shelf.reserve([nbytes])
+    return place
 
 
 @contextmanager
@@ -22,6 +29,24 @@ def small_disk(path: Path, options: str = "size=1m") -> Iterator[Path]:
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", path], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip(f"cannot mount: {mounted.stderr.decode().strip()}")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", path], check=True)
+
+
+@contextmanager
+def old_disk(path: Path) -> Iterator[Path]:
+    """A file system of 16 MB that takes direct I/O and cannot reserve room (ext2, as NFS before 4.2 and some of FUSE); skips
+    the test where it cannot be made."""
+    path.mkdir(exist_ok=True)
+    image = path.with_suffix(".image")
+    image.write_bytes(bytes(16 << 20))
+    for command in (["mkfs.ext2", "-q", image], ["mount", "-o", "loop", image, path]):
+        try:
+            subprocess.run(command, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"cannot make an old file system: {error}")
     try:
         yield path
     finally:

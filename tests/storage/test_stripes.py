@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.storage.disks import small_disk
-from zero_fn.storage.carrier import chosen_carrier
+from tests.storage.disks import reserved, small_disk
 from zero_fn.storage.file import SpillFile
 from zero_fn.storage.request import Request
+from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.storage.spill import BLOCK_NBYTES, Spill
-from zero_fn.storage.stripes import STRIPE_NBYTES, Stripes
+from zero_fn.storage.stripes import STRIPE_NBYTES, extents_of, share_of
 from zero_fn.tiers import Nvme, cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="opens files without a name again")
@@ -49,88 +48,84 @@ def filled(nbytes: int, seed: int) -> Slab:
     st.integers(0, PAGES),
 )
 def test_every_page_has_one_place_inside_what_its_file_reserves(
-    count: int, ranges: list[tuple[int, int]], reserved: int
+    count: int, ranges: list[tuple[int, int]], pages_taken: int
 ) -> None:
     """However a range is cut, its pages are at the places that they have in the whole."""
-    stripes = object.__new__(Stripes)
-    files: list[Any] = [f"file {number}" for number in range(count)]
-    stripes.files = tuple(files)
-    places: dict[int, tuple[Any, int]] = {}
+    places: dict[int, tuple[int, int]] = {}
     for first, pages in [(0, 2 * PAGES), *ranges]:
         end = 0
-        for start, nbytes, file, offset in stripes.extents(first * PAGE_NBYTES, pages * PAGE_NBYTES, BLOCK_NBYTES):
+        for start, nbytes, disk, offset in extents_of(first * PAGE_NBYTES, pages * PAGE_NBYTES, count, BLOCK_NBYTES):
             assert start == end and nbytes <= BLOCK_NBYTES
             end = start + nbytes
             for at in range(0, nbytes, PAGE_NBYTES):
                 page = first + (start + at) // PAGE_NBYTES
-                assert places.setdefault(page, (file, offset + at)) == (file, offset + at)
+                assert places.setdefault(page, (disk, offset + at)) == (disk, offset + at)
         assert end == pages * PAGE_NBYTES
     assert len(set(places.values())) == len(places)
-    taken: Counter[Any] = Counter()
-    for page in range(reserved):
-        file, offset = places[page]
-        taken[file] = max(taken[file], offset + PAGE_NBYTES)
-    shares = [stripes._share(number, reserved * PAGE_NBYTES) for number in range(count)]
-    assert shares == [taken[file] for file in files]
-    assert sum(shares) == reserved * PAGE_NBYTES
+    taken: Counter[int] = Counter()
+    for page in range(pages_taken):
+        disk, offset = places[page]
+        taken[disk] = max(taken[disk], offset + PAGE_NBYTES)
+    shares = [share_of(disk, pages_taken * PAGE_NBYTES, count) for disk in range(count)]
+    assert shares == [taken[disk] for disk in range(count)]
+    assert sum(shares) == pages_taken * PAGE_NBYTES
 
 
 def test_bytes_come_back_from_every_offset_and_lie_on_all_disks(disks: list[str]) -> None:
-    spill = Spill(zf.nvme(*disks), "states", chosen_carrier())
+    disk = Disk(zf.nvme(*disks), "states")
     pad, size = 3 * PAGE_NBYTES, 9 * STRIPE_NBYTES + 5 * PAGE_NBYTES
-    spill.reserve(pad)
+    reserved(disk, pad)
     slabs = {}
     for seed in range(2):
-        offset = spill.reserve(size)
+        offset = reserved(disk, size)
         slabs[offset] = filled(size, seed)
-        spill.write(offset, slabs[offset].memory).wait()
+        disk.write(offset, slabs[offset].memory).wait()
     for offset, slab in slabs.items():
         back = Slab(size, cpu(), "test", forked=False)
-        spill.read(offset, back.memory).wait()
+        disk.read(offset, back.memory).wait()
         assert torch.equal(back.memory, slab.memory)
-    assert spill.file.nbytes == sum(file.nbytes for file in spill.file.files) == pad + 2 * size
-    sizes = [file.nbytes for file in spill.file.files]
+    assert disk.nbytes == sum(file.nbytes for file in disk.files) == pad + 2 * size
+    sizes = [file.nbytes for file in disk.files]
     assert max(sizes) - min(sizes) <= STRIPE_NBYTES
 
 
 def test_a_fault_is_named_with_its_path(disks: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    spill = Spill(zf.nvme(*disks), "states", chosen_carrier())
+    disk = Disk(zf.nvme(*disks), "states")
     slab = filled(6 * STRIPE_NBYTES, 0)
-    offset = spill.reserve(slab.nbytes)
-    spill.write(offset, slab.memory).wait()
-    second: SpillFile = spill.file.files[1]
+    offset = reserved(disk, slab.nbytes)
+    disk.write(offset, slab.memory).wait()
+    second: SpillFile = disk.files[1]
     with open(f"/proc/self/fd/{second.fd}", "r+b", buffering=0) as file:
         file.seek(STRIPE_NBYTES + 100)
         byte = file.read(1)
         file.seek(STRIPE_NBYTES + 100)
         file.write(bytes([byte[0] ^ 4]))
     with pytest.raises(zf.StorageError, match=r"block of states in \S*second does not hold"):
-        spill.read(offset, slab.memory).wait()
+        disk.read(offset, slab.memory).wait()
     advance = Request.advance
 
     def failing(request: Request, result: int) -> None:
-        advance(request, -errno.EIO if request.file is spill.file.files[2] else result)
+        advance(request, -errno.EIO if request.file is disk.files[2] else result)
 
     monkeypatch.setattr(Request, "advance", failing)
     with pytest.raises(zf.StorageError, match=r"Writing to states in \S*third failed"):
-        spill.write(offset, slab.memory).wait()
+        disk.write(offset, slab.memory).wait()
 
 
 def test_a_disk_too_small_leaves_all_as_they_were(disks: list[str], tmp_path: Path) -> None:
     with small_disk(tmp_path / "small", "size=3m") as path:
-        spill = Spill(zf.nvme(disks[0], path, disks[1]), "states", chosen_carrier())
-        spill.reserve(3 * STRIPE_NBYTES)
-        before = [file.nbytes for file in spill.file.files]
+        disk = Disk(zf.nvme(disks[0], path, disks[1]), "states")
+        reserved(disk, 3 * STRIPE_NBYTES)
+        before = [file.nbytes for file in disk.files]
         with pytest.raises(zf.TierError, match=r"states in \S*small need"):
-            spill.reserve(6 * STRIPE_NBYTES)
-        assert [file.nbytes for file in spill.file.files] == before
-        assert spill.reserve(STRIPE_NBYTES) == 3 * STRIPE_NBYTES
-        spill.file.close()
-    limited = Spill(zf.nvme(*disks, limit="4MiB"), "states", chosen_carrier())
+            reserved(disk, 6 * STRIPE_NBYTES)
+        assert [file.nbytes for file in disk.files] == before
+        assert reserved(disk, STRIPE_NBYTES) == 3 * STRIPE_NBYTES
+    limited = Disk(zf.nvme(*disks, limit="4MiB"), "states")
     with pytest.raises(zf.TierError, match=r"first, \S*second, \S*third need .* 4\.00 MiB can be taken"):
-        limited.reserve(STRIPE_NBYTES * 3)
+        reserved(limited, STRIPE_NBYTES * 3)
     with pytest.raises(zf.StorageError, match=r"No file can be made in .*missing"):
-        Spill(zf.nvme(disks[0], str(tmp_path / "missing")), "states", chosen_carrier())
+        Disk(zf.nvme(disks[0], str(tmp_path / "missing")), "states")
 
 
 def test_training_on_several_disks_changes_no_bit(disks: list[str]) -> None:

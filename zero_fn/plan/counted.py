@@ -24,9 +24,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zero_fn.held import Held
-from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.kind import Lifetime
+from zero_fn.runtime.kind import Lifetime, Shelved
 from zero_fn.runtime.record import parcels_of, record_nbytes
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit

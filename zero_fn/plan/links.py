@@ -15,7 +15,7 @@ from zero_fn.errors import StorageError
 from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.side_stream import side_stream
-from zero_fn.storage import Slab, Spill, chosen_carrier
+from zero_fn.storage import Disk, Slab
 from zero_fn.tiers import cpu, is_accelerator, nbytes_of_text, nvme
 
 __all__ = ["LinkSpeeds", "measure_links"]
@@ -153,18 +153,12 @@ def _memory_speed(size: int, rounds: int) -> float:
 
 
 def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
-    carrier = chosen_carrier()
     slab = Slab(size, cpu(), "measure_links", forked=False)
     slab.memory.random_(0, 256)
-    carrier.register(slab.memory)
-    try:
-        spill = Spill(nvme(*((path,) if isinstance(path, str) else path)), "measure_links", carrier)
-        offset = spill.reserve(slab.nbytes)
-        written_s = _median_s(lambda: spill.write(offset, slab.memory).wait(), rounds)
-        read_s = _median_s(lambda: spill.read(offset, slab.memory).wait(), rounds)
-        spill.file.close()
-    finally:
-        carrier.forget(slab.memory)
+    disk = Disk(nvme(*((path,) if isinstance(path, str) else path)), "measure_links")
+    (place,) = disk.reserve([slab.nbytes])
+    written_s = _median_s(lambda: disk.write(place, slab.memory).wait(), rounds)
+    read_s = _median_s(lambda: disk.read(place, slab.memory).wait(), rounds)
     return slab.nbytes / read_s, slab.nbytes / written_s
 
 

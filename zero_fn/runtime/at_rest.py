@@ -165,7 +165,8 @@ class AtRest:
     def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, record_type: type[Record]) -> Record:
         """Room in another tier; that of before, where nothing has changed."""
         for known in self._known:
-            if type(known) is record_type and known.is_for(what[1], forms, device):
+            is_alike = (known.shelf.tier, known.forms, known.device) == (what[1], forms, device)
+            if type(known) is record_type and is_alike:
                 self._known.remove(known)
                 return known
         record = record_type(self._away.shelf(what), forms, device, self._away.place_for(what, forms, device))

@@ -15,18 +15,16 @@ from zero_fn.links import Links
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
-from zero_fn.runtime.group import Groups
+from zero_fn.runtime.group import Group, Groups
+from zero_fn.runtime.kind import Shelved
+from zero_fn.runtime.parcels import Form, record_nbytes
 from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.record import Form, Record, record_nbytes, record_of
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
-from zero_fn.tiers import Tier
 
-__all__ = ["Away", "Shelved"]
-
-Shelved = tuple[str, Tier]
-"""What rests in a tier: "parameters", their "compute copies", or "gradients"."""
+__all__ = ["Away"]
 
 
 class Away:
@@ -67,33 +65,33 @@ class Away:
         for what, forms in records.items():
             sizes = [record_nbytes(each) for each in forms]
             self._reserved[what] = self.shelf(what).reserve(sizes)
-            self.shelf(what).stage(max(sizes), device)
+            self.shelf(what).stage(max(sizes), stagings_for(device.type))
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
         """The place of the next record: one that was reserved, or another."""
         nbytes, reserved = record_nbytes(forms), self._reserved.get(what)
-        self.shelf(what).stage(nbytes, device)
+        self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
     def settle(self, slot: Slot, grad: Tensor) -> None:
         """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
-        try:
+        with self._failing_at_the_end():
             settle(slot, grad)
-        except StorageError as error:
-            self._failure = self._failure or error
 
     def put_gradients(self, groups: Groups) -> None:
         """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
         come to the host while those of the one before are written."""
-        if all(group.gradient_record is None for group in groups.members):
-            return
-        for record, (values, computed) in _take_gradients(groups).items():
+        for group in groups.members:
+            record, values = group.gradient_record, _take_gradients(group)
+            if record is None or not values:
+                continue
             with self._failing_at_the_end():
                 for other in self._writing:
-                    other.continue_writing()
+                    if other.writing is not None:
+                        other.writing.go_on(other)
                 self._finish_writing(down_to=stagings_for(record.device.type) - 1)
                 self._writing.append(record)
-                record.begin_writing(values, computed)
+                record.begin_writing(values, group.kind.compute_dtype)
 
     def finish_gradients(self, units: Iterable[Groups]) -> None:
         """Waits until gradients are in their tier.
@@ -124,24 +122,20 @@ class Away:
             self._failure = self._failure or error
 
 
-def _take_gradients(groups: Groups) -> dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]]:
-    """Gradients in memory whose place is in another tier, flat as they lie there, with the dtypes they were computed in;
-    their tensors take their place."""
-    found: dict[Record, tuple[dict[int, Tensor], dict[int, torch.dtype]]] = {}
-    for slot in (slot for group in groups.members for slot in group.slots):
+def _take_gradients(group: Group) -> dict[int, Tensor]:
+    """Gradients in memory whose place is in another tier, by number, flat as they lie there; their tensors replace them."""
+    found: dict[int, Tensor] = {}
+    for slot in group.slots:
         grad, place = slot.parameter.grad, slot.gradient_place
         if grad is None or place is None or isinstance(grad, PendingGradient):
             continue
-        local = local_of(grad)
+        local, path = local_of(grad), slot.path
         if isinstance(local, TierTensor) or local.dtype != slot.dtype:
             continue
-        if local.stride() != slot.path.local_stride:
-            local = torch.empty_strided(
-                slot.path.local_shape, slot.path.local_stride, dtype=local.dtype, device=local.device
-            ).copy_(local)
-        values, computed = found.setdefault(record_of(place), ({}, {}))
-        values[place.number] = local.as_strided((local.numel(),), (1,))
-        computed[place.number] = slot.kind.compute_dtype
-        away = slot.path.local_view(place)
+        if local.stride() != path.local_stride:
+            laid = torch.empty_strided(path.local_shape, path.local_stride, dtype=local.dtype, device=local.device)
+            local = laid.copy_(local)
+        found[place.number] = local.as_strided((local.numel(),), (1,))
+        away = path.local_view(place)
         slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
     return found

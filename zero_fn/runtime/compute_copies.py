@@ -30,7 +30,6 @@ class ParameterRecord(Record):
     """
 
     copies: Record | None = None
-    _reads_copies = False  # as of the last gather
 
     @property
     def source(self) -> Record:
@@ -47,8 +46,8 @@ class ParameterRecord(Record):
 
     @property
     def read(self) -> Record:
-        """What the last gather has read."""
-        return self.copies if self._reads_copies and self.copies is not None else self
+        """What has arrived for the gather under way."""
+        return self.copies if self.copies is not None and self.copies.fetched is not None else self
 
     def arrive_for_gather(self) -> None:
         """Waits until what a gather reads is in memory, and renews copies that are behind.
@@ -56,27 +55,24 @@ class ParameterRecord(Record):
         Raises:
             StorageError: The disk failed, or does not hold what was written to it.
         """
-        source = self.source
+        source, copies = self.source, self.copies
         source.arrive()
-        self._reads_copies = source is not self
-        if not self._reads_copies and self.copies is not None:
-            self._renew(self.copies)
+        if copies is None or source is copies:
+            return
+        versions = [_NO_VERSION] * len(self.parcels)
+        try:
+            copies.begin_writing({number: self.values(number) for number in range(len(self.forms))})
+            copies.finish_writing()
+            versions = [parcel.version for parcel in self.parcels]
+        finally:
+            for copy, version in zip(copies.parcels, versions, strict=True):
+                copy.version = version
 
     def let_go(self) -> None:
         """Drops what was fetched, of originals and copies."""
         self.drop()
         if self.copies is not None:
             self.copies.drop()
-
-    def _renew(self, copies: Record) -> None:
-        is_written = False
-        try:
-            copies.begin_writing({number: self.values(number) for number in range(self.count)})
-            copies.finish_writing()
-            is_written = True
-        finally:
-            for copy, parcel in zip(copies.parcels, self.parcels, strict=True):
-                copy.version = parcel.version if is_written else _NO_VERSION
 
     def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
         """Begins to make the copy of a parcel anew. Until it was written there is none.
@@ -89,16 +85,11 @@ class ParameterRecord(Record):
             The room of each piece, flat, in the dtype of the copy, by the first byte of the piece in the parcel. Pieces
             without elements have none: they begin where others do.
         """
-        parcel, copies = self.parcels[index], self.copies
-        assert copies is not None
-        copy = copies.parcels[index]
+        assert self.copies is not None
+        copy = self.copies.parcels[index]
         copy.version = _NO_VERSION
-        rooms = {}
-        for piece, begin, end in zip(parcel.pieces, parcel.offsets, copy.offsets, strict=True):
-            if piece.numel:
-                dtype = copies.dtype(piece.parameter)
-                rooms[begin] = room[end : end + piece.numel * dtype.itemsize].view(dtype)
-        return rooms
+        rooms, places = _pieces(self.copies, copy, room), zip(self.parcels[index].offsets, copy.offsets, strict=True)
+        return {begin: rooms[in_copy] for begin, in_copy in places if in_copy in rooms}
 
     def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
         """Casts pieces of a parcel.
@@ -108,25 +99,15 @@ class ParameterRecord(Record):
             memory: The parcel.
             rooms: Of the pieces to cast, as `begin_copy` has returned them.
         """
-        parcel = self.parcels[index]
-        for piece, begin in zip(parcel.pieces, parcel.offsets, strict=True):
-            if piece.numel and begin in rooms:
-                dtype = self.dtype(piece.parameter)
-                rooms[begin].copy_(memory[begin : begin + piece.numel * dtype.itemsize].view(dtype))
+        for begin, piece in _pieces(self, self.parcels[index], memory).items():
+            if begin in rooms:
+                rooms[begin].copy_(piece)
 
     def write_copy(self, index: int, room: Tensor) -> Copying:
         """Begins to write the copy of a parcel. It counts as one once it has been waited for."""
-        parcel, copies = self.parcels[index], self.copies
-        assert copies is not None
-        copies.drop()
-        copy = copies.parcels[index]
-        return Copying(copies.put_parcel(copy, room), parcel, copy)
-
-
-def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
-    """The tensors of compute copies of these parameters; none if they were not smaller."""
-    saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
-    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
+        assert self.copies is not None
+        copy = self.copies.parcels[index]
+        return Copying(self.copies.write_parcel(copy, room, _NO_VERSION), self.parcels[index], copy)
 
 
 class Copying:
@@ -142,3 +123,19 @@ class Copying:
         """See `Transfer.wait`."""
         wait_all([self._transfer])
         self._copy.version = self._version
+
+
+def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
+    """The tensors of compute copies of these parameters; none if they were not smaller."""
+    saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
+    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
+
+
+def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:
+    """The pieces of a parcel in memory, flat, by their first byte; but for those without elements."""
+    found = {}
+    for piece, begin in zip(parcel.pieces, parcel.offsets, strict=True):
+        if piece.numel:
+            dtype = record.forms[piece.parameter].dtype
+            found[begin] = memory[begin : begin + piece.numel * dtype.itemsize].view(dtype)
+    return found

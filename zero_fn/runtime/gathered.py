@@ -159,7 +159,7 @@ class Gathered:
             else:
                 stream = side_stream(place.device)
                 self._arriving[stream] = stream.copy(place, found)
-                record.read.note_leaving(self._arriving[stream])
+                record.read.leaving = self._arriving[stream]
         if places:
             torch._foreach_copy_(places, values)
 

@@ -77,7 +77,7 @@ class Parking:
     def nbytes(self) -> int:
         """Bytes that the tier has for them now: of host memory, or of the file."""
         if self._lot is not None:
-            return self._lot.file_nbytes
+            return self._lot.nbytes
         return self._host.nbytes if self._host is not None else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parking:

@@ -20,6 +20,7 @@ arguments cross to the device and from it; all else is computed on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Protocol
 
 import torch
@@ -27,53 +28,29 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zero_fn.errors import StateError
-from zero_fn.tiers import Tier
+from zero_fn.runtime.parcels import Form
+from zero_fn.storage import Shelf
 
 __all__ = ["PLACE", "TierTensor", "in_memory", "on_host", "same_place", "written_by"]
 
 _aten = torch.ops.aten
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_LIKE = frozenset(
-    name
-    for name in (
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
-        "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
-    )
-)  # fmt: skip
+_LIKE = frozenset((
+    "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+))  # fmt: skip
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
-
-
-class Opened(Protocol):
-    """One tensor in memory for an operation: its elements, flat."""
-
-    flat: Tensor
-
-    def put(self) -> None:
-        """Writes it back."""
-
-    def close(self) -> None:
-        """Lets go of it."""
 
 
 class Holder(Protocol):
     """What holds tensors in a tier. (record.py)"""
 
-    @property
-    def device(self) -> torch.device:
-        """Where they are computed with."""
+    device: torch.device
+    shelf: Shelf
+    forms: Sequence[Form]
 
-    @property
-    def tier(self) -> Tier:
-        """Where they rest."""
-
-    def numel(self, number: int) -> int:
-        """Elements of a tensor."""
-
-    def dtype(self, number: int) -> torch.dtype:
-        """Dtype of a tensor."""
-
-    def open(self, number: int, *, on_host: bool = False) -> Opened:
-        """Brings one tensor into memory, for an operation."""
+    def opened(self, number: int, *, is_written: bool, on_host: bool = False) -> AbstractContextManager[Tensor]:
+        """Inside, one tensor is in memory, flat."""
 
 
 PLACE = ("record", "number", "first", "moved")
@@ -100,7 +77,7 @@ class TierTensor(Tensor):
         cls, record: Holder, number: int, size: Sequence[int], stride: Sequence[int], first: int = 0
     ) -> TierTensor:
         tensor: TierTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(size), strides=tuple(stride), dtype=record.dtype(number), device=record.device
+            cls, tuple(size), strides=tuple(stride), dtype=record.forms[number].dtype, device=record.device
         )
         tensor.record, tensor.number, tensor.first = record, number, first
         return tensor
@@ -125,7 +102,7 @@ class TierTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"TierTensor({dtype}{list(self.shape)} in {self.record.tier})"
+        return f"TierTensor({dtype}{list(self.shape)} in {self.record.shelf.tier})"
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -226,7 +203,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     base: TierTensor = args[0]
     if base.moved is not None:
         return func(base.moved, *args[1:], **kwargs)
-    flat = torch.empty(base.record.numel(base.number), dtype=base.dtype, device="meta")
+    flat = torch.empty(base.record.forms[base.number].numel, dtype=base.dtype, device="meta")
     form = flat.as_strided(base.size(), base.stride(), base.first)
 
     def placed(view: Any) -> Any:
@@ -249,38 +226,31 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     leaves, spec = tree_flatten((args, kwargs))
     written = written_by(func, args, kwargs)
     is_for_host = _is_for_host(func, leaves, written)
-    opened: list[tuple[TierTensor, Any]] = []
     values: dict[int, Tensor] = {}
-    try:
+    with ExitStack() as stack:
         for leaf in leaves:
+            if id(leaf) in values:
+                continue
             if isinstance(leaf, TierTensor) and leaf.moved is not None:
                 values[id(leaf)] = leaf.moved
             elif isinstance(leaf, TierTensor):
-                opened.append((leaf, leaf.record.open(leaf.number, on_host=is_for_host)))
+                opened = leaf.record.opened(leaf.number, is_written=id(leaf) in written, on_host=is_for_host)
+                flat = stack.enter_context(opened)
+                values[id(leaf)] = flat.as_strided(leaf.size(), leaf.stride(), flat.storage_offset() + leaf.first)
             elif is_for_host and isinstance(leaf, Tensor):
                 values[id(leaf)] = leaf.cpu()
-        values |= {
-            id(tensor): entry.flat.as_strided(
-                tensor.size(), tensor.stride(), entry.flat.storage_offset() + tensor.first
-            )
-            for tensor, entry in opened
-        }
         given, named = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
         out = func(*given, **named)
-        for tensor, entry in opened:
-            if id(tensor) in written:
-                entry.put()
         back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
-        device = opened[0][0].device if is_for_host and kwargs.get("device") is None else None
+        device = next(leaf.device for leaf in leaves if isinstance(leaf, TierTensor)) if is_for_host else None
+        if kwargs.get("device") is not None:
+            device = None
 
         def returned(value: Any) -> Any:
             found = back.get(id(value), value)
             return found.to(device) if device is not None and found is value and isinstance(value, Tensor) else found
 
         return tree_map(returned, out)
-    finally:
-        for _, entry in opened:
-            entry.close()
 
 
 def _is_for_host(func: Any, leaves: Sequence[Any], written: set[int]) -> bool:

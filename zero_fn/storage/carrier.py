@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from typing import Protocol
-
-from torch import Tensor
 
 from zero_fn.storage.request import Request
 from zero_fn.storage.threads import Threads
@@ -17,13 +16,7 @@ __all__ = ["Carrier", "chosen_carrier"]
 
 
 class Carrier(Protocol):
-    """What carries requests. Printed, it says what it is."""
-
-    def register(self, memory: Tensor) -> None:
-        """Says that requests will use this memory, uint8."""
-
-    def forget(self, memory: Tensor) -> None:
-        """Undoes `register`."""
+    """What carries requests, and keeps them until they are done. Printed, it says what it is."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests; returns at once."""
@@ -31,22 +24,14 @@ class Carrier(Protocol):
     def wait(self, requests: Sequence[Request]) -> None:
         """Returns when all of these are done or have failed."""
 
-    def close(self) -> None:
-        """Ends it; what is under way is waited for."""
-
-
-_carriers: dict[int, Carrier] = {}
-
 
 def chosen_carrier() -> Carrier:
     """The carrier of this process. A forked process makes its own: a ring belongs to the one that made it."""
-    found = _carriers.get(os.getpid())
-    if found is None:
-        found = _carriers[os.getpid()] = _chosen()
-    return found
+    return _of_process(os.getpid())
 
 
-def _chosen() -> Carrier:
+@cache
+def _of_process(_pid: int) -> Carrier:
     if sys.platform == "linux" and sys.byteorder == "little":
         try:
             return Uring()

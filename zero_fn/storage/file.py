@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
+import resource
 import tempfile
 import weakref
 
 from zero_fn.errors import StorageError, TierError
 from zero_fn.tiers import bytes_text
 
-__all__ = ["SpillFile", "too_small"]
+__all__ = ["FULL", "SpillFile", "too_small"]
 
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+"""Errors that say that there is no more room."""
+
+_NO_FALLOCATE = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS))
+_ZEROS_NBYTES = 8 << 20
 
 
 class SpillFile:
@@ -29,20 +35,14 @@ class SpillFile:
         """Makes an empty file.
 
         Raises:
-            StorageError: The path is missing, is no folder, or cannot be written.
+            StorageError: The path is missing, is no folder, or cannot be written; or the process may open no more files.
         """
         self.name = f"{what} in {path}"
         self.nbytes = 0
         try:
             self.fd, self.is_direct = _opened(path)
         except OSError as error:
-            raise StorageError(
-                f"No file can be made in {path!r}.",
-                path=os.path.abspath(path),
-                needed_for=what,
-                why=f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}",
-                fix="give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')",
-            ) from error
+            raise _not_made(path, what, error) from error
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def reserve(self, nbytes: int) -> None:
@@ -55,20 +55,17 @@ class SpillFile:
         if nbytes <= self.nbytes:
             return
         try:
-            _allocate(self.fd, self.nbytes, nbytes - self.nbytes)
+            _allocate(self.fd, self.nbytes, nbytes)
         except OSError as error:
             os.ftruncate(self.fd, self.nbytes)
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise StorageError(
                     f"Room for {self.name} could not be reserved.",
                     needs=bytes_text(nbytes),
-                    why=f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}",
+                    why=_text(error),
                     fix="check the disk (dmesg), or choose another path: zf.nvme('/other_disk')",
                 ) from error
-            room = os.fstatvfs(self.fd)
-            raise too_small(
-                self.name, nbytes, room.f_bavail * room.f_frsize + self.nbytes, str(error.strerror)
-            ) from error
+            raise too_small(self.name, nbytes, *self._room(error)) from error
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
@@ -76,6 +73,17 @@ class SpillFile:
         if nbytes < self.nbytes:
             os.ftruncate(self.fd, nbytes)
             self.nbytes = nbytes
+
+    def _room(self, error: OSError) -> tuple[int, str]:
+        """How large the file may become, and what bounds it."""
+        room = os.fstatvfs(self.fd)
+        free_nbytes = room.f_bavail * room.f_frsize + self.nbytes
+        if error.errno != errno.EFBIG:
+            return free_nbytes, str(error.strerror)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if most == resource.RLIM_INFINITY:
+            return self.nbytes, f"{error.strerror}: this file system takes no file so large"
+        return min(free_nbytes, most), f"{error.strerror}: the limit of the process on the size of a file (ulimit -f)"
 
 
 def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError:
@@ -86,18 +94,44 @@ def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError
         can_be_taken=f"{room_nbytes} B",
         bound=bound,
         why="room is reserved before anything moves; nothing was lost",
-        fix="free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
+        fix="raise that bound or free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
     )
 
 
-def _allocate(fd: int, offset: int, nbytes: int) -> None:
+def _not_made(path: str, what: str, error: OSError) -> StorageError:
+    fix = "give a folder that exists and can be written, on a local disk: zf.nvme('/local_nvme')"
+    bound = {}
+    if error.errno == errno.EMFILE:
+        bound = {"bound": f"{resource.getrlimit(resource.RLIMIT_NOFILE)[0]} open files of the process (ulimit -n)"}
+        fix = "ulimit -n 4096 before the program, or close files that it holds open (ls -l /proc/PID/fd)"
+    return StorageError(
+        f"No file can be made in {path!r}.",
+        path=os.path.abspath(path),
+        needed_for=what,
+        why=_text(error),
+        **bound,
+        fix=fix,
+    )
+
+
+def _text(error: OSError) -> str:
+    return f"{errno.errorcode.get(error.errno or 0, error.errno)}: {error.strerror}"
+
+
+def _allocate(fd: int, begin: int, end: int) -> None:
+    """Takes room on the disk for the bytes of a file from `begin` to `end`."""
     if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, offset, nbytes)
-        return
-    room = os.fstatvfs(fd)  # macOS: nothing is reserved, but what is free now is asked for
-    if nbytes > room.f_bavail * room.f_frsize:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    os.ftruncate(fd, offset + nbytes)
+        try:
+            os.posix_fallocate(fd, begin, end - begin)
+            return
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise
+    # A file system that cannot reserve (NFS before 4.2, ext2, some of FUSE), or macOS: what is written has its room. The C
+    # library would write single bytes in place of that, which direct I/O refuses.
+    with mmap.mmap(-1, min(end - begin, _ZEROS_NBYTES)) as zeros, memoryview(zeros) as view:
+        while begin < end:
+            begin += os.pwrite(fd, view[: end - begin], begin)
 
 
 def _opened(path: str) -> tuple[int, bool]:

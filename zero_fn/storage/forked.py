@@ -1,7 +1,7 @@
-"""What a forked process must leave alone: rings, transfers and buffers are those of the process that made them.
+"""What a forked process must leave alone: transfers and buffers are those of the process that made them.
 
-A child shares the ring with its parent, so to give up a buffer there would take it from the parent; buffers are not copied
-into children at all (`MADV_DONTFORK`), so to read one would end it.
+A child shares the ring of io_uring with its parent, and has none of its threads. Buffers are not copied into children at all
+(`MADV_DONTFORK`), so to read one would end it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ class Owned:
     def __init__(self) -> None:
         self._pid = os.getpid()
 
-    @property
-    def is_inherited(self) -> bool:
-        """Whether this process was forked from the one that made it."""
-        return os.getpid() != self._pid
-
     def require_own(self) -> None:
-        """For whatever begins a read or a write.
+        """For whatever begins a read or a write, or waits for one.
 
         Raises:
             StorageError: This process was forked from the one that made it.
         """
-        if self.is_inherited:
+        if os.getpid() != self._pid:
             raise StorageError(
                 "A forked process used what its parent has on a disk.",
                 why="reads, writes and the memory they pass through belong to the process that began them",

@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import errno
 import os
-from typing import Protocol
 
 from torch import Tensor
 
 from zero_fn.errors import StorageError
+from zero_fn.storage.file import FULL, SpillFile
 from zero_fn.tiers import bytes_text
 
-__all__ = ["Readable", "Request"]
+__all__ = ["Request"]
 
 _AGAIN = frozenset((errno.EAGAIN, errno.EINTR))
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-SECTOR_NBYTES = 4096
-
-
-class Readable(Protocol):
-    """A file, as requests know it."""
-
-    fd: int
-    name: str
+_SECTOR_NBYTES = 4096
 
 
 class Request:
@@ -47,7 +39,7 @@ class Request:
 
     __slots__ = ("address", "begin", "failure", "file", "is_done", "is_write", "memory", "nbytes", "offset", "ticket")
 
-    def __init__(self, file: Readable, offset: int, memory: Tensor, *, is_write: bool) -> None:
+    def __init__(self, file: SpillFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
         self.file, self.memory, self.is_write = file, memory, is_write
         self.begin = self.offset = offset
         self.address, self.nbytes = memory.data_ptr(), memory.numel()
@@ -57,33 +49,30 @@ class Request:
 
     def advance(self, result: int) -> None:
         """Takes note of what the kernel answered: bytes done, or minus an errno."""
-        if result == self.nbytes:
-            self.nbytes, self.is_done = 0, True
+        if -result in _AGAIN:
             return
+        # The end of the last piece may lie within a sector; other pieces are continued at one.
+        done = result if result == self.nbytes else result // _SECTOR_NBYTES * _SECTOR_NBYTES
         if result < 0:
-            if -result not in _AGAIN:
-                self.failure, self.is_done = self._failed(-result), True
-            return
-        done = result // SECTOR_NBYTES * SECTOR_NBYTES
-        if not done:
-            self.failure, self.is_done = self._ended(result), True
-            return
-        self.offset, self.address, self.nbytes = self.offset + done, self.address + done, self.nbytes - done
-
-    @property
-    def _verb(self) -> str:
-        return "Writing to" if self.is_write else "Reading from"
+            self.failure = self._failed(-result)
+        elif not done:
+            self.failure = self._ended(result)
+        else:
+            self.offset, self.address, self.nbytes = self.offset + done, self.address + done, self.nbytes - done
+        self.is_done = self.failure is not None or not self.nbytes
 
     def _failed(self, number: int) -> StorageError:
         fix = "check the disk (dmesg, smartctl -a); start again from the last checkpoint, on another path"
-        if number in _FULL:
+        if number in FULL:
             fix = "free space on this file system, or choose another: zf.nvme('/other_disk')"
+        verb = "Writing to" if self.is_write else "Reading from"
         why = f"{errno.errorcode.get(number, number)}: {os.strerror(number)}"
-        return self._error(f"{self._verb} {self.file.name} failed.", why, fix)
+        return self._error(f"{verb} {self.file.name} failed.", why, fix)
 
     def _ended(self, done: int) -> StorageError:
+        verb = "Writing to" if self.is_write else "Reading from"
         return self._error(
-            f"{self._verb} {self.file.name} stopped short.",
+            f"{verb} {self.file.name} stopped short.",
             f"after {self.memory.numel() - self.nbytes + done} B the kernel does no more; the file has "
             f"{os.fstat(self.file.fd).st_size} B",
             "something cut the file, or the disk is failing: start again from the last checkpoint",

@@ -1,4 +1,4 @@
-"""Room on a tier for the tensors of one module, and the host memory they pass through.
+"""Room on a tier, and the host memory that its bytes pass through.
 
     disk        ranges of one unnamed file; staging buffers, as large as the largest range that is read at once
     host        ranges of one slab, of which fetched ranges are views
@@ -10,65 +10,34 @@ is freed again.
 
 from __future__ import annotations
 
-import threading
-from typing import Protocol
+import weakref
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from zero_fn.storage.buffers import Buffers
-from zero_fn.storage.carrier import chosen_carrier
+from zero_fn.errors import StorageError
+from zero_fn.storage.carrier import Carrier, chosen_carrier
+from zero_fn.storage.file import SpillFile, too_small
+from zero_fn.storage.forked import Owned
+from zero_fn.storage.request import Request
+from zero_fn.storage.ring import Ring
 from zero_fn.storage.slab import Slab, whole_pages
-from zero_fn.storage.spill import Spill, Transfer
+from zero_fn.storage.stripes import extents_of, share_of
+from zero_fn.storage.transfer import Block, Transfer, wait_all
 from zero_fn.tiers import Cpu, Nvme, Tier, is_accelerator
 
-__all__ = ["Shelf", "shelf_of", "stagings_for"]
+__all__ = ["BLOCK_NBYTES", "Disk", "Shelf", "shelf_of", "stagings_for"]
+
+BLOCK_NBYTES = 8 << 20
+"""The most that one request reads or writes."""
 
 
 def stagings_for(device_type: str) -> int:
     """How many stagings a disk has on the way to a device."""
     return 2 if is_accelerator(device_type) else 1
-
-
-class Shelf(Protocol):
-    """Room on a tier. Places are offsets in it, in bytes; ranges are whole pages."""
-
-    tier: Tier
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes taken of the tier."""
-
-    @property
-    def buffers_nbytes(self) -> int:
-        """Bytes of host memory taken for stagings."""
-
-    def reserve(self, sizes: list[int]) -> list[int]:
-        """Makes room for ranges of these sizes in bytes, and returns their places.
-
-        Raises:
-            TierError: The tier is too small. Nothing was taken.
-        """
-
-    def stage(self, nbytes: int, device: torch.device) -> None:
-        """Makes stagings for ranges of so many bytes that are on their way to a device, unless there are such.
-
-        Raises:
-            TierError: There is not so much memory.
-        """
-
-    def borrow(self, place: int, nbytes: int) -> Tensor:
-        """Memory for a range, uint8, until it is given back."""
-
-    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
-        """The memory that `borrow` gave is no longer needed once a copy from it to the device has ended, if there is one;
-        nothing else is under way in it."""
-
-    def read(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to fill memory with a range; None if it is there."""
-
-    def write(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to put a range back; None if it is there."""
 
 
 def shelf_of(tier: Tier, what: str) -> Shelf:
@@ -77,116 +46,184 @@ def shelf_of(tier: Tier, what: str) -> Shelf:
     Raises:
         StorageError: The path takes no files.
     """
-    return _Host(tier, what) if isinstance(tier, Cpu) else _Disk(tier, what)
+    return Shelf(tier, what) if isinstance(tier, Cpu) else Disk(tier, what)
 
 
-class _Host:
-    """Ranges of the host's memory, for a model on an accelerator."""
+class Shelf:
+    """Ranges of whole pages on a tier, which here is memory of the host: it is read and written where it lies.
 
-    def __init__(self, tier: Cpu, what: str) -> None:
-        self.tier: Tier = tier
-        self._limit_nbytes, self._pinned, self._what = tier.limit_nbytes, tier.pinned, what
-        self._slabs: list[tuple[int, Slab]] = []
-        self.nbytes = 0
+    The place of a range is its first byte.
+
+    Attributes:
+        tier: The tier.
+        nbytes: Bytes taken of it.
+    """
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        """An empty one, for what is named so in errors."""
+        self.tier, self._what, self.nbytes = tier, what, 0
+        self._slabs: list[tuple[int, Slab]] = []  # with their first byte
 
     @property
     def buffers_nbytes(self) -> int:
+        """Bytes of host memory taken for stagings."""
         return 0
 
     def reserve(self, sizes: list[int]) -> list[int]:
-        places, offset = [], self.nbytes
-        for nbytes in sizes:
-            places.append(offset)
-            offset += whole_pages(nbytes)
-        if offset > self.nbytes:
-            left = None if self._limit_nbytes is None else self._limit_nbytes - self.nbytes
-            self._slabs.append((self.nbytes, Slab(offset - self.nbytes, Cpu(self._pinned, left), self._what)))
-            self.nbytes = offset
+        """Makes room for ranges of these sizes in bytes, and returns their places.
+
+        Raises:
+            TierError: The tier is too small. Nothing was taken.
+        """
+        *places, end = accumulate(map(whole_pages, sizes), initial=self.nbytes)
+        if end > self.nbytes:
+            self._grow(end)
+            self.nbytes = end
         return places
 
+    def stage(self, nbytes: int, count: int) -> None:
+        """Makes so many stagings for ranges of so many bytes, unless there are such.
+
+        Raises:
+            TierError: There is not so much memory.
+        """
+
     def borrow(self, place: int, nbytes: int) -> Tensor:
+        """Memory for a range, uint8, until it is given back."""
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
-    def stage(self, nbytes: int, device: torch.device) -> None:
-        pass
-
-    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
-        pass
+    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
+        """The memory that `borrow` gave is no longer needed, once what is under way in it has ended: copies to the device,
+        and transfers that nobody waits for."""
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
+        """Begins to fill memory with a range that was written as one; None if it is there."""
         return None
 
     def write(self, place: int, memory: Tensor) -> Transfer | None:
+        """Begins to put a range back, from memory that is left alone until the transfer was waited for; None if it is
+        there."""
         return None
 
+    def _grow(self, nbytes: int) -> None:
+        """Takes room for so many bytes in all."""
+        assert isinstance(self.tier, Cpu)
+        limit = self.tier.limit_nbytes
+        left = Cpu(self.tier.pinned, None if limit is None else limit - self.nbytes)
+        self._slabs.append((self.nbytes, Slab(nbytes - self.nbytes, left, self._what)))
 
-class _Disk:
-    """Ranges of one unnamed file."""
 
-    def __init__(self, tier: Nvme, what: str) -> None:
-        self.tier: Tier = tier
-        self._what = what
-        self._free: list[tuple[Tensor, torch.Event | None]] = []  # with the end of a copy from it
-        self._spill = Spill(tier, what, chosen_carrier())
-        self._stagings = Buffers()
-        self._lock = threading.Lock()
+class Disk(Shelf, Owned):
+    """Ranges of unnamed files, one on each path of the tier. Printed, it says where it is and how it is read and written.
+
+    Attributes:
+        files: By path.
+    """
+
+    def __init__(self, tier: Nvme, what: str, carrier: Carrier | None = None) -> None:
+        """Makes an empty file.
+
+        Args:
+            tier: Where, and how much at most.
+            what: What it holds, for errors.
+            carrier: What carries its reads and writes; None is that of the process.
+
+        Raises:
+            StorageError: No file can be made there.
+        """
+        Shelf.__init__(self, tier, what)
+        Owned.__init__(self)
+        self.tier: Nvme = tier
+        self.files = [SpillFile(path, what) for path in tier.paths]
+        self._carrier = carrier or chosen_carrier()
+        self._blocks: dict[int, Block] = {}
+        self._stagings = Ring()
+        self._free: list[tuple[Tensor, Sequence[torch.Event | Transfer | None]]] = []  # with what is under way in them
+        self._lent: dict[int, Tensor] = {}  # the others, by their first byte
+        _disks.add(self)
 
     def __str__(self) -> str:
-        return str(self._spill)
-
-    @property
-    def nbytes(self) -> int:
-        return self._spill.file.nbytes
+        how = "direct" if all(file.is_direct for file in self.files) else "through the page cache"
+        return f"{self.tier}, {how} by {self._carrier}"
 
     @property
     def buffers_nbytes(self) -> int:
         return self._stagings.nbytes
 
-    def reserve(self, sizes: list[int]) -> list[int]:
-        pages = [whole_pages(nbytes) for nbytes in sizes]
-        offset, places = self._spill.reserve(sum(pages)), []
-        for nbytes in pages:
-            places.append(offset)
-            offset += nbytes
-        return places
-
-    def stage(self, nbytes: int, device: torch.device) -> None:
-        count, size = stagings_for(device.type), whole_pages(nbytes)
-        if count > self._stagings.count or size > self._stagings.size:
-            self._await_left()
-            self._stagings = Buffers(
-                max(count, self._stagings.count), max(size, self._stagings.size), f"stagings of {self._what}"
-            )
-            self._free = [(view, None) for view in self._stagings.views]
+    def stage(self, nbytes: int, count: int) -> None:
+        count, size = max(count, self._stagings.count), max(whole_pages(nbytes), self._stagings.size)
+        if (count, size) != (self._stagings.count, self._stagings.size):
+            for _, left in self._free:
+                _await_copies(left)
+            self._free, self._lent, self._stagings = [], {}, Ring()  # what was there goes first
+            self._stagings = Ring(count, size, f"stagings of {self._what}")
+            self._free = [(view, ()) for view in self._stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
-        with self._lock:
-            if self._free and nbytes <= self._stagings.size:
-                memory, left = self._free.pop(0)  # the one that was given back first
-                if left is not None:
-                    left.synchronize()
-                return memory[:nbytes]
-        return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
+        self.require_own()
+        if not self._free or nbytes > self._stagings.size:
+            return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
+        memory, left = self._free.pop(0)  # the one that was given back first
+        self._lent[memory.data_ptr()] = memory
+        _await_copies(left)
+        with suppress(StorageError):  # whoever began these did not wait for them
+            wait_all(each for each in left if isinstance(each, Transfer))
+        return memory[:nbytes]
 
-    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
-        with self._lock:
-            number = self._stagings.number_of(memory)
-            if number is not None:
-                self._free.append((self._stagings.views[number], left))
-            elif left is not None:  # memory out of schedule, or of stagings that were too small
-                left.synchronize()
+    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
+        whole = self._lent.pop(memory.data_ptr(), None)
+        if whole is not None:
+            self._free.append((whole, left))
+        else:  # memory out of schedule, or of stagings that were too small
+            _await_copies(left)
+
+    def read(self, place: int, memory: Tensor) -> Transfer:
+        requests, blocks = self._cut(place, memory, is_write=False)
+        assert all(b.nbytes == r.nbytes for b, r in zip(blocks, requests, strict=True)), "not written as one"
+        return Transfer(self._carrier, requests, blocks)
+
+    def write(self, place: int, memory: Tensor) -> Transfer:
+        requests, blocks = self._cut(place, memory, is_write=True)
+        transfer = Transfer(self._carrier, requests)
+        for request, block in zip(requests, blocks, strict=True):
+            block.note(request)
+        return transfer
 
     def __del__(self) -> None:
-        self._await_left()
+        for _, left in getattr(self, "_free", ()):
+            _await_copies(left)
 
-    def _await_left(self) -> None:
-        for _, left in self._free:
-            if left is not None:
-                left.synchronize()
+    def _cut(self, place: int, memory: Tensor, *, is_write: bool) -> tuple[list[Request], list[Block]]:
+        """The requests that a range takes, and the block of each."""
+        self.require_own()
+        requests, blocks = [], []
+        for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):
+            requests.append(Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write))
+            blocks.append(self._blocks.setdefault(place + start, Block(nbytes)))
+        return requests, blocks
 
-    def read(self, place: int, memory: Tensor) -> Transfer | None:
-        return self._spill.read(place, memory)
+    def _grow(self, nbytes: int) -> None:
+        if self.tier.limit_nbytes is not None:
+            others = sum(o.nbytes for o in list(_disks) if o is not self and o.tier == self.tier)
+            left = self.tier.limit_nbytes - others
+            if nbytes > left:
+                raise too_small(f"{self._what} in {', '.join(self.tier.paths)}", nbytes, left, "the limit of the tier")
+        before = [file.nbytes for file in self.files]
+        try:
+            for number, file in enumerate(self.files):
+                file.reserve(share_of(number, nbytes, len(self.files)))
+        except BaseException:
+            for file, reserved in zip(self.files, before, strict=True):
+                file.shrink(reserved)
+            raise
 
-    def write(self, place: int, memory: Tensor) -> Transfer | None:
-        return self._spill.write(place, memory)
+
+def _await_copies(left: Iterable[object]) -> None:
+    """Waits for copies to the device, which hold no memory. Transfers do, and a finalizer cannot wait for them."""
+    for each in left:
+        if isinstance(each, torch.Event):
+            each.synchronize()
+
+
+_disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # those of equal tiers share their limit

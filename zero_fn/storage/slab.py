@@ -10,7 +10,6 @@ whole: pools that allocate pinned memory round every tensor up to a power of two
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from zero_fn.errors import TierError
 from zero_fn.storage.memory import available
 from zero_fn.tiers import Cpu, bytes_text
 
-__all__ = ["PAGE_NBYTES", "Slab", "advise", "too_small", "whole_pages"]
+__all__ = ["PAGE_NBYTES", "MappedMemory", "Slab", "advise", "map_memory", "whole_pages"]
 
 PAGE_NBYTES = mmap.PAGESIZE
 _HUGE_NBYTES = 2 << 20
@@ -57,30 +56,16 @@ class Slab:
             TierError: The limit of the tier, the machine or a cgroup does not leave so much.
         """
         self.nbytes = max(whole_pages(nbytes), PAGE_NBYTES)
-        _require_room(self.nbytes, tier, what)
-        try:
-            mapped = _Mapped(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise too_small(self.nbytes, available().nbytes, str(error), what) from error
-        if self.nbytes >= _HUGE_NBYTES:
-            advise(mapped, "MADV_HUGEPAGE")
+        if tier.limit_nbytes is not None and self.nbytes > tier.limit_nbytes:
+            raise too_small(self.nbytes, tier.limit_nbytes, "the limit of the tier", what)
+        room = available()
+        if self.nbytes > room.nbytes:
+            raise too_small(self.nbytes, room.nbytes, room.bound, what)
+        mapped = map_memory(self.nbytes, what)
         if not forked:
             advise(mapped, "MADV_DONTFORK")
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         self.is_pinned = tier.pinned and torch.cuda.is_available() and _register(mapped, self.nbytes)
-
-    @property
-    def address(self) -> int:
-        """Address of its first byte."""
-        return self.memory.data_ptr()
-
-
-def _require_room(nbytes: int, tier: Cpu, what: str) -> None:
-    if tier.limit_nbytes is not None and nbytes > tier.limit_nbytes:
-        raise too_small(nbytes, tier.limit_nbytes, "the limit of the tier", what)
-    room = available()
-    if nbytes > room.nbytes:
-        raise too_small(nbytes, room.nbytes, room.bound, what)
 
 
 def too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError:
@@ -95,6 +80,21 @@ def too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError
     )
 
 
+def map_memory(nbytes: int, what: str) -> MappedMemory:
+    """Anonymous memory, zeroed. [Note: huge pages]
+
+    Raises:
+        TierError: There is not so much.
+    """
+    try:
+        mapped = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise too_small(nbytes, available().nbytes, str(error), what) from error
+    if nbytes >= _HUGE_NBYTES:
+        advise(mapped, "MADV_HUGEPAGE")
+    return mapped
+
+
 def advise(mapped: mmap.mmap, advice: str) -> None:
     """`madvise` by the name of the advice, where the system knows it."""
     value = getattr(mmap, advice, None)
@@ -103,7 +103,7 @@ def advise(mapped: mmap.mmap, advice: str) -> None:
             mapped.madvise(value)
 
 
-class _Mapped(mmap.mmap):
+class MappedMemory(mmap.mmap):
     """Memory that tells the driver before it goes."""
 
     unregister: Callable[[], object] | None = None
@@ -113,22 +113,14 @@ class _Mapped(mmap.mmap):
             self.unregister()
 
 
-def _register(mapped: _Mapped, nbytes: int) -> bool:
-    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch. Not yet run on one."""
+def _register(mapped: MappedMemory, nbytes: int) -> bool:
+    """Pins the memory for the accelerator."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
-        if importlib.util.find_spec("cupy") is not None:
-            import cupy  # type: ignore[import-not-found,unused-ignore]
-
-            runtime: Any = cupy.cuda.runtime
-            runtime.hostRegister(address, nbytes, 0)
-            mapped.unregister = lambda: runtime.hostUnregister(address)
-        else:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = int(runtime.cudaHostRegister(address, nbytes, 0))
-            if code:
-                raise RuntimeError(f"cudaHostRegister returned {code}")
-            mapped.unregister = lambda: runtime.cudaHostUnregister(address)
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister returned {code}")
     except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
             f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",
@@ -136,4 +128,5 @@ def _register(mapped: _Mapped, nbytes: int) -> bool:
             stacklevel=3,
         )
         return False
+    mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     return True

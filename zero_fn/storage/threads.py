@@ -11,8 +11,6 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from torch import Tensor
-
 from zero_fn.storage.request import Request
 
 __all__ = ["Threads"]
@@ -29,12 +27,6 @@ class Threads:
     def __str__(self) -> str:
         return f"{_THREADS} threads"
 
-    def register(self, memory: Tensor) -> None:
-        """Nothing to do: threads take any memory."""
-
-    def forget(self, memory: Tensor) -> None:
-        """Nothing to do."""
-
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests."""
         for request in requests:
@@ -45,10 +37,6 @@ class Threads:
         for request in requests:
             if isinstance(request.ticket, Future):
                 request.ticket.result()
-
-    def close(self) -> None:
-        """Ends the threads."""
-        self._pool.shutdown()
 
 
 def _carry(request: Request) -> None:

@@ -15,10 +15,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Buffers, Transfer, shelf_of, whole_pages
+from zero_fn.storage import Ring, Transfer, shelf_of, whole_pages
 from zero_fn.tiers import Cpu, Tier, bytes_text
 
-__all__ = ["BUFFERS", "NOTHING", "Ring", "Store", "Stored", "ring_form"]
+__all__ = ["BUFFERS", "NOTHING", "Store", "Stored", "ring_form", "ring_of"]
 
 BUFFERS = 4
 NOTHING = torch.empty(0, dtype=torch.uint8)
@@ -29,20 +29,13 @@ def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
     return min(count, BUFFERS), whole_pages(largest_nbytes)
 
 
-class Ring(Buffers):
-    """Buffers that are taken in turn."""
+def ring_of(sizes: Sequence[int], what: str) -> Ring:
+    """As many buffers as there are chunks of these sizes, but at most four, each as large as the largest.
 
-    def __init__(self, sizes: Sequence[int], what: str) -> None:
-        """Takes as many buffers as there are chunks of these sizes, but at most four, each as large as the largest.
-
-        Raises:
-            TierError: There is not so much memory.
-        """
-        super().__init__(*ring_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
-
-    def buffer(self, turn: int, nbytes: int) -> Tensor:
-        """Memory for that many bytes, in whole pages."""
-        return self.views[turn % self.count][: whole_pages(nbytes)]
+    Raises:
+        TierError: There is not so much memory.
+    """
+    return Ring(*ring_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
 
 class Stored(Protocol):
@@ -72,7 +65,7 @@ class Store:
         self._shelf = shelf_of(tier, what) if tier is not None else None
         self._on_device: list[Tensor] = []
         self._sizes: list[int] = []
-        self._buffers = Ring((), what)
+        self._buffers = Ring()
         self._held: dict[int, int] = {}  # chunks in buffers, by their place, those used last at the end
 
     def __str__(self) -> str:
@@ -111,9 +104,9 @@ class Store:
             places = self._shelf.reserve(sizes)
             self._sizes += sizes
             if ring_form(len(self._sizes), max(self._sizes)) != (self._buffers.count, self._buffers.size):
-                self._buffers = Ring((), self._what)  # what was there goes first
+                self._buffers = Ring()  # what was there goes first
                 self._held.clear()
-                self._buffers = Ring(self._sizes, self._what)
+                self._buffers = ring_of(self._sizes, self._what)
         for chunk, place in zip(chunks, places, strict=True):
             chunk.place = place
 

@@ -25,11 +25,11 @@ from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Transfer, Waited
+from zero_fn.storage import Ring, Transfer, Waited
 from zero_fn.streamed.pieces import Chunk, Cut, contiguous_stride, padded_nbytes
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.streamed.places import KINDS, away_of, parcels_away
-from zero_fn.streamed.store import NOTHING, Ring
+from zero_fn.streamed.store import NOTHING, ring_of
 from zero_fn.tiers import Cpu, is_accelerator
 
 __all__ = ["PASSING", "Window", "Windows", "rings_for", "sizes_passing"]
@@ -55,7 +55,7 @@ def rings_for(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[Rin
         TierError: There is not so much memory.
     """
     names = (*KINDS, "visits of parameters and gradients")
-    return [Ring(sizes, name) for sizes, name in zip(sizes_passing(chunks, parameters), names, strict=True)]
+    return [ring_of(sizes, name) for sizes, name in zip(sizes_passing(chunks, parameters), names, strict=True)]
 
 
 def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
@@ -178,7 +178,7 @@ class Windows:
             number = cut.piece.parameter
             grad, place = local_of(self._grads[number]) if number in self._grads else None, away_of(self._known[number])
             if isinstance(grad, TierTensor):
-                if place is None or grad.number != place.number or not record_of(grad).is_like(record_of(place)):
+                if place is None or grad.number != place.number or record_of(grad).forms != record_of(place).forms:
                     return None
                 found.add(record_of(grad))
         return found.pop() if len(found) == 1 else None

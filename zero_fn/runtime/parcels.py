@@ -1,0 +1,88 @@
+"""How tensors lie in one range of bytes: pure arithmetic.
+
+    parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page and is at most 4 MiB
+    tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
+
+A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
+a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
+the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from zero_fn.chunks import Piece, chunks_of
+from zero_fn.storage import whole_pages
+
+__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
+
+PARCEL_NBYTES = 4 << 20
+_ALIGNMENT_NBYTES = 64
+
+
+class Form(NamedTuple):
+    """A tensor of a record.
+
+    Attributes:
+        numel: Its elements.
+        dtype: Their dtype.
+        packed_as: The dtype by which parcels are cut; None is its own.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    packed_as: torch.dtype | None = None
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Pieces of tensors that are read and written as one.
+
+    Attributes:
+        pieces: Which elements of which tensors.
+        offsets: The first byte of each piece in the parcel.
+        start: Its first byte in the record.
+        nbytes: Its size, whole pages.
+        is_stored: Whether the tier holds it: what was never written is taken to be zero.
+        version: How often it was written; of a copy, the version of the original that it holds (`compute_copies.py`).
+    """
+
+    pieces: tuple[Piece, ...]
+    offsets: tuple[int, ...]
+    start: int
+    nbytes: int
+    is_stored: bool = False
+    version: int = 0
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
+
+
+def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
+    """The parcels that a record of such tensors is cut into."""
+    packed = chunks_of(
+        [form.numel for form in forms],
+        [None] * len(forms),
+        lambda number, numel: _padded(numel * (forms[number].packed_as or forms[number].dtype).itemsize),
+        PARCEL_NBYTES,
+    )
+    parcels, start = [], 0
+    for pieces in packed:
+        offsets, end = [], 0
+        for piece in pieces:
+            offsets.append(end)
+            end += _padded(piece.numel * forms[piece.parameter].dtype.itemsize)
+        parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
+        start += parcels[-1].nbytes
+    return parcels
+
+
+def record_nbytes(forms: Sequence[Form]) -> int:
+    """Bytes that a record of such tensors takes, in whole pages."""
+    return sum(parcel.nbytes for parcel in parcels_of(forms))

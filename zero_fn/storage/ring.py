@@ -1,0 +1,53 @@
+"""Host memory that bytes of a disk pass through: equal ranges of one slab, taken in turn."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zero_fn.storage.forked import Owned
+from zero_fn.storage.slab import Slab, whole_pages
+from zero_fn.tiers import Cpu, bytes_text
+
+__all__ = ["Ring"]
+
+
+class Ring(Owned):
+    """Some buffers of one size.
+
+    Attributes:
+        count: How many.
+        size: Bytes of each, in whole pages.
+        nbytes: Bytes of host memory.
+    """
+
+    def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
+        """Takes memory for `count` buffers of `nbytes`; none, if either is 0. `what` they are for, in errors.
+
+        Raises:
+            TierError: There is not so much memory.
+        """
+        super().__init__()
+        self.count, self.size, self.nbytes = count, whole_pages(nbytes), 0
+        self._views: tuple[Tensor, ...] = ()
+        if self.count and self.size:
+            slab = Slab(self.size * self.count, Cpu(True, None), what, forked=False)
+            self.nbytes = slab.nbytes
+            self._views = torch.split(slab.memory, self.size)
+
+    @property
+    def views(self) -> tuple[Tensor, ...]:
+        """The buffers, uint8.
+
+        Raises:
+            StorageError: In a forked process, where they are not.
+        """
+        self.require_own()
+        return self._views
+
+    def buffer(self, turn: int, nbytes: int) -> Tensor:
+        """Memory for that many bytes, in whole pages."""
+        return self.views[turn % self.count][: whole_pages(nbytes)]
+
+    def __str__(self) -> str:
+        return f"{self.count} buffer{'s' * (self.count > 1)} of {bytes_text(self.size)}"

@@ -1,0 +1,123 @@
+"""Blocks on their way to or from a disk, each with its checksum and its generation.
+
+Both are kept in memory, as the file dies with the process anyway. A read that finds other bytes than the last write
+left raises, and says whether they are those of the write before: a disk that lost a write.
+
+The digests of a write are taken while the disk reads the same memory: 64 bits of xxh3, at some 37 GB/s on one core. They see
+flipped bits, and sectors or words that are lost, stale or in the wrong place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol
+
+import xxhash
+
+from zero_fn.errors import StorageError
+from zero_fn.storage.carrier import Carrier
+from zero_fn.storage.forked import Owned
+from zero_fn.storage.request import Request
+
+__all__ = ["Block", "Transfer", "Waited", "wait_all"]
+
+
+class Block:
+    """What was written last at one place.
+
+    Attributes:
+        nbytes: Its size.
+    """
+
+    __slots__ = ("_before", "_digest", "_generation", "nbytes")
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._generation = 0  # how often it was written
+        self._digest = self._before = 0  # of the last two times
+
+    def note(self, request: Request) -> None:
+        """A request writes it."""
+        self.nbytes = request.memory.numel()
+        self._before, self._digest = self._digest, _digest(request)
+        self._generation += 1
+
+    def require_undamaged(self, request: Request) -> None:
+        """Compares it with what a request has read.
+
+        Raises:
+            StorageError: Those are other bytes.
+        """
+        found = _digest(request)
+        if found == self._digest:
+            return
+        is_before = self._generation > 1 and found == self._before
+        raise StorageError(
+            f"A block of {request.file.name} does not hold what was written to it.",
+            file=request.file.name,
+            block=f"{self.nbytes} B at offset {request.begin}",
+            expected=f"checksum {self._digest:016x} of generation {self._generation}",
+            found=f"the bytes of generation {self._generation - 1}" if is_before else f"checksum {found:016x}",
+            why="the disk lost a write"
+            if is_before
+            else "the disk, its link or memory flipped bits, or the file was written to",
+            fix="check the disk (smartctl -a) and memory; start again from the last checkpoint, on another path",
+        )
+
+
+class Transfer(Owned):
+    """Requests under way. They must be waited for before their memory is used or given up."""
+
+    def __init__(self, carrier: Carrier, requests: Sequence[Request], read: Sequence[Block] = ()) -> None:
+        """Begins them.
+
+        Args:
+            carrier: What carries them.
+            requests: The requests.
+            read: The blocks that they read.
+        """
+        super().__init__()
+        self._carrier, self._requests, self._read = carrier, requests, read
+        carrier.submit(requests)
+
+    def wait(self) -> None:
+        """Returns when every byte is there, checked if it was read. May be called again.
+
+        Raises:
+            StorageError: The disk failed, or gave other bytes than were written. Nothing is under way any more. Or this
+                process was forked from the one that began it.
+        """
+        if not self._requests:
+            return
+        self.require_own()
+        self._carrier.wait(self._requests)  # an interrupt leaves them to the next who waits
+        requests, self._requests = self._requests, ()
+        for request in requests:
+            if request.failure is not None:
+                raise request.failure
+        for request, block in zip(requests, self._read, strict=False):  # none, of what was written
+            block.require_undamaged(request)
+
+
+class Waited(Protocol):
+    """One transfer, or several."""
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+
+
+def wait_all(transfers: Iterable[Waited | None]) -> None:
+    """Waits for all of them, and raises what went wrong first. None stands for what was there already."""
+    failure: StorageError | None = None
+    for transfer in transfers:
+        try:
+            if transfer is not None:
+                transfer.wait()
+        except StorageError as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
+
+
+def _digest(request: Request) -> int:
+    return xxhash.xxh3_64_intdigest(request.memory.numpy().data)
