@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ def test_an_error_is_raised_with_its_type_while_a_peer_waits_in_a_collective() -
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert 'raise Broken("no luck", 7)' in str(caught.value.__cause__)
     assert caught.value.__notes__ == [
-        "Raised on rank 1 of 2; rank 0 still ran.",
+        "Raised on rank 1 of 2.",
         "The last lines that rank 1 printed:\nwhat rank 1 saw",
     ]
 
@@ -117,13 +118,13 @@ def test_a_killed_rank_is_named_though_its_peer_raises_first() -> None:
 
 
 def test_a_rank_that_cannot_join_is_reported_while_much_is_sent_to_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank_environ = ranks._rank_environ
+    rank_environ = ranks._environ
 
     def without_network_on_rank_0(rank: int, n: int, added: Mapping[str, str]) -> dict[str, str]:
         environ = rank_environ(rank, n, added)
         return environ if rank else {**environ, "GLOO_SOCKET_IFNAME": "nowhere"}
 
-    monkeypatch.setattr(ranks, "_rank_environ", without_network_on_rank_0)
+    monkeypatch.setattr(ranks, "_environ", without_network_on_rank_0)
     with pytest.raises(RuntimeError, match="nowhere"):
         launch(torch.numel, 2, torch.ones(1_000_000), timeout_s=30)
 
@@ -135,9 +136,9 @@ def test_a_timeout_says_where_ranks_were_and_leaves_none(tmp_path: Path) -> None
         while dist.get_rank() == 1:
             time.sleep(0.1)
 
-    with pytest.raises(RankHung, match=r"Rank 1 of 2 did not return within 1\.5 s") as caught:
+    with pytest.raises(RankHung, match=r"1 of 2 ranks did not return within 1\.5 s") as caught:
         launch(hang, 2, timeout_s=1.5)
-    assert "hang at test_launch.py" in str(caught.value.facts["rank_1"])
+    assert re.search(r'test_launch.py", line \d+ in hang', str(caught.value.facts["rank_1"]))
     assert not any(is_running(int((tmp_path / f"{rank}").read_text())) for rank in range(2))
 
 
@@ -172,7 +173,7 @@ def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
 
     with pytest.raises(SendError, match="belongs to its ranks"):
         launch(mesh, 1)
-    with pytest.raises(SendError, match="cannot be sent back"):
+    with pytest.raises(SendError, match="What rank 0 returned cannot be sent"):
         launch(threading.Lock, 1)
 
 
@@ -204,7 +205,7 @@ def test_bad_arguments_are_refused_before_anything_starts() -> None:
         launch(train, 2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing a required argument: 'lr'"):
         launch(train, 2)
-    with pytest.raises(SendError, match="Argument 0 cannot be sent"):
+    with pytest.raises(SendError, match="The function or an argument cannot be sent"):
         launch(train, 2, threading.Lock())
     with pytest.raises(LayoutError, match="at least one rank"):
         launch(train, 0, 1.0)

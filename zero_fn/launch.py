@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -17,7 +18,6 @@ __all__ = ["launch"]
 
 R = TypeVar("R")
 
-_LINGER_S = 5.0
 _LATER_S = 60.0  # a collective gives up after launch does, which can say where every rank was
 _OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -82,12 +82,9 @@ def launch(
         threads=threads,
         environ=env,
         collective_timeout_s=None if timeout_s is None else timeout_s + _LATER_S,
-        linger_s=_LINGER_S,
-        is_shown=True,
+        runs_once=True,
     ) as ranks:
-        values = ranks.run(fn, args, keywords, timeout_s=timeout_s)
-        ranks.finish(timeout_s)
-    return values
+        return ranks.run(fn, args, keywords, timeout_s=timeout_s)
 
 
 def _check_call(fn: object, nprocs: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
@@ -101,18 +98,8 @@ def _check_call(fn: object, nprocs: object, args: tuple[object, ...], kwargs: di
             f"launch takes a whole number of ranks after the function, got {nprocs!r}.\n"
             f"  fix : zf.launch(train, 2, *arguments)"
         )
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:
-        return  # some compiled functions have none: the ranks will tell
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(fn, "__name__", "fn")
-        raise TypeError(
-            f"{name}{signature} cannot be called with the given arguments: {error}.\n"
-            f"  fix : zf.launch({name}, {nprocs}, *positional, kwargs={{...}})"
-        ) from None
+    with contextlib.suppress(ValueError):  # some compiled functions have no signature: the ranks will tell
+        inspect.signature(fn).bind(*args, **kwargs)
 
 
 def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapping[str, str]) -> None:

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TextIO
 
-from zero_fn.local.fork_server import Child
-from zero_fn.local.rank import Outcome
+from zero_fn.local.rank import Report
 
 __all__ = ["Peer"]
-
-_TAIL_LINES = 20
-_WORDS_LINES = 10  # before those of Python
 
 
 @dataclass(slots=True)
 class Peer:
-    """A rank and what it has reported so far.
-
-    Attributes:
-        outcome: Of the function it runs, once reported.
-        exit_code: Once it ended; negative for a signal.
-        heard_nbytes: Bytes of its output file that belong to earlier functions.
-    """
+    """A rank and what it has said so far."""
 
     rank: int
-    child: Child
-    output: Path
-    stacks: Path
-    outcome: Outcome | None = None
-    exit_code: int | None = None
-    has_ended: bool = False
-    heard_nbytes: int = 0
+    process: BaseProcess
+    connection: Connection  # functions go to it, reports come back
+    files: Mapping[str, TextIO]  # what it prints and where it is, see `Seat.file`; read up to what is known
+    report: Report | None = None  # on the function it runs, once it came
+    exit_code: int | None = None  # once its process has ended and all it sent was taken
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, f"rank {self.rank} was not started"
+        return self.process.pid
 
     @property
     def is_done(self) -> bool:
-        return self.outcome is not None or self.has_ended
+        return self.report is not None or self.exit_code is not None
 
     @property
-    def has_died(self) -> bool:
-        return self.has_ended and (self.outcome is None or (self.outcome.is_value and self.exit_code != 0))
+    def has_failed(self) -> bool:
+        return self.is_done and (self.report is None or not self.report.is_value)
 
-    @property
-    def has_raised(self) -> bool:
-        return self.outcome is not None and not self.outcome.is_value
+    def ask(self, message: bytes) -> None:
+        """Sends a function, unless the rank is gone."""
+        self.report = None
+        for file in self.files.values():
+            file.read()  # what earlier functions printed
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(message)
 
-    def new_output(self) -> str:
-        """The last lines that the rank printed during the current function; empty if its output is shown elsewhere.
+    def hear(self) -> None:
+        """Takes what has come."""
+        exit_code = self.process.exitcode  # asked first: after its end nothing comes
+        try:
+            while self.connection.poll():
+                self.report = self.connection.recv()
+        except (EOFError, OSError):
+            self.connection.close()
+        self.exit_code = exit_code
 
-        Of one that was killed by compiled code: what that said, and the innermost frames, which Python writes first.
-        """
-        if not self.output.exists():
-            return ""
-        with self.output.open("rb") as file:
-            file.seek(self.heard_nbytes)
-            lines = file.read().decode(errors="replace").splitlines()
-        fatal = next((at for at, line in enumerate(lines) if line.startswith("Fatal Python error")), None)
-        begin = len(lines) - _TAIL_LINES if fatal is None else fatal - _WORDS_LINES
-        return "\n".join(lines[max(begin, 0) :][: _TAIL_LINES + _WORDS_LINES])
+    def kill(self) -> None:
+        """Ends the rank and what it started, if it still runs."""
+        if self.process.exitcode is None:
+            self.process.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Lets go of the rank."""
+        self.connection.close()
+        for file in self.files.values():
+            file.close()
