@@ -7,26 +7,17 @@ rank that raised first, but not for having lost another rank if one raised somet
 
 from __future__ import annotations
 
-import os
+import pickle
 import signal
-import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping
 
-import torch
+from zero_fn.errors import StateError
+from zero_fn.local.rank import Report
 
-from zero_fn.errors import LostRankError, StateError
-from zero_fn.local.peer import Peer
-from zero_fn.local.sending import loads
-
-__all__ = ["GRACE_S", "RankDied", "RankHung", "RankTraceback", "judge"]
+__all__ = ["GRACE_S", "RankDied", "RankHung", "RankTraceback", "first_failure", "hung"]
 
 GRACE_S = 1.0
 """Longer than a rank takes to see whom it lost."""
-
-_STACKS_S = 1.0
-_SHOWN_LINES = 20
-_LIBRARIES = tuple(f'File "{path}/' for path in (Path(__file__).parents[1], Path(torch.__file__).parent))
 
 
 class RankDied(StateError):
@@ -34,7 +25,7 @@ class RankDied(StateError):
 
 
 class RankHung(StateError):
-    """Ranks did not return in time; the message says where they were."""
+    """Ranks did not return in time; its notes say where they were."""
 
 
 class RankTraceback(Exception):
@@ -44,70 +35,35 @@ class RankTraceback(Exception):
         return f'\n"""\n{self.args[0]}"""'
 
 
-def judge(peers: Sequence[Peer], timeout_s: float | None) -> None:
-    """Raises the one error that explains the others, if there is any. [Note: whose fault]"""
-    raised: list[tuple[bool, float, Peer, BaseException, str]] = []
-    for peer in peers:
-        if peer.report is None and peer.exit_code is not None:
-            raise _with_output(_death(peer, peer.exit_code, len(peers)), peer)
-        if peer.report is not None and not peer.report.is_value:
-            error = loads(peer.report.pickled, f"What rank {peer.rank} raised")
-            raised.append((isinstance(error, LostRankError), peer.report.at_s, peer, error, peer.report.traceback))
-    if raised:
-        *_, peer, error, traceback = min(raised, key=lambda entry: entry[:2])
-        error.add_note(f"Raised on rank {peer.rank} of {len(peers)}.")
-        raise _with_output(error, peer) from RankTraceback(traceback)
-    if not all(peer.is_done for peer in peers):
-        raise _hang(peers, timeout_s)
+def first_failure(answers: Mapping[int, Report | int], n: int) -> tuple[int, BaseException] | None:
+    """The rank to blame and its error, if one has failed. [Note: whose fault]
+
+    Args:
+        answers: By rank, its report, or the exit code of one that died.
+        n: Number of ranks.
+    """
+    for rank, code in answers.items():
+        if isinstance(code, int):
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+            fix = "return a value instead of exiting; SIGKILL is often the kernel when memory ran out: see dmesg"
+            return rank, RankDied(f"Rank {rank} of {n} {how} before it returned.", exit_code=code, fix=fix)
+    raised = {rank: report for rank, report in answers.items() if isinstance(report, Report) and not report.is_value}
+    if not raised:
+        return None
+    rank = min(raised, key=lambda rank: raised[rank].guilt)
+    error: BaseException = pickle.loads(raised[rank].pickled)
+    error.add_note(f"Raised on rank {rank} of {n}.")
+    error.__cause__ = RankTraceback(raised[rank].traceback)
+    return rank, error
 
 
-_CAUSES = {
-    -signal.SIGKILL: "often the kernel, because memory ran out (see dmesg)",
-    -signal.SIGABRT: "compiled code gave up; its last words are in what the rank printed",
-    -signal.SIGSEGV: "a fault in compiled code; the Python stack is in what the rank printed",
-}
-
-
-def _death(peer: Peer, code: int, n: int) -> RankDied:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-    return RankDied(
-        f"Rank {peer.rank} of {n} {how} before it returned.",
-        rank=peer.rank,
-        pid=peer.pid,
-        exit_code=code,
-        why=_CAUSES.get(code, "the function, a library or somebody outside ended the process"),
-        fix="return a value instead of exiting; with too little memory, fewer ranks or a smaller model",
-    )
-
-
-def _with_output(error: BaseException, peer: Peer) -> BaseException:
-    """Adds what a rank printed last, as far as it was not shown, and how the report of a fault in compiled code begins."""
-    printed = peer.files["out"].read() + peer.files["err"].read()
-    before, fatal, stack = printed.partition("Fatal Python error")
-    if lines := before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES]:
-        error.add_note("\n".join((f"The last lines that rank {peer.rank} printed:", *lines)))
-    return error
-
-
-def _hang(peers: Sequence[Peer], timeout_s: float | None) -> RankHung:
-    assert timeout_s is not None, "without a limit nobody is late"
-    late = [peer for peer in peers if not peer.is_done]
-    for peer in late:
-        os.kill(peer.pid, signal.SIGUSR1)  # its faulthandler writes where it is
-    time.sleep(_STACKS_S)
-    stacks = {f"rank_{peer.rank}": peer.files["stacks"].read() for peer in late}
+def hung(stacks: Mapping[int, str], n: int, timeout_s: float | None) -> RankHung:
+    """The error of ranks that did not return in time, with the stack of each, as faulthandler writes it."""
     error = RankHung(
-        f"{len(late)} of {len(peers)} ranks did not return within {timeout_s:g} s.",
-        **{rank: _place(stack) for rank, stack in stacks.items()},
+        f"{len(stacks)} of {n} ranks did not return within {timeout_s} s.",
+        late=", ".join(f"rank {rank}" for rank in stacks),
         fix="call the same collectives in the same order on every rank; if it only needs longer, raise timeout_s",
     )
     for rank, stack in stacks.items():
-        error.add_note(f"{rank}, most recent call first:\n{stack}")
+        error.add_note(f"Rank {rank}, most recent call first:\n{stack}")
     return error
-
-
-def _place(stack: str) -> str:
-    """The innermost frame of the main thread outside torch and zero_fn, of a text of faulthandler."""
-    frames = [line.strip() for line in stack.split("\n\n")[-1].splitlines() if "File" in line]
-    outside = [frame for frame in frames if not frame.startswith(_LIBRARIES)]
-    return (outside or frames or ["unknown: it did not answer SIGUSR1"])[0]

@@ -1,11 +1,5 @@
 """Ranks on this machine, seen from the process that asked for them: a function in, one report per rank out.
 
-    here                        rank r of n
-    ----                        -----------
-    Seat            ------->    an argument of its process
-    function        ------->    joins the default process group, runs it
-    Report          <-------    a value, or an exception with its traceback
-
 `launch` runs one function and lets the ranks go; the pool of the tests keeps them and runs many.
 
 [Note: the fork server] A plain fork hangs once torch has run threads in the parent. A spawned process imports torch again,
@@ -22,88 +16,85 @@ import math
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import pickle
+import signal
 import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from multiprocessing.connection import wait
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import Any, Self
+from typing import Any, TextIO
+
+import torch
+import torch.distributed as dist
 
 from zero_fn.errors import StateError
 from zero_fn.local import blame
-from zero_fn.local.peer import Peer
-from zero_fn.local.rank import Seat, live
-from zero_fn.local.sending import dumps, loads
+from zero_fn.local import rank as inside
+from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.local.rank import Report, live
+from zero_fn.local.sending import dumps
 
 __all__ = ["LocalRanks"]
 
+_JOINED_S = 300.0
 _KILLED_S = 10.0
-_SHOWN_S = 0.1
-_PRELOADED = ["torch", "torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", live.__module__]
-_ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+_SHOWN_S = 0.1  # what rank 0 prints appears so late
+_STACKS_S = 1.0  # within which a rank says where it is
+_SHOWN_LINES = 20
+_PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", live.__module__]
+_starting = threading.Lock()
 
 
-class LocalRanks:
-    """n ranks on this machine with an initialised default process group.
-
-    Args:
-        n: Number of ranks, at least 1.
-        backend: As `init_process_group` takes it.
-        threads: Of torch, inside each rank.
-        environ: Added to the environment of this process.
-        collective_timeout_s: Seconds a collective may wait; None for torch's default.
-        runs_once: Whether they run one function, wait for its threads and leave. What rank 0 prints is then shown here;
-            other output is kept, and its last lines are added to an error.
+class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
+    """n ranks on this machine with an initialised default process group; the arguments are those of `launch`.
 
     Raises:
         StateError: No rank can be started.
+        Exception: What a rank raised that cannot join the group.
     """
 
     def __init__(
-        self,
-        n: int,
-        *,
-        backend: str = "gloo",
-        threads: int = 1,
-        environ: Mapping[str, str] | None = None,
-        collective_timeout_s: float | None = None,
-        runs_once: bool = False,
+        self, n: int, *, backend: str = "gloo", threads: int = 1, environ: Mapping[str, str] | None = None
     ) -> None:
         self.n = n
         self._folder = tempfile.TemporaryDirectory(prefix="zero_fn-ranks-")
-        self._peers: list[Peer] = []
-        self._is_shown = runs_once
+        self._peers: list[_Peer] = []
+        self._shown: list[_Peer] = []
         atexit.register(self.close)  # or multiprocessing would wait for the ranks, and they for a function
-        folder = Path(self._folder.name)
-        cells = _cells()
-        seats = [
-            Seat(
-                rank,
-                n,
-                backend,
-                threads,
-                collective_timeout_s,
-                runs_once,
-                folder,
-                _environ(rank, n, environ or {}),
-                cells,
-            )
-            for rank in range(n)
-        ]
+        store = f"{self._folder.name}/store"  # a file, not a port: nothing to race for
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # no host name has to be resolved
+        whole_environ = {**local, **os.environ, **(environ or {}), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+
+        def join() -> None:
+            assert inside.place is not None, "only ranks join"
+            rank, _ = inside.place
+            os.environ.clear()
+            os.environ.update(whole_environ, RANK=str(rank), LOCAL_RANK=str(rank))
+            linecache.cache.update(cells)  # source lines of notebook cells, which are in no file, for tracebacks
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # or every launch would draw the same numbers, those of the server
+            torch.set_num_threads(threads)
+            if "nccl" in backend:
+                torch.cuda.set_device(rank)
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+            give_groups_one_thread()
+            file_store = dist.FileStore(store, n)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=file_store, rank=rank, world_size=n)
+
         try:
-            with _server():
-                for seat in seats:
-                    self._peers.append(_start(seat))
+            self._start()
+            self.run(join, timeout_s=_JOINED_S)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -115,29 +106,48 @@ class LocalRanks:
         kwargs: Mapping[str, object] | None = None,
         *,
         timeout_s: float | None,
+        is_last: bool = False,
     ) -> list[Any]:
         """Runs `fn(*args, **kwargs)` on every rank and returns their values, or raises what `launch` says it raises.
 
-        After an exception the ranks are gone.
+        After an exception the ranks are gone. With the last function they wait for its threads, and what rank 0 prints is
+        shown here. Other output is kept, and its last lines are added to an error.
         """
-        message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument")
+        assert self._peers, "these ranks are gone"
+        message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"), is_last
         end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._shown = self._peers[: int(is_last)]
+        answers: dict[int, Report | int] = {}
+        failure = None
         try:
             for peer in self._peers:
                 peer.ask(message)
-            while not all(peer.is_done for peer in self._peers) and time.monotonic() < end_s:
-                self._hear(min(_SHOWN_S, end_s - time.monotonic()))
-                if any(peer.has_failed for peer in self._peers):
+            while len(answers) < self.n and time.monotonic() < end_s:
+                waiting = [peer for peer in self._peers if peer.rank not in answers]
+                wait([end for peer in waiting for end in (peer.connection, peer.process.sentinel)], _SHOWN_S)
+                answers |= {peer.rank: answer for peer in waiting if (answer := peer.answer()) is not None}
+                self._show()
+                if failure := blame.first_failure(answers, self.n):
                     end_s = min(end_s, time.monotonic() + blame.GRACE_S)  # [Note: whose fault], in `blame`
-            blame.judge(self._peers, timeout_s)
-            reports = [peer.report for peer in self._peers]
-            return [loads(report.pickled, "What a rank returned") for report in reports if report is not None]
+            if failure is not None:
+                rank, error = failure
+                if printed := self._peers[rank].printed():
+                    error.add_note(f"The last lines that rank {rank} printed:\n{printed}")
+                raise error
+            if late := [peer for peer in self._peers if peer.rank not in answers]:
+                for peer in late:
+                    peer.printed()  # what follows is where it is
+                    os.kill(peer.pid, signal.SIGUSR1)
+                time.sleep(_STACKS_S)
+                raise blame.hung({peer.rank: peer.output.read() for peer in late}, self.n, timeout_s)
+            reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
+            return [pickle.loads(report.pickled) for report in reports]
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Kills the ranks that still run, waits until they are gone, and shows the rest of what rank 0 printed."""
+        """Kills the ranks and what they started, waits until they are gone, shows the rest of what rank 0 printed."""
         atexit.unregister(self.close)
         for peer in self._peers:
             peer.kill()
@@ -145,79 +155,82 @@ class LocalRanks:
             peer.process.join(_KILLED_S)
         self._show()
         for peer in self._peers:
-            peer.close()
+            peer.connection.close()
+            peer.output.close()
         self._peers.clear()
+        self._shown.clear()
         self._folder.cleanup()
 
-    def _hear(self, patience_s: float) -> None:
-        """Waits until something has come from a rank, and takes it."""
-        running = [peer for peer in self._peers if peer.exit_code is None]
-        connections = [peer.connection for peer in running if not peer.connection.closed]
-        wait([*connections, *(peer.process.sentinel for peer in running)], max(0.0, patience_s))
-        for peer in running:
-            peer.hear()
-        self._show()
+    def _start(self) -> None:
+        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+        environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+        with _starting:
+            main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in environ}
+            sys.modules["__main__"] = ModuleType("__main__")  # or every rank would execute the script once more
+            os.environ.update(environ)  # a process with threads must not fork
+            try:
+                multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
+                self._peers += [_peer(rank, self.n, self._folder.name) for rank in range(self.n)]
+            except (OSError, EOFError) as error:
+                raise StateError(
+                    "The fork server of local ranks does not run.",
+                    error=f"{type(error).__name__}: {error}",
+                    fix=f"{sys.executable} -c 'import zero_fn' must work with the same sys.path and environment",
+                ) from error
+            finally:
+                sys.modules["__main__"] = main
+                for name, value in before.items():
+                    os.environ.pop(name) if value is None else os.environ.update({name: value})
 
     def _show(self) -> None:
-        """Writes what rank 0 has printed to the streams of this process, which in a notebook or a test are no files."""
-        for peer in self._peers[: int(self._is_shown)]:
-            for stream, kind in ((sys.stdout, "out"), (sys.stderr, "err")):
-                if stream is not None and (text := peer.files[kind].read()):
-                    stream.write(text)
-                    stream.flush()
+        for peer in self._shown:
+            print(peer.output.read(), end="", flush=True)  # a notebook has no file that a rank could write
 
 
-_starting = threading.Lock()
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A rank, seen from here."""
+
+    rank: int
+    process: BaseProcess
+    pid: int
+    connection: Connection
+    output: TextIO  # the file in which it prints, read up to what is shown or belongs to earlier functions
+
+    def ask(self, message: tuple[bytes, bool]) -> None:
+        """Sends a function, unless the rank is dead, which its process tells."""
+        self.output.read()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def answer(self) -> Report | int | None:
+        """Its report, or its exit code, or None as long as there is neither."""
+        exit_code = self.process.exitcode  # asked first: after its end nothing comes
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll():
+                report: Report = self.connection.recv()
+                return report
+        return exit_code
+
+    def printed(self) -> str:
+        """The last lines that were not read yet, and how the report of a fault in compiled code begins."""
+        before, fatal, stack = self.output.read().partition("Fatal Python error")
+        return "\n".join(before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES])
+
+    def kill(self) -> None:
+        """Ends the rank and what it started, if it still runs."""
+        if self.process.exitcode is None:
+            self.process.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
-@contextlib.contextmanager
-def _server() -> Iterator[None]:
-    """Processes may be started inside: the fork server runs, and will not have them execute `__main__`.
-
-    Raises:
-        StateError: They cannot be started.
-    """
-    environ = {**_ONE_THREAD, "PYTHONPATH": os.pathsep.join(sys.path)}  # a process with threads must not fork
-    with _starting:
-        main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in environ}
-        sys.modules["__main__"] = ModuleType("__main__")
-        os.environ.update(environ)
-        try:
-            multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
-            multiprocessing.forkserver.ensure_running()
-            yield
-        except (OSError, EOFError, ValueError) as error:
-            raise StateError(
-                "The fork server of local ranks does not run.",
-                interpreter=sys.executable,
-                error=f"{type(error).__name__}: {error}",
-                fix="python -c 'import zero_fn' must work with the same sys.path; without fork (Windows) use WSL or torchrun",
-            ) from error
-        finally:
-            sys.modules["__main__"] = main
-            for name, value in before.items():
-                del os.environ[name]
-                os.environ.update({} if value is None else {name: value})
-
-
-def _start(seat: Seat) -> Peer:
+def _peer(rank: int, n: int, folder: str) -> _Peer:
     context = multiprocessing.get_context("forkserver")
-    kinds = ("out", "err", "stacks")
-    files = {kind: seat.file(kind).open("w+", encoding="utf-8", errors="replace", newline="") for kind in kinds}
+    output = open(f"{folder}/{rank}.output", "w+", encoding="utf-8", errors="replace", newline="")  # noqa: SIM115
     ours, theirs = context.Pipe()
-    process = context.Process(target=live, args=(theirs, seat))
+    process = context.Process(target=live, args=(theirs, rank, n, output.name))
     process.start()
     theirs.close()
-    return Peer(seat.rank, process, ours, files)
-
-
-def _environ(rank: int, n: int, added: Mapping[str, str]) -> dict[str, str]:
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # ranks of one machine need no resolvable host name
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    return {**local, **os.environ, **added, **{name: str(value) for name, value in place.items()}}
-
-
-def _cells() -> dict[str, list[str]]:
-    """Source lines of notebook cells, which are in no file that a rank could read."""
-    return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+    assert process.pid is not None, "it was started"
+    return _Peer(rank, process, process.pid, ours, output)

@@ -8,7 +8,6 @@ import pickle
 import sys
 from collections.abc import Callable
 from types import CodeType, ModuleType
-from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import ZeroError
 
-__all__ = ["SendError", "dumps", "dumps_exception", "loads"]
+__all__ = ["SendError", "dumps", "dumps_exception"]
 
 _FIX = "build it inside the function, on each rank; return plain tensors and numbers: value.full_tensor(), value.item()"
 
@@ -65,26 +64,12 @@ def dumps(value: object, what: str = "A value") -> bytes:
     return buffer.getvalue()
 
 
-def loads(pickled: bytes, what: str = "A value") -> Any:
-    """The value that `dumps` made bytes of.
-
-    Raises:
-        SendError: `what` cannot be made again in this process.
-    """
-    try:
-        return cloudpickle.loads(pickled)
-    except Exception as error:
-        raise SendError(f"{what} cannot be rebuilt.", error=f"{type(error).__name__}: {error}", fix=_FIX) from error
-
-
 def dumps_exception(error: BaseException) -> bytes:
     """An exception as bytes; a `SendError` that quotes it if it cannot be sent or rebuilt."""
     try:
         pickled = dumps(error)
-        loads(pickled)
-    except SendError as failed:
-        said = f"{type(error).__name__}: {error}"
-        return dumps(
-            SendError("What a rank raised cannot be sent.", raised=said, error=failed.facts["error"], fix=_FIX)
-        )
+        pickle.loads(pickled)
+    except Exception as why:
+        quoted = f"{type(error).__name__}: {error}"
+        return dumps(SendError("What a rank raised cannot be sent.", raised=quoted, error=str(why), fix=_FIX))
     return pickled
