@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import pickle
 import re
@@ -142,6 +143,14 @@ def test_threads_of_a_rank_finish_their_work(tmp_path: Path) -> None:
 
     launch(save_later, 2)
     assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["saved", "saved"]
+
+
+def test_a_rank_may_have_processes_of_its_own() -> None:
+    def load() -> tuple[list[int], str]:
+        batches = torch.utils.data.DataLoader(list(range(4)), batch_size=2, num_workers=1)  # type: ignore[arg-type]
+        return [int(batch.sum()) for batch in batches], multiprocessing.get_start_method()
+
+    assert launch(load, 1) == [([1, 5], multiprocessing.get_start_method())]
 
 
 def test_launch_on_a_rank_is_refused() -> None:

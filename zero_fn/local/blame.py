@@ -16,8 +16,7 @@ from zero_fn.local.rank import Report
 
 __all__ = ["GRACE_S", "RankDied", "RankHung", "RankTraceback", "first_failure", "hung"]
 
-GRACE_S = 1.0
-"""Longer than a rank takes to see whom it lost."""
+GRACE_S = 1.0  # longer than a rank takes to see whom it lost
 
 
 class RankDied(StateError):
@@ -36,12 +35,7 @@ class RankTraceback(Exception):
 
 
 def first_failure(answers: Mapping[int, Report | int], n: int) -> tuple[int, BaseException] | None:
-    """The rank to blame and its error, if one has failed. [Note: whose fault]
-
-    Args:
-        answers: By rank, its report, or the exit code of one that died.
-        n: Number of ranks.
-    """
+    """The rank to blame and its error, if one has failed, from reports and exit codes by rank. [Note: whose fault]"""
     for rank, code in answers.items():
         if isinstance(code, int):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"

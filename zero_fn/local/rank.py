@@ -34,20 +34,15 @@ class Report:
     is_value: bool
     pickled: bytes
     traceback: str = ""
-    guilt: tuple[bool, float] = (
-        True,
-        0.0,
-    )  # of an exception: whether it is that of a lost rank, and when; least is worst
+    guilt: tuple[bool, float] = (True, 0.0)
+    """Of an exception: whether it is that of a lost rank, and when. The least is to blame."""
 
 
 def live(connection: Connection, rank: int, n: int, output: str) -> None:
-    """Runs functions on a rank, and sends a `Report` on each, until the connection ends.
+    """Runs functions as one of n ranks, and sends a `Report` on each, until the connection ends.
 
-    Args:
-        connection: Each message is a pickled function with its arguments, and whether it is the last one.
-        rank: The rank to be.
-        n: Number of ranks.
-        output: File for what it prints, and for where it is, on SIGUSR1.
+    A message is a pickled function with its arguments, and whether it is the last one. The file `output` takes what the rank
+    prints and, on SIGUSR1, where it is.
     """
     global place
     place = rank, n

@@ -27,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from types import ModuleType
 from typing import Any, TextIO
 
 import torch
@@ -71,6 +70,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # no host name has to be resolved
         whole_environ = {**local, **os.environ, **(environ or {}), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        start_method = multiprocessing.get_start_method(allow_none=True)
         cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
         def join() -> None:
@@ -78,6 +78,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             rank, _ = inside.place
             os.environ.clear()
             os.environ.update(whole_environ, RANK=str(rank), LOCAL_RANK=str(rank))
+            multiprocessing.set_start_method(start_method, force=True)  # which was that of ranks themselves
             linecache.cache.update(cells)  # source lines of notebook cells, which are in no file, for tracebacks
             if "numpy" in sys.modules:
                 sys.modules["numpy"].random.seed()  # or every launch would draw the same numbers, those of the server
@@ -136,8 +137,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 raise error
             if late := [peer for peer in self._peers if peer.rank not in answers]:
                 for peer in late:
-                    peer.printed()  # what follows is where it is
-                    os.kill(peer.pid, signal.SIGUSR1)
+                    peer.ask_where()
                 time.sleep(_STACKS_S)
                 raise blame.hung({peer.rank: peer.output.read() for peer in late}, self.n, timeout_s)
             reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
@@ -162,14 +162,12 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         self._folder.cleanup()
 
     def _start(self) -> None:
-        one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
         with _starting:
-            main, before = sys.modules["__main__"], {name: os.environ.get(name) for name in environ}
-            sys.modules["__main__"] = ModuleType("__main__")  # or every rank would execute the script once more
-            os.environ.update(environ)  # a process with threads must not fork
+            main = sys.modules["__main__"]
+            spec, file = main.__spec__, vars(main).pop("__file__", None)
+            main.__spec__ = None  # with a name or a file of it every rank would execute the script once more
             try:
-                multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
+                _ensure_server()
                 self._peers += [_peer(rank, self.n, self._folder.name) for rank in range(self.n)]
             except (OSError, EOFError) as error:
                 raise StateError(
@@ -178,13 +176,27 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                     fix=f"{sys.executable} -c 'import zero_fn' must work with the same sys.path and environment",
                 ) from error
             finally:
-                sys.modules["__main__"] = main
-                for name, value in before.items():
-                    os.environ.pop(name) if value is None else os.environ.update({name: value})
+                main.__spec__ = spec
+                vars(main).update({} if file is None else {"__file__": file})
 
     def _show(self) -> None:
         for peer in self._shown:
             print(peer.output.read(), end="", flush=True)  # a notebook has no file that a rank could write
+
+
+def _ensure_server() -> None:
+    """Starts the fork server if it does not run: with the modules of this process, and one thread, or it must not fork."""
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    before = {name: os.environ[name] for name in environ if name in os.environ}
+    os.environ.update(environ)
+    try:
+        multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name in environ:
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +210,7 @@ class _Peer:
     output: TextIO  # the file in which it prints, read up to what is shown or belongs to earlier functions
 
     def ask(self, message: tuple[bytes, bool]) -> None:
-        """Sends a function, unless the rank is dead, which its process tells."""
+        """Sends a function, unless the rank is dead, which its process tells. What it has printed is forgotten."""
         self.output.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
@@ -211,6 +223,12 @@ class _Peer:
                 report: Report = self.connection.recv()
                 return report
         return exit_code
+
+    def ask_where(self) -> None:
+        """Has it write its stacks to its output, from which all that comes before is taken."""
+        self.output.read()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
 
     def printed(self) -> str:
         """The last lines that were not read yet, and how the report of a fault in compiled code begins."""

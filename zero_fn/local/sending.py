@@ -51,11 +51,7 @@ def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[object, .
 
 
 def dumps(value: object, what: str = "A value") -> bytes:
-    """Any value as bytes. Importable functions and classes go by name, others with what they refer to.
-
-    Raises:
-        SendError: `what` cannot be pickled, or holds a mesh or a process group.
-    """
+    """Any value as bytes, or a `SendError` about `what`. Importable functions go by name, others with what they refer to."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
