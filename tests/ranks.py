@@ -17,15 +17,17 @@ time. After anything but values the processes are killed, and the next case gets
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
+from datetime import timedelta
 from typing import TypeVar
 
+import cloudpickle  # type: ignore[import-untyped]
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -33,11 +35,11 @@ from tests.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
 from zero_fn.local.ranks import LocalRanks
 
-__all__ = ["Case", "Ranks", "axis", "let_kernels_take_small_tensors"]
+__all__ = ["Case", "Ranks", "axis", "let_kernels_take_small_tensors", "sent_by_value"]
 
 R = TypeVar("R")
 
-_COLLECTIVE_TIMEOUT_S = 20.0
+_COLLECTIVE_TIMEOUT = timedelta(seconds=20)
 
 
 def let_kernels_take_small_tensors() -> None:
@@ -82,13 +84,14 @@ class Ranks:
         self.executed += 1
         pool = self._pools.pop(case.n, None) or self._start(case.n)
         # A pool that raised has killed its ranks and is not put back.
-        values = pool.run(_isolated, (fn, args, kwargs), timeout_s=case.deadline_s, by_value=_module_of(fn))
+        with sent_by_value(fn):
+            values = pool.run(_isolated, (fn, args, kwargs), timeout_s=case.deadline_s)
         self._pools[case.n] = pool
         return values
 
     def _start(self, n: int) -> LocalRanks:
         self.generations[n] = self.generations.get(n, 0) + 1
-        return LocalRanks(n, collective_timeout_s=_COLLECTIVE_TIMEOUT_S)
+        return LocalRanks(n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,7 @@ class Case:
 
 def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     """Runs a case as if it were the first of its process."""
+    dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
     random.seed(0)
     seed_generator(0)
     let_kernels_take_small_tensors()
@@ -127,10 +131,18 @@ def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, 
         return fn(*args, **kwargs)
 
 
-def _module_of(fn: Callable[..., object]) -> ModuleType | None:
-    """The module that defines a case, unless it is this one or part of the library, which ranks import."""
+@contextlib.contextmanager
+def sent_by_value(fn: Callable[..., object]) -> Iterator[None]:
+    """The module that defines a case goes as it is here, unless it is this one or part of a library, which ranks import."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     name = getattr(fn, "__module__", None) or ""
     is_importable = name in ("__main__", __name__, "builtins") or name.split(".")[0] in ("zero_fn", "torch")
-    return None if is_importable else sys.modules.get(name)
+    if is_importable or name not in sys.modules:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(sys.modules[name])
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[name])

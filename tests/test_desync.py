@@ -6,7 +6,6 @@ How many cases run is decided by the profile of Hypothesis (`tests/conftest.py`)
 from __future__ import annotations
 
 import re
-import sys
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.profiles import examples
-from tests.ranks import Ranks, axis
+from tests.ranks import Ranks, axis, sent_by_value
 from zero_fn.collectives.waiting import deadline
 from zero_fn.local.ranks import LocalRanks
 
@@ -135,8 +134,8 @@ def test_a_lost_group_stays_lost() -> None:
             second = error
         return type(first).__name__, type(second).__name__, first is second
 
-    with LocalRanks(2) as fresh:  # those of the pool would be lost for the tests after this one
-        values = fresh.run(errors, timeout_s=30, by_value=sys.modules[__name__])
+    with LocalRanks(2) as fresh, sent_by_value(errors):  # those of the pool would be lost for the tests after this one
+        values = fresh.run(errors, timeout_s=30)
     for value in values:
         assert value == ("DisagreementError", "DisagreementError", True)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import zero_fn as zf
 from tests.composition.grids import grid
 from tests.distributed.test_peak_memory import Storages
 from tests.groups import alone, pretended
-from tests.ranks import Ranks, axis
+from tests.ranks import Ranks, axis, sent_by_value
 from zero_fn.local.ranks import LocalRanks
 from zero_fn.tiled import TiledEmbedding, TiledLinear
 
@@ -391,8 +390,8 @@ def test_ranks_that_take_different_paths_back_are_exact(ranks: Ranks) -> None:
 
 def test_ranks_that_recompute_different_tiles_are_told() -> None:
     """The gathers of a recomputation are in no schedule, which a rank that does not recompute would follow."""
-    with LocalRanks(2) as fresh:  # those of the pool would be lost for the tests after this one
-        values = fresh.run(paths_back, (True,), timeout_s=60, by_value=sys.modules[__name__])
+    with LocalRanks(2) as fresh, sent_by_value(paths_back):  # those of the pool would be lost for the tests after this one
+        values = fresh.run(paths_back, (True,), timeout_s=60)
     assert values == ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -25,7 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.groups import pretended
-from tests.ranks import Ranks
+from tests.ranks import Ranks, sent_by_value
 from tests.versions import IS_BEFORE_2_14
 from zero_fn.local.ranks import LocalRanks
 
@@ -402,8 +401,8 @@ def test_gloo_waits_no_longer_than_it_is_told_and_says_so() -> None:
             return str(error), time.monotonic() - began_s
         return "nothing", 0.0
 
-    with LocalRanks(2) as fresh:
-        (text, seconds), _ = fresh.run(words, timeout_s=30, by_value=sys.modules[__name__])
+    with LocalRanks(2) as fresh, sent_by_value(words):
+        (text, seconds), _ = fresh.run(words, timeout_s=30)
     assert "Timed out" in text
     assert 0.25 < seconds < 3
 

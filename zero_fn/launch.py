@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -17,8 +18,6 @@ __all__ = ["launch"]
 
 R = TypeVar("R")
 
-_LINGER_S = 5.0
-_LATER_S = 60.0  # a collective gives up after launch does, which can say where every rank was
 _OWN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
@@ -69,50 +68,34 @@ def launch(
         StateError: This process is a rank already; or ranks cannot be started.
         TypeError: `fn` cannot be called with these arguments, or something cannot be pickled (`SendError`).
         RankDied: A rank was killed or exited (a StateError).
-        RankHung: `timeout_s` is over; says where each rank was (a StateError).
+        RankHung: `timeout_s` is over; its notes say where each rank was (a StateError).
         Exception: What a rank raised, of its type, with the rank's traceback as `__cause__`. Its peers are stopped.
     """
-    keywords = dict(kwargs or {})
     _check_moment()
-    _check_call(fn, nprocs, args, keywords)
+    _check_call(fn, nprocs, args, kwargs or {})
     _check_options(nprocs, threads, timeout_s, env or {})
-    with LocalRanks(
-        nprocs,
-        backend=_backend(nprocs, backend),
-        threads=threads,
-        environ=env,
-        collective_timeout_s=None if timeout_s is None else timeout_s + _LATER_S,
-        linger_s=_LINGER_S,
-        is_shown=True,
-    ) as ranks:
-        values = ranks.run(fn, args, keywords, timeout_s=timeout_s)
-        ranks.finish(timeout_s)
-    return values
+    with LocalRanks(nprocs, backend=_backend(nprocs, backend), threads=threads, environ=env) as ranks:
+        return ranks.run(fn, args, kwargs, timeout_s=timeout_s, is_last=True)
 
 
-def _check_call(fn: object, nprocs: object, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
-    if not callable(fn):
+def _check_moment() -> None:
+    why = "every rank would start ranks of its own"
+    if rank.place is not None:
+        fix = "call the function itself here, or launch from outside"
+        raise StateError("launch was called on a rank.", here="rank {} of {}".format(*rank.place), why=why, fix=fix)
+    if dist.is_available() and dist.is_torchelastic_launched():
+        fix = "python train.py, without torchrun; or call the function itself here"
+        raise StateError("launch was called in a process that torchrun started.", why=why, fix=fix)
+
+
+def _check_call(fn: object, nprocs: object, args: Sequence[object], kwargs: Mapping[str, Any]) -> None:
+    if not callable(fn) or not isinstance(nprocs, int):
         raise TypeError(
-            f"launch takes a function and a number of ranks, got {fn!r}.\n"
-            f"  fix : zf.launch(train, 2, *arguments): the function itself, not what it returned"
-        )
-    if isinstance(nprocs, bool) or not isinstance(nprocs, int):
-        raise TypeError(
-            f"launch takes a whole number of ranks after the function, got {nprocs!r}.\n"
+            f"launch takes a function, not what it returned, and a whole number of ranks; got {fn!r} and {nprocs!r}.\n"
             f"  fix : zf.launch(train, 2, *arguments)"
         )
-    try:
-        signature = inspect.signature(fn)
-    except ValueError:
-        return  # some compiled functions have none: the ranks will tell
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as error:
-        name = getattr(fn, "__name__", "fn")
-        raise TypeError(
-            f"{name}{signature} cannot be called with the given arguments: {error}.\n"
-            f"  fix : zf.launch({name}, {nprocs}, *positional, kwargs={{...}})"
-        ) from None
+    with contextlib.suppress(ValueError):  # some compiled functions have no signature: the ranks will tell
+        inspect.signature(fn).bind(*args, **kwargs)
 
 
 def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapping[str, str]) -> None:
@@ -121,41 +104,16 @@ def _check_options(nprocs: int, threads: int, timeout_s: float | None, env: Mapp
     if threads < 1:
         raise LayoutError("A rank needs at least one thread.", threads=threads, fix="zf.launch(fn, nprocs, threads=1)")
     if timeout_s is not None and not timeout_s > 0:
-        raise LayoutError(
-            "No rank can return in no time.",
-            timeout_s=timeout_s,
-            fix="timeout_s is in seconds; None for no limit: zf.launch(fn, nprocs, timeout_s=None)",
-        )
-    if taken := [name for name in _OWN_VARIABLES if name in env]:
-        raise LayoutError(
-            "launch itself says which rank is which.", env=", ".join(taken), fix="leave these variables out of env"
-        )
-
-
-def _check_moment() -> None:
-    here = rank.seat
-    if here is not None:
-        raise StateError(
-            "launch was called on a rank.",
-            here=f"rank {here.rank} of {here.n}",
-            why="every rank would start ranks of its own",
-            fix="call the function itself here, or launch from outside",
-        )
-    if dist.is_available() and dist.is_torchelastic_launched():
-        raise StateError(
-            "launch was called in a process that torchrun started.",
-            why="every rank of torchrun would start ranks of its own",
-            fix="python train.py, without torchrun; or call the function itself here",
-        )
+        fix = "timeout_s is in seconds; None for no limit: zf.launch(fn, nprocs, timeout_s=None)"
+        raise LayoutError("No rank can return in no time.", timeout_s=timeout_s, fix=fix)
+    if taken := ", ".join(name for name in _OWN_VARIABLES if name in env):
+        fix = "leave these variables out of env"
+        raise LayoutError("launch itself says which rank is which.", env=taken, fix=fix)
 
 
 def _backend(nprocs: int, asked: str | None) -> str:
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and dist.is_nccl_available() else 0
     if asked is not None and "nccl" in asked and gpus < nprocs:
-        raise LayoutError(
-            "nccl needs a GPU for each rank.",
-            nprocs=nprocs,
-            gpus=gpus,
-            fix=f"zf.launch(fn, {nprocs}, backend='gloo'), or at most {gpus} ranks",
-        )
+        fix = f"zf.launch(fn, {nprocs}, backend='gloo'), or at most {gpus} ranks"
+        raise LayoutError("nccl needs a GPU for each rank.", nprocs=nprocs, gpus=gpus, fix=fix)
     return asked or ("cpu:gloo,cuda:nccl" if gpus >= nprocs else "gloo")

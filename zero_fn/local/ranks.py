@@ -1,104 +1,101 @@
-"""Ranks on this machine, seen from the process that asked for them: a function in, one outcome per rank out.
-
-    here                        rank r of n
-    ----                        -----------
-    Seat            ------->    joins the default process group
-    function        ------->    runs it
-    Outcome         <-------    a value, or an exception with its traceback
-    (leash)         <-------    an exit code, if it died instead        [Note: the leash], in `fork_server`
+"""Ranks on this machine, seen from the process that asked for them: a function in, one report per rank out.
 
 `launch` runs one function and lets the ranks go; the pool of the tests keeps them and runs many.
+
+[Note: the fork server] A plain fork hangs once torch has run threads in the parent. A spawned process imports torch again,
+which takes seconds. The fork server of `multiprocessing` has imported torch once, has no threads, and forks ranks from
+itself. A process has one such server: all that uses this start method in it shares the server.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import io
 import linecache
 import math
+import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
+import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Self, TextIO
+from multiprocessing.process import BaseProcess
+from typing import Any, TextIO
 
+import torch
+import torch.distributed as dist
+
+from zero_fn.errors import StateError
 from zero_fn.local import blame
-from zero_fn.local.fork_server import fork_rank
-from zero_fn.local.output import Forward
-from zero_fn.local.peer import Peer
-from zero_fn.local.rank import Seat
-from zero_fn.local.sending import SendError, loads, pack
+from zero_fn.local import rank as inside
+from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.local.rank import Report, live
+from zero_fn.local.sending import dumps
 
 __all__ = ["LocalRanks"]
 
+_JOINED_S = 300.0
 _KILLED_S = 10.0
+_SHOWN_S = 0.1  # what rank 0 prints appears so late
+_STACKS_S = 1.0  # within which a rank says where it is
+_SHOWN_LINES = 20
+_PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", live.__module__]
+_starting = threading.Lock()
 
 
-class LocalRanks:
-    """n ranks on this machine with an initialised default process group.
-
-    Args:
-        n: Number of ranks, at least 1.
-        backend: As `init_process_group` takes it.
-        threads: Of torch, inside each rank.
-        environ: Added to the environment of this process.
-        collective_timeout_s: Seconds a collective may wait; None for torch's default.
-        linger_s: Seconds a rank stays after it returned; None if more functions follow. [Note: leaving]
-        is_shown: Whether what rank 0 prints goes to `sys.stdout` and `sys.stderr` as it comes. What the others print is
-            kept, and its last lines are added to an error of theirs.
+class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
+    """n ranks on this machine with an initialised default process group; the arguments are those of `launch`.
 
     Raises:
         StateError: No rank can be started.
+        Exception: What a rank raised that cannot join the group.
     """
 
     def __init__(
-        self,
-        n: int,
-        *,
-        backend: str = "gloo",
-        threads: int = 1,
-        environ: Mapping[str, str] | None = None,
-        collective_timeout_s: float | None = None,
-        linger_s: float | None = None,
-        is_shown: bool = False,
+        self, n: int, *, backend: str = "gloo", threads: int = 1, environ: Mapping[str, str] | None = None
     ) -> None:
         self.n = n
-        self._directory = tempfile.TemporaryDirectory(prefix="zero_fn-ranks-")
-        self._peers: list[Peer] = []
-        self._forwards: list[Forward] = []
-        self._sources: dict[Any, Callable[[], None]] = {}
-        self._end_s = math.inf
+        self._folder = tempfile.TemporaryDirectory(prefix="zero_fn-ranks-")
+        self._peers: list[_Peer] = []
+        self._shown: list[_Peer] = []
+        atexit.register(self.close)  # or multiprocessing would wait for the ranks, and they for a function
+        store = f"{self._folder.name}/store"  # a file, not a port: nothing to race for
+        loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+        local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # no host name has to be resolved
+        whole_environ = {**local, **os.environ, **(environ or {}), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        start_method = multiprocessing.get_start_method(allow_none=True)
+        cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
+
+        def join() -> None:
+            assert inside.place is not None, "only ranks join"
+            rank, _ = inside.place
+            os.environ.clear()
+            os.environ.update(whole_environ, RANK=str(rank), LOCAL_RANK=str(rank))
+            multiprocessing.set_start_method(start_method, force=True)  # which was that of ranks themselves
+            linecache.cache.update(cells)  # source lines of notebook cells, which are in no file, for tracebacks
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed()  # or every launch would draw the same numbers, those of the server
+            torch.set_num_threads(threads)
+            if "nccl" in backend:
+                torch.cuda.set_device(rank)
+            dist.set_debug_level_from_env()  # type: ignore[attr-defined]
+            give_groups_one_thread()
+            file_store = dist.FileStore(store, n)  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=file_store, rank=rank, world_size=n)
+
         try:
-            for rank in range(n):
-                self._start(rank, is_shown=is_shown and rank == 0)
-            for peer in self._peers:
-                seat = Seat(
-                    rank=peer.rank,
-                    n=n,
-                    backend=backend,
-                    threads=threads,
-                    collective_timeout_s=collective_timeout_s,
-                    linger_s=linger_s,
-                    directory=self._directory.name,
-                    environ=_rank_environ(peer.rank, n, environ or {}),
-                    cwd=os.getcwd(),
-                    path=[entry for entry in sys.path if isinstance(entry, str)],
-                    argv=list(sys.argv),
-                    cells=_cells(),
-                )
-                _post(peer.child.connection, pickle.dumps(seat))
+            self._start()
+            self.run(join, timeout_s=_JOINED_S)
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -110,160 +107,148 @@ class LocalRanks:
         kwargs: Mapping[str, object] | None = None,
         *,
         timeout_s: float | None,
-        by_value: ModuleType | None = None,
+        is_last: bool = False,
     ) -> list[Any]:
-        """Runs one function on every rank.
+        """Runs `fn(*args, **kwargs)` on every rank and returns their values, or raises what `launch` says it raises.
 
-        Args:
-            fn: Moved by cloudpickle, with what it refers to.
-            args: Its positional arguments, the same on every rank.
-            kwargs: Its keyword arguments.
-            timeout_s: Seconds until every rank must have returned; None for no limit.
-            by_value: A module whose functions and classes are moved as they are here, not imported by the ranks.
-
-        Returns:
-            The value of each rank, in the order of ranks. After an exception the ranks are gone.
-
-        Raises:
-            SendError: Something cannot be pickled.
-            RankDied: A rank ended before it returned.
-            RankHung: The time is over.
-            Exception: Whatever the first rank that raised has raised; its traceback is the `__cause__`.
+        After an exception the ranks are gone. With the last function they wait for its threads, and what rank 0 prints is
+        shown here. Other output is kept, and its last lines are added to an error.
         """
-        message = pack(fn, args, dict(kwargs or {}), by_value)
-        self._end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        for peer in self._peers:
-            peer.outcome = None
-            peer.heard_nbytes = peer.output.stat().st_size if peer.output.exists() else 0
+        assert self._peers, "these ranks are gone"
+        message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"), is_last
+        end_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._shown = self._peers[: int(is_last)]
+        answers: dict[int, Report | int] = {}
+        failure = None
         try:
             for peer in self._peers:
-                _post(peer.child.connection, message)
-            end_s = self._end_s
-            while not all(peer.is_done for peer in self._peers) and time.monotonic() < end_s:
-                self._pump(end_s)
-                if any(peer.has_died or peer.has_raised for peer in self._peers):
+                peer.ask(message)
+            while len(answers) < self.n and time.monotonic() < end_s:
+                waiting = [peer for peer in self._peers if peer.rank not in answers]
+                wait([end for peer in waiting for end in (peer.connection, peer.process.sentinel)], _SHOWN_S)
+                answers |= {peer.rank: answer for peer in waiting if (answer := peer.answer()) is not None}
+                self._show()
+                if failure := blame.first_failure(answers, self.n):
                     end_s = min(end_s, time.monotonic() + blame.GRACE_S)  # [Note: whose fault], in `blame`
-            blame.judge(self._peers, timeout_s)
-            return [self._value(peer) for peer in self._peers]
+            if failure is not None:
+                rank, error = failure
+                if printed := self._peers[rank].printed():
+                    error.add_note(f"The last lines that rank {rank} printed:\n{printed}")
+                raise error
+            if late := [peer for peer in self._peers if peer.rank not in answers]:
+                for peer in late:
+                    peer.ask_where()
+                time.sleep(_STACKS_S)
+                raise blame.hung({peer.rank: peer.output.read() for peer in late}, self.n, timeout_s)
+            reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
+            return [pickle.loads(report.pickled) for report in reports]
         except BaseException:
             self.close()
             raise
 
-    def finish(self, timeout_s: float | None) -> None:
-        """Lets the ranks end by themselves, which joins their threads, within the time of the last `run`.
-
-        Raises:
-            RankDied: A rank ended with an exit code other than 0.
-            RankHung: The time is over.
-        """
-        for peer in self._peers:
-            self._sources.pop(peer.child.connection, None)
-            peer.child.connection.close()
-        while not all(peer.has_ended for peer in self._peers) and time.monotonic() < self._end_s:
-            self._pump(self._end_s)
-        for peer in self._peers:
-            if not peer.has_ended:
-                peer.outcome = None
-        blame.judge(self._peers, timeout_s)
-
     def close(self) -> None:
-        """Kills the ranks that still run, waits until they are gone, and shows the rest of what rank 0 printed."""
-        end_s = time.monotonic() + _KILLED_S
+        """Kills the ranks and what they started, waits until they are gone, shows the rest of what rank 0 printed."""
+        atexit.unregister(self.close)
         for peer in self._peers:
-            peer.child.kill()
-        try:
-            while not self._is_silent() and time.monotonic() < end_s:
-                self._pump(end_s)
-        finally:
-            for peer in self._peers:
-                peer.child.connection.close()
-                peer.child.leash.close()
-            for forward in self._forwards:
-                forward.close()
-            for forgotten in (self._peers, self._forwards, self._sources):
-                forgotten.clear()
-            self._directory.cleanup()
+            peer.kill()
+        for peer in self._peers:
+            peer.process.join(_KILLED_S)
+        self._show()
+        for peer in self._peers:
+            peer.connection.close()
+            peer.output.close()
+        self._peers.clear()
+        self._shown.clear()
+        self._folder.cleanup()
 
-    def _start(self, rank: int, *, is_shown: bool) -> None:
-        directory = Path(self._directory.name)
-        output = directory / f"{rank}.output"
-        with contextlib.ExitStack() as opened:
-            if is_shown:
-                stdout_fd, stderr_fd = self._forward(sys.stdout, opened), self._forward(sys.stderr, opened)
-            else:
-                stdout_fd = stderr_fd = opened.enter_context(output.open("ab")).fileno()
-            child = fork_rank(stdout_fd, stderr_fd)
-        peer = Peer(rank, child, output, directory / f"{rank}.stacks")
-        self._peers.append(peer)
-        self._sources[child.connection] = lambda: self._hear(peer)
-        self._sources[child.leash] = lambda: self._bury(peer)
+    def _start(self) -> None:
+        with _starting:
+            main = sys.modules["__main__"]
+            spec, file = main.__spec__, vars(main).pop("__file__", None)
+            main.__spec__ = None  # with a name or a file of it every rank would execute the script once more
+            try:
+                _ensure_server()
+                self._peers += [_peer(rank, self.n, self._folder.name) for rank in range(self.n)]
+            except (OSError, EOFError) as error:
+                raise StateError(
+                    "The fork server of local ranks does not run.",
+                    error=f"{type(error).__name__}: {error}",
+                    fix=f"{sys.executable} -c 'import zero_fn' must work with the same sys.path and environment",
+                ) from error
+            finally:
+                main.__spec__ = spec
+                vars(main).update({} if file is None else {"__file__": file})
 
-    def _forward(self, stream: TextIO | None, opened: contextlib.ExitStack) -> int:
-        """A file descriptor that ends in a Python stream, which in a notebook or a test is no file at all."""
-        if stream is None:  # a process without a console
-            return opened.enter_context(open(os.devnull, "wb")).fileno()
-        stream.flush()
-        if any(stream is own for own in (sys.__stdout__, sys.__stderr__)):
-            with contextlib.suppress(OSError, io.UnsupportedOperation):
-                return stream.fileno()  # a terminal stays a terminal: progress bars know its width
-        forward = Forward(stream)
-        self._forwards.append(forward)
-        self._sources[forward.reader] = lambda: self._show(forward)
-        return opened.enter_context(forward.writer).fileno()
-
-    def _pump(self, end_s: float) -> None:
-        left_s = end_s - time.monotonic()
-        for source in wait(list(self._sources), None if left_s == math.inf else max(0.0, left_s)):
-            if source in self._sources:
-                self._sources[source]()
-
-    def _hear(self, peer: Peer) -> None:
-        try:
-            peer.outcome = pickle.loads(peer.child.connection.recv_bytes())
-        except (EOFError, OSError):
-            self._sources.pop(peer.child.connection, None)  # the leash says why
-
-    def _bury(self, peer: Peer) -> None:
-        while peer.child.connection in self._sources and peer.child.connection.poll():
-            self._hear(peer)
-        peer.exit_code = peer.child.exit_code()
-        peer.has_ended = True
-        self._sources.pop(peer.child.connection, None)
-        self._sources.pop(peer.child.leash, None)
-
-    def _show(self, forward: Forward) -> None:
-        if not forward.show():
-            self._sources.pop(forward.reader, None)
-
-    def _is_silent(self) -> bool:
-        is_shown = not any(forward.reader in self._sources for forward in self._forwards)
-        return is_shown and all(peer.has_ended for peer in self._peers)
-
-    def _value(self, peer: Peer) -> Any:
-        assert peer.outcome is not None, f"rank {peer.rank} has no outcome"
-        try:
-            return loads(peer.outcome.pickled)
-        except Exception as error:
-            raise SendError(
-                f"Rank {peer.rank} returned a value that cannot be rebuilt in this process.",
-                error=f"{type(error).__name__}: {error}",
-                fix="return plain tensors and numbers: value.full_tensor(), value.item()",
-            ) from error
+    def _show(self) -> None:
+        for peer in self._shown:
+            print(peer.output.read(), end="", flush=True)  # a notebook has no file that a rank could write
 
 
-def _rank_environ(rank: int, n: int, added: Mapping[str, str]) -> dict[str, str]:
-    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-    local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # ranks of one machine need no resolvable host name
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n}
-    return {**local, **os.environ, **added, **{name: str(value) for name, value in place.items()}}
+def _ensure_server() -> None:
+    """Starts the fork server if it does not run: with the modules of this process, and one thread, or it must not fork."""
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
+    before = {name: os.environ[name] for name in environ if name in os.environ}
+    os.environ.update(environ)
+    try:
+        multiprocessing.forkserver.set_forkserver_preload(_PRELOADED)
+        multiprocessing.forkserver.ensure_running()
+    finally:
+        for name in environ:
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _cells() -> dict[str, list[str]]:
-    """Source lines of notebook cells, which are in no file that a rank could read."""
-    return {name: entry[2] for name, entry in linecache.cache.items() if len(entry) == 4 and not os.path.exists(name)}
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """A rank, seen from here."""
+
+    rank: int
+    process: BaseProcess
+    pid: int
+    connection: Connection
+    output: TextIO  # the file in which it prints, read up to what is shown or belongs to earlier functions
+
+    def ask(self, message: tuple[bytes, bool]) -> None:
+        """Sends a function, unless the rank is dead, which its process tells. What it has printed is forgotten."""
+        self.output.read()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send(message)
+
+    def answer(self) -> Report | int | None:
+        """Its report, or its exit code, or None as long as there is neither."""
+        exit_code = self.process.exitcode  # asked first: after its end nothing comes
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll():
+                report: Report = self.connection.recv()
+                return report
+        return exit_code
+
+    def ask_where(self) -> None:
+        """Has it write its stacks to its output, from which all that comes before is taken."""
+        self.output.read()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGUSR1)
+
+    def printed(self) -> str:
+        """The last lines that were not read yet, and how the report of a fault in compiled code begins."""
+        before, fatal, stack = self.output.read().partition("Fatal Python error")
+        return "\n".join(before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES])
+
+    def kill(self) -> None:
+        """Ends the rank and what it started, if it still runs."""
+        if self.process.exitcode is None:
+            self.process.kill()
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)
 
 
-def _post(connection: Connection, message: bytes) -> None:
-    """Sends to a rank that may be dead already: its leash tells."""
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        connection.send_bytes(message)
+def _peer(rank: int, n: int, folder: str) -> _Peer:
+    context = multiprocessing.get_context("forkserver")
+    output = open(f"{folder}/{rank}.output", "w+", encoding="utf-8", errors="replace", newline="")  # noqa: SIM115
+    ours, theirs = context.Pipe()
+    process = context.Process(target=live, args=(theirs, rank, n, output.name))
+    process.start()
+    theirs.close()
+    assert process.pid is not None, "it was started"
+    return _Peer(rank, process, process.pid, ours, output)
