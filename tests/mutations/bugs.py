@@ -60,8 +60,8 @@ BUGS: tuple[Bug, ...] = (
         "wrong-divisor",
         "kernels/nontemporal.py",
         "the mean over ranks",
-        "total.div_(len(parts))",
-        "total.div_(len(parts) - 1)",
+        "into.div_(len(parts))",
+        "into.div_(len(parts) - 1)",
         _COLLECTIVES,
     ),
     Bug(
@@ -111,14 +111,6 @@ BUGS: tuple[Bug, ...] = (
         "ranks = sorted(parts)",
         "ranks = sorted(parts, reverse=True)",
         _COLLECTIVES,
-    ),
-    Bug(
-        "blocks-forget-the-rest",
-        "kernels/nontemporal.py",
-        "sums of what is larger than a block",
-        "return [tensors] if shape[0] <= rows else",
-        "tensors = [t[: max(1, len(t) // rows) * rows] for t in tensors]; return [tensors] if shape[0] <= rows else",
-        "tests/test_sums.py",
     ),
     Bug(
         "sum-in-16-bits",
