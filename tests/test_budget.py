@@ -21,7 +21,7 @@ BUDGET = {
     "deepspeed": 1240,
     "kernels": 920,
     "local": 1320,
-    "plan": 1300,
+    "plan": 1040,
     "runtime": 8960,
     "storage": 1680,
     "streamed": 2560,

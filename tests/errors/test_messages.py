@@ -160,7 +160,7 @@ def nothing_fits_the_budget() -> object:
 def disk_is_missing_on_another_rank() -> object:
     links = importlib.import_module("zero_fn.plan.links")
     with alone() as axis, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_least", lambda links, axis, numbers: [*numbers[:-1], 0.0])
+        patch.setattr(links, "_least", lambda axis, numbers: [1e9, *[0.0] * (len(numbers) - 1)])
         patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
         return zf.measure_links(axis, path="/scratch", nbytes=4096)
 

@@ -900,8 +900,8 @@ BUGS: tuple[Bug, ...] = (
         "plan-counts-frozen",
         "plan/counted.py",
         "frozen parameters have no gradient and no optimizer state",
-        "if slot.parameter.requires_grad:\n                gradients",
-        "if slot.parameter is not None:\n                gradients",
+        "if not slot.parameter.requires_grad:\n                continue",
+        "if slot.parameter is None:\n                continue",
         _PLAN,
     ),
     # -- what users may do ------------------------------------------------------------------------------------------
@@ -1346,8 +1346,8 @@ BUGS: tuple[Bug, ...] = (
         "fetches-not-predicted",
         "plan/autoplan.py",
         "forward and backward of what is on a disk take the time of the disk",
-        "fetch_s=_disk_s(fetched, links),",
-        "fetch_s=0.0,",
+        '"fetch_s": fetch_s,',
+        '"fetch_s": 0.0,',
         "tests/test_autoplan.py",
     ),
     # -- steps that wait ----------------------------------------------------------------------------------------------
@@ -1394,7 +1394,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "nearer-for-what-is-used-less",
-        "plan/choices.py",
+        "plan/autoplan.py",
         "that what is used less is never nearer",
         "if params <= grads <= optim:",
         "if params <= optim and grads <= optim:",
