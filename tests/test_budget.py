@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
     "collectives": 1810,
-    "deepspeed": 1240,
+    "deepspeed": 1170,
     "kernels": 920,
     "local": 1320,
     "plan": 1040,
@@ -51,12 +51,10 @@ SHARED_NAMES = {
     "Cut": "grid.py, streamed/pieces.py",
     "Form": "runtime/record.py, transforms/evict.py",
     "Host": "runtime/parked.py, storage/shelf.py",
-    "Kind": "deepspeed/keys.py, runtime/kind.py",
     "Kept": "runtime/recomputed.py, streamed/inner.py",
     "Mapped": "collectives/arena.py, storage/slab.py",
     "Message": "collectives/messages.py, collectives/same_host.py",
     "Opened": "runtime/record.py, runtime/tier_tensor.py",
-    "Outcome": "deepspeed/entries.py, local/rank.py",
     "Parcel": "runtime/record.py, transforms/evict.py",
     "Place": "runtime/slot.py, streamed/places.py",
     "Reduce": "runtime/gather.py, schedule.py",

@@ -39,9 +39,8 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
-from zero_fn.deepspeed.entries import Entries
-from zero_fn.deepspeed.file import config_of
-from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.entries import Entries, config_of
+from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
 from zero_fn.deepspeed.setup import _sharded
 from zero_fn.errors import (
@@ -1356,7 +1355,7 @@ def config_of_second_shards_on_one_axis() -> None:
 
 def scale_of_the_loss_is_at_its_least() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler = Scaler("cpu", LossScale(1.0, False, 1000, 1, False, 1.0))
+    scaler = Scaler("cpu", first=1.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * torch.inf).backward()
     scaler.step(optimizer)
     scaler.update()

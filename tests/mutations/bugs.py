@@ -1290,7 +1290,7 @@ BUGS: tuple[Bug, ...] = (
         "entry-without-outcome",
         "deepspeed/entries.py",
         "every entry has an outcome",
-        "self.outcomes.append(Outcome(entry, shown(value), by_value))",
+        "self.outcomes.append(TakenEntry(entry, shown(value), by_value))",
         "len(by_value)",
         _SETTINGS,
     ),
