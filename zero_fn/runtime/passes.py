@@ -11,12 +11,14 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import get_ident
 from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
+from zero_fn.errors import LostRankError
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.schedule import (
     BRACKETS,
@@ -219,7 +221,8 @@ class BackwardPass:
         def on_death(_: object) -> None:
             step = owner()
             if step is not None and get_ident() == self._caller:
-                step.give_up(self)
+                with suppress(LostRankError):  # the one that failed the backward, again: its caller hears of it
+                    step.give_up(self)
             elif step is not None:  # [Note: threads of the engine]
                 step.show_resting(self)
 
