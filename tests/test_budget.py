@@ -19,9 +19,9 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "collectives": 1810,
     "deepspeed": 1170,
-    "kernels": 920,
+    "kernels": 910,
     "local": 1320,
-    "plan": 1040,
+    "plan": 1030,
     "runtime": 8960,
     "storage": 1680,
     "streamed": 2560,

@@ -114,7 +114,6 @@ def test_one_pass_has_the_bits_of_the_fused_step(
         assert is_for_torch or same(ours(rates, params, grads, in_one_pass=True), expected)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(adam, "_PART_NUMEL", 4096)
-            patch.setattr(adam, "_SHARED_PART_NUMEL", 4096)
             assert same(ours(rates, params, grads, in_one_pass=False), expected)
     finally:
         torch.set_num_threads(before)

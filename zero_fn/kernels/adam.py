@@ -20,7 +20,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cache
 
@@ -147,8 +147,7 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
-_PART_NUMEL = 1 << 19  # parts stay near the processor; below, calls cost more than that saves
-_SHARED_PART_NUMEL = 1 << 20  # with several threads smaller ones wait too often for all of them
+_PART_NUMEL = 1 << 20  # parts stay near the processor; of smaller ones, several threads wait too often for all of them
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
@@ -169,12 +168,11 @@ def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
 def _parts(piece: AdamPiece) -> Iterator[AdamPiece]:
     """Cut at multiples of any vector, so that its remainder is where it is in the whole."""
     numel = piece.param.numel()
-    part_numel = _PART_NUMEL if torch.get_num_threads() == 1 else _SHARED_PART_NUMEL
 
     def cut(tensor: Tensor, start: int) -> Tensor:
-        return tensor.as_strided((numel,), (1,))[start : start + part_numel]
+        return tensor.as_strided((numel,), (1,))[start : start + _PART_NUMEL]
 
-    for start in range(0, numel, part_numel):
+    for start in range(0, numel, _PART_NUMEL):
         yield AdamPiece(
             cut(piece.param, start),
             cut(piece.grad, start).float(),
@@ -187,22 +185,11 @@ def _parts(piece: AdamPiece) -> Iterator[AdamPiece]:
 
 
 def _fused(piece: AdamPiece, rates: AdamRates) -> None:
-    kernel = torch._fused_adamw_ if rates.is_decoupled else torch._fused_adam_
-    kernel(
-        [piece.param],
-        [piece.grad],
-        [piece.exp_avg],
-        [piece.exp_avg_sq],
-        [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else [],
-        [torch.tensor(float(piece.step))],
-        amsgrad=rates.amsgrad,
-        lr=rates.lr,
-        beta1=rates.beta1,
-        beta2=rates.beta2,
-        weight_decay=rates.weight_decay,
-        eps=rates.eps,
-        maximize=rates.maximize,
-    )
+    options = asdict(rates)
+    kernel = torch._fused_adamw_ if options.pop("is_decoupled") else torch._fused_adam_
+    largest = [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else []
+    step = [torch.tensor(float(piece.step))]
+    kernel([piece.param], [piece.grad], [piece.exp_avg], [piece.exp_avg_sq], largest, step, **options)
 
 
 def rounding(rates: AdamRates) -> Rounding | None:

@@ -157,21 +157,18 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             device=axis.device_type,
             fix="leave zf.cpu() out; budget= says how much of it there is",
         )
-    if disks and (links.disk_read is None or links.disk_write is None):
-        paths = disks[0].paths
+    needed = ["disk_read", "disk_write"] if disks else []
+    needed += ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
+    missing = [name for name in needed if getattr(links, name) is None]
+    if missing:
+        paths = disks[0].paths if disks else ()
+        path = f", path={paths if len(paths) > 1 else paths[0]!r}" if paths else ""
         raise TierError(
-            "autoplan does not know how fast the disk is.",
-            tier=disks[0],
-            fix=f"links = zf.measure_links(mesh, path={paths if len(paths) > 1 else paths[0]!r})",
-        )
-    of_device = ("device_memory", "to_device", "from_device")
-    missing = [name for name in of_device if getattr(links, name) is None]
-    if is_accelerator(axis.device_type) and missing:
-        raise TierError(
-            "autoplan does not know how fast the accelerator is.",
-            device=axis.device_type,
+            "autoplan does not know how fast bytes move from and to a tier or an accelerator.",
+            axis=axis,
+            **({"tier": disks[0]} if disks else {}),
             missing=", ".join(missing),
-            fix="links = zf.measure_links(mesh) on a machine that has one",
+            fix=f"links = zf.measure_links(mesh{path}), where the model will train",
         )
     return [*hosts, *disks]
 
