@@ -1,4 +1,5 @@
-"""The house stays small: lines of each folder of the package against its budget, and no class that does everything.
+"""The house stays small: lines of each folder of the package against its budget, no class that does everything, and one
+name for one thing.
 
 A folder above its budget fails until somebody raises the budget in a commit that says why. Lines are counted as the formatter
 leaves them, of Python and C.
@@ -17,10 +18,10 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
     "collectives": 1810,
-    "deepspeed": 1240,
-    "kernels": 1000,
+    "deepspeed": 1170,
+    "kernels": 910,
     "local": 1320,
-    "plan": 1140,
+    "plan": 1040,
     "runtime": 8790,
     "storage": 1415,
     "streamed": 2560,
@@ -39,6 +40,25 @@ WIDE = {
     "Slot": "what is known of one parameter",
 }
 """Classes above that, each with a reason. HOUSE.md allows five."""
+
+SHARED_NAMES = {
+    "Buffers": "runtime/buffers.py, storage/buffers.py",
+    "Copied": "runtime/refused.py, streamed/windows.py",
+    "Cut": "grid.py, streamed/pieces.py",
+    "Form": "runtime/record.py, transforms/evict.py",
+    "Host": "runtime/parked.py, storage/shelf.py",
+    "Kept": "runtime/recomputed.py, streamed/inner.py",
+    "Mapped": "collectives/arena.py, storage/slab.py",
+    "Message": "collectives/messages.py, collectives/same_host.py",
+    "Opened": "runtime/record.py, runtime/tier_tensor.py",
+    "Parcel": "runtime/record.py, transforms/evict.py",
+    "Place": "runtime/slot.py, streamed/places.py",
+    "Reduce": "runtime/gather.py, schedule.py",
+    "Row": "describe.py, runtime/refused.py",
+    "Shared": "collectives/shared.py, units.py",
+    "Step": "runtime/step.py, streamed/stepping.py",
+}
+"""Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
 
 
 def lines_by_folder(package: Path) -> dict[str, int]:
@@ -74,6 +94,16 @@ def wide_classes(source: str) -> Iterator[str]:
             yield node.name
 
 
+def shared_names(package: Path) -> dict[str, str]:
+    """Names of classes that several files or classes have, with or without a leading underscore, and those files."""
+    files: dict[str, list[str]] = {}
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name.lstrip("_"), []).append(path.relative_to(package).as_posix())
+    return {name: ", ".join(sorted(found)) for name, found in files.items() if len(found) > 1}
+
+
 def test_every_folder_keeps_to_its_budget() -> None:
     lines = lines_by_folder(PACKAGE)
     assert lines.keys() == BUDGET.keys()
@@ -83,6 +113,10 @@ def test_every_folder_keeps_to_its_budget() -> None:
 def test_no_class_does_everything() -> None:
     found = {name for path in PACKAGE.rglob("*.py") for name in wide_classes(path.read_text())}
     assert found == WIDE.keys(), "a class that became narrow leaves the table; one that became wide is cut"
+
+
+def test_the_name_of_a_class_means_one_thing() -> None:
+    assert shared_names(PACKAGE) == SHARED_NAMES
 
 
 @pytest.mark.parametrize(
@@ -106,3 +140,11 @@ def test_the_count_sees_every_line(tmp_path: Path) -> None:
     (tmp_path / "a" / "b.py").write_text("x = 1\ny = 2\n")
     (tmp_path / "c.c").write_text("int z;\n")
     assert lines_by_folder(tmp_path) == {"a": 2, "": 1}
+
+
+def test_the_check_sees_names_of_two_classes(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "b.py").write_text("class One: pass\nclass Two: pass\n")
+    (tmp_path / "c.py").write_text("class _One: pass\n")
+    (tmp_path / "d.py").write_text("class Four: pass\nclass _Four: pass\nclass Five:\n    class Six: pass\n")
+    assert shared_names(tmp_path) == {"One": "a/b.py, c.py", "Four": "d.py, d.py"}

@@ -134,6 +134,65 @@ def test_the_check_finds_cycles() -> None:
     assert cycle({"runtime.a": one, "runtime.b": "from zero_fn.runtime.c import x"}) == []
 
 
+IN_CIRCLES = {
+    *("runtime.away", "runtime.changes", "runtime.first_use", "runtime.gather", "runtime.gathered"),
+    *("runtime.gradients", "runtime.graphs", "runtime.hooks", "runtime.passes", "runtime.saved"),
+    *("runtime.settling", "runtime.step", "runtime.swapped", "runtime.unit"),
+}
+"""Files that reach themselves by imports, those for type checking included. A file that leaves its circle leaves the table;
+none comes in."""
+
+
+def in_circles(sources: Mapping[str, str]) -> set[str]:
+    """Files that reach themselves by imports, those for type checking included."""
+    graph = {module: files_imported(source) & sources.keys() for module, source in sources.items()}
+    found: set[str] = set()
+    for module, imported in graph.items():
+        reached: set[str] = set()
+        todo = list(imported)
+        while todo:
+            each = todo.pop()
+            if each not in reached:
+                reached.add(each)
+                todo += graph[each]
+        if module in reached:
+            found.add(module)
+    return found
+
+
+def files_imported(source: str) -> set[str]:
+    """Like `imports_of`, and `from zero_fn.a import b` may mean the file `a.b`."""
+    found = imports_of(source, with_typing=True)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("zero_fn."):
+            found |= {f"{(node.module or '').removeprefix('zero_fn.')}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_no_file_comes_into_a_circle() -> None:
+    assert in_circles(package_sources()) == IN_CIRCLES
+
+
+_UP = "if TYPE_CHECKING:\n    from zero_fn.a.top import Top"
+
+
+@pytest.mark.parametrize(
+    ("sources", "circle"),
+    [
+        ({"a.top": "from zero_fn.a.low import f", "a.low": ""}, set()),
+        ({"a.top": "from zero_fn.a.low import f", "a.low": _UP}, {"a.top", "a.low"}),
+        ({"a.top": "from zero_fn.a import low", "a.low": _UP}, {"a.top", "a.low"}),
+        ({"a.top": "import zero_fn.a.low", "a.low": _UP, "b": "from zero_fn.a.top import Top"}, {"a.top", "a.low"}),
+        (
+            {"a.top": "from zero_fn.b import f", "a.low": _UP, "b": "from zero_fn.a.low import f"},
+            {"a.top", "a.low", "b"},
+        ),
+    ],
+)
+def test_the_check_finds_files_in_circles(sources: dict[str, str], circle: set[str]) -> None:
+    assert in_circles(sources) == circle
+
+
 COLLECTIVES = {
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_gather_single", "all_reduce", "all_to_all",
     "all_to_all_single", "barrier", "batch_isend_irecv", "broadcast", "broadcast_object_list", "gather", "irecv",

@@ -822,7 +822,7 @@ def test_what_the_kernel_does_not_do_is_done_by_torch(monkeypatch: pytest.Monkey
     """Other classes, other groups, other dtypes, other strides, a scale left to the optimizer; seen by whom is called."""
     calls: list[int] = []
     monkeypatch.setattr(one_pass, "in_c", lambda pieces, *_: calls.append(len(pieces)))
-    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, True, 2, 1, 8))
+    monkeypatch.setattr(one_pass, "rounding", lambda rates: Rounding(True, 2, 1, 8))
 
     class Mine(torch.optim.AdamW):
         pass
@@ -864,13 +864,13 @@ def test_an_optimizer_says_who_steps_it(monkeypatch: pytest.MonkeyPatch) -> None
     def adamw(**options: Any) -> Optimizer:
         return torch.optim.AdamW([nn.Parameter(torch.ones(3))], **options)
 
-    way = Rounding(True, True, 2, 1, 8)
+    way = Rounding(True, 2, 1, 8)
     monkeypatch.setattr(one_pass, "rounding", lambda rates: way)
     monkeypatch.setattr(one_pass, "library", lambda: Library(CDLL(None), "cc 1.0"))
     assert says(adamw(fused=True)).endswith("; stepped by compiled kernels (cc 1.0) in one pass)")
     assert says(adamw()).endswith("; stepped by torch; with fused=True by a kernel in one pass)")
     assert says(torch.optim.SGD([nn.Parameter(torch.ones(3))])).endswith("; stepped by torch)")
     monkeypatch.setattr(one_pass, "rounding", lambda rates: None)
-    assert "stepped by torch (the kernel does not round as this build of torch does)" in says(adamw(fused=True))
+    assert "stepped by torch (the kernel does not have the bits of this step)" in says(adamw(fused=True))
     monkeypatch.setattr(one_pass, "library", lambda: Library(None, "no C compiler was found"))
     assert "stepped by torch (no kernels: no C compiler was found)" in says(adamw(fused=True))

@@ -1,4 +1,4 @@
-"""What one rank adds up: its pieces and those of its peers, in the order of the ranks, in blocks, wherever they lie."""
+"""What one rank adds up: its pieces and those of its peers, in the order of the ranks, wherever they lie."""
 
 from __future__ import annotations
 

@@ -211,13 +211,6 @@ class Path:
         """What this rank holds at rest, on a flat range in storage order."""
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
 
-    def padded_whole(self, local: Tensor) -> Tensor:
-        """Room for the whole parameter, flat, in which what this rank holds is filled in: what an all-gather completes."""
-        flat = torch.zeros(self.padded_numel, dtype=local.dtype, device=local.device)
-        own = local if self.cut is None else local.permute(self.cut.order)
-        flat.narrow(0, self.start, self.local_numel).copy_(own.reshape(-1))
-        return flat
-
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
         if self.layout is None:

@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 
 from zero_fn.kernels import library
-from zero_fn.kernels.adam import Piece, Rates, by_torch, in_c, rounding
+from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
 
-RATES = Rates(1e-3, 0.9, 0.999, 1e-8, 0.01, is_decoupled=True, amsgrad=False, maximize=False)
+RATES = AdamRates(1e-3, 0.9, 0.999, 1e-8, 0.01, is_decoupled=True, amsgrad=False, maximize=False)
 
 
 def ways(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
@@ -34,14 +34,14 @@ def ways(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
     param, grad = torch.randn(2, numel)
     half, send = grad.bfloat16(), torch.empty(numel, dtype=torch.bfloat16)
     averages = torch.zeros(2, numel)
-    plain = Piece(param, grad, averages[0], averages[1], None, 10)
-    mixed = Piece(param, half, averages[0], averages[1], None, 10, send)
+    plain = AdamPiece(param, grad, averages[0], averages[1], None, 10)
+    mixed = AdamPiece(param, half, averages[0], averages[1], None, 10, send)
     stream = torch.ones(numel * 28 // 8)  # each element is read and written
     whole = grad.clone()
 
     def three_ops() -> None:
         whole.copy_(half)
-        by_torch([Piece(param, whole, averages[0], averages[1], None, 10)], RATES)
+        by_torch([AdamPiece(param, whole, averages[0], averages[1], None, 10)], RATES)
         send.copy_(param)
 
     def stock(*, fused: bool) -> Callable[[], object]:

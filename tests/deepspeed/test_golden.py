@@ -15,21 +15,21 @@ import torch
 from torch import nn
 
 from zero_fn.deepspeed.entries import Entries
-from zero_fn.deepspeed.loss_scale import LossScale, Scaler
-from zero_fn.deepspeed.rates import Rates, warmup_of
+from zero_fn.deepspeed.loss_scale import Scaler
+from zero_fn.deepspeed.rates import Warmup, warmup_of
 from zero_fn.errors import StateError
 
 GOLDEN = json.loads(Path(__file__).with_name("golden.json").read_text())
 
 
-def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Rates]:
+def scheduled(case: dict[str, Any]) -> tuple[torch.optim.Optimizer, Warmup]:
     warmup = warmup_of(Entries({"scheduler": {"type": case["type"], "params": case["params"]}}))
     assert warmup is not None
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=case["own"])
-    return optimizer, Rates(optimizer, warmup)
+    return optimizer, warmup(optimizer)
 
 
-def stepped(optimizer: torch.optim.Optimizer, rates: Rates, steps: int) -> list[float]:
+def stepped(optimizer: torch.optim.Optimizer, rates: Warmup, steps: int) -> list[float]:
     found = []
     for _ in range(steps):
         found.append(optimizer.param_groups[0]["lr"])
@@ -58,8 +58,8 @@ def test_rates_go_on_where_they_were_saved(case: dict[str, Any], tmp_path: Path)
 
 
 def scaler_of(case: dict[str, Any]) -> Scaler:
-    rule = LossScale(case["first"], False, case["window"], case["hysteresis"], case["consecutive"], case["least"])
-    return Scaler("cpu", rule)
+    rule = {name: case[name] for name in ("first", "window", "hysteresis", "least")}
+    return Scaler("cpu", is_refilled=case["consecutive"], **rule)
 
 
 def scaled_step(scaler: Scaler, optimizer: torch.optim.Optimizer, *, overflows: bool) -> float:
@@ -87,14 +87,14 @@ def test_the_scale_of_the_loss_moves_as_that_of_deepspeed(case: dict[str, Any]) 
 
 def test_a_fixed_scale_stays() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler = Scaler("cpu", LossScale(128.0, True, 1, 1, False, 1.0))
+    scaler = Scaler("cpu", first=128.0, window=None, hysteresis=1, is_refilled=False, least=1.0)
     assert [scaled_step(scaler, optimizer, overflows=n == 1) for n in range(4)] == [128.0] * 4
 
 
 def test_overflows_at_the_least_scale_raise() -> None:
     """As in DeepSpeed: no step would ever be taken again."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler = Scaler("cpu", LossScale(2.0, False, 1000, 1, False, 1.0))
+    scaler = Scaler("cpu", first=2.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     assert scaled_step(scaler, optimizer, overflows=True) == 1.0
     with pytest.raises(StateError, match="overflow at the least scale"):
         scaled_step(scaler, optimizer, overflows=True)

@@ -41,9 +41,8 @@ from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
 from zero_fn.collectives import Pending
-from zero_fn.deepspeed.entries import Entries
-from zero_fn.deepspeed.file import config_of
-from zero_fn.deepspeed.loss_scale import LossScale, Scaler
+from zero_fn.deepspeed.entries import Entries, config_of
+from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
 from zero_fn.deepspeed.setup import _sharded
 from zero_fn.errors import (
@@ -162,7 +161,7 @@ def nothing_fits_the_budget() -> object:
 def disk_is_missing_on_another_rank() -> object:
     links = importlib.import_module("zero_fn.plan.links")
     with alone() as axis, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_least", lambda links, numbers: [*numbers[:-1], 0.0])
+        patch.setattr(links, "_least", lambda axis, numbers: [1e9, *[0.0] * (len(numbers) - 1)])
         patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
         return zf.measure_links(axis, path="/scratch", nbytes=4096)
 
@@ -1386,7 +1385,7 @@ def config_of_second_shards_on_one_axis() -> None:
 
 def scale_of_the_loss_is_at_its_least() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
-    scaler = Scaler("cpu", LossScale(1.0, False, 1000, 1, False, 1.0))
+    scaler = Scaler("cpu", first=1.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     (scaler.scale(optimizer.param_groups[0]["params"][0].sum()) * torch.inf).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,12 +1,11 @@
 """A DeepSpeed config as an entry door: read, checked entry by entry, and turned into transforms and stock objects of torch.
 
 keys         the table of all entries, `keys.txt`
-file         from a path to the JSON
-entries      the JSON, read against that table
-settings     the whole config, as one value
+entries      a config, read against that table
 optimizers   the section optimizer
 rates        the section scheduler
 loss_scale   the section fp16
+settings     the whole config, as one value
 setup        what it makes of a model
 """
 

@@ -8,20 +8,76 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
 
-__all__ = ["Entries", "Outcome", "RefusedEntry", "shown"]
+__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "leaves_of", "shown"]
 
+Config = str | os.PathLike[str] | Mapping[str, object]
 _SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
 
 
+def config_of(config: Config) -> Mapping[str, object]:
+    """The config as an object of JSON.
+
+    Args:
+        config: A path, or the object itself.
+
+    Raises:
+        ConfigError: No file is there, it is no object of JSON, or it says something twice.
+    """
+    if isinstance(config, Mapping):
+        return config
+    if not isinstance(config, str | os.PathLike):
+        raise ConfigError(
+            f"A DeepSpeed config is a path or a dict, not {type(config).__name__}.",
+            got=repr(config)[:60],
+            fix='zf.from_deepspeed(model, "ds_config.json", mesh["dp"])',
+        )
+    try:
+        text = Path(config).read_text(encoding="utf-8")
+        found = json.loads(text, object_pairs_hook=_once, parse_constant=_finite)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"it is not an object, but {found!r}")
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            "A DeepSpeed config cannot be read.",
+            path=str(config)[:200],
+            error=f"{type(error).__name__}: {error}"[:200],
+            fix="the path of a file of JSON (no comments, no comma before a closing bracket, no NaN), or the dict itself",
+        ) from error
+    return found
+
+
+def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"{twice[0]!r} is there twice, of which JSON would take the last")
+    return dict(pairs)
+
+
+def _finite(name: str) -> float:
+    raise ValueError(f"{name} is not finite")
+
+
+def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
+    """The path and the value of each entry that is no section with entries, in the order of names."""
+    for name, value in sorted(config.items(), key=lambda item: str(item[0])):
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TakenEntry:
     """What became of one entry.
 
     Attributes:
@@ -54,13 +110,32 @@ class Entries:
         autos: Those that hold `"auto"` and have to be filled in.
     """
 
-    def __init__(self, config: Mapping[str, object]) -> None:
-        self.outcomes: list[Outcome] = []
+    def __init__(self, config: Mapping[str, object], auto: Mapping[str, object] | None = None) -> None:
+        """Reads a config.
+
+        Args:
+            config: The JSON.
+            auto: Values for entries that hold `"auto"`, by their paths.
+
+        Raises:
+            ConfigError: An entry that `auto` has a value for does not hold that.
+        """
+        self.outcomes: list[TakenEntry] = []
         self.autos: list[str] = []
         self._problems: list[_Problem] = []
         self._found: dict[str, tuple[str, object]] = {}  # by what name they stand in the config, and as what
         self._taken: dict[str, object] = {}  # those that say something, as what they are meant to be
         self._refused: set[str] = set()
+        self._auto = auto or {}
+        waiting = [path for path, value in leaves_of(config) if value == "auto"]
+        wrong = [path for path in self._auto if path not in waiting]
+        if wrong:
+            raise ConfigError(
+                'auto= has a value for an entry that is not "auto".',
+                entry=", ".join(map(str, wrong)),
+                autos=", ".join(waiting) or "none",
+                fix="write it into the config",
+            )
         self._read(config, "", "")
 
     def __getitem__(self, path: str) -> Any:
@@ -122,6 +197,7 @@ class Entries:
         """Reads all entries of a section, which stands at `written` in the config and at `path` in `KEYS`."""
         for name, value in section.items():
             entry, known = f"{written}{name}", OTHER_NAMES.get(f"{path}{name}", f"{path}{name}")
+            value = self._auto.get(entry, value)
             key = KEYS.get(known, KEYS.get(f"{path}*"))
             is_name = isinstance(name, str) and "." not in name
             if known in self._found:
@@ -139,7 +215,7 @@ class Entries:
                 self.refused(known, "an object", f'"{name}": {{...}}')
 
     def _take(self, key: Key, path: str, entry: str, value: object) -> None:
-        words, taken = key.became, None
+        words, taken = key.became, None if value in (None, "auto") else key.kind.taken(value)
         if value == "auto":
             words = key.auto
             if not words:
@@ -147,20 +223,18 @@ class Entries:
                 self.autos.append(entry)
                 return
         elif key.role == "refused":
-            default = "off" if key.kind.name == "off" else shown(key.default)
-            if not _asks_for_nothing(key, value):
+            if value is not None and (taken is None or taken != key.default):
+                default = "off" if key.kind.name == "off" else shown(key.default)
                 self.refused(path, f"{default}: anything else is not done here", str(words))
                 return
-            words, taken = "off, as here" if default == "off" else "as here", value
-        elif value is not None:
-            taken = key.kind.taken(value)
-            if taken is None:
-                self.refused(path, str(key.kind), _example(key, entry))
-                return
+            words = "off, as here" if key.kind.name == "off" else "as here"
+        elif value is not None and taken is None:
+            self.refused(path, str(key.kind), _example(key, entry))
+            return
         if taken is not None:
             self._taken[path] = taken
         by_value = words if isinstance(words, str) else words[str(self[path])]
-        self.outcomes.append(Outcome(entry, shown(value), by_value))
+        self.outcomes.append(TakenEntry(entry, shown(value), by_value))
 
 
 def shown(value: object) -> str:
@@ -170,14 +244,6 @@ def shown(value: object) -> str:
     except (TypeError, ValueError):
         text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _asks_for_nothing(key: Key, value: object) -> bool:
-    if key.kind.name != "off":
-        return value is None or (value == key.default and isinstance(value, bool) is isinstance(key.default, bool))
-    if not isinstance(value, Mapping):
-        return value is None or value is False
-    return value.get("enabled") is False or all(entry is False for entry in value.values())
 
 
 def _meant(name: str, section: Mapping[str, object], path: str) -> str:

@@ -14,7 +14,7 @@ from math import floor, inf
 from pathlib import Path
 from typing import Literal
 
-__all__ = ["KEYS", "OTHER_NAMES", "Key", "Kind"]
+__all__ = ["KEYS", "OTHER_NAMES", "EntryKind", "Key"]
 
 Role = Literal["read", "hint", "refused"]
 _MOST = sys.float_info.max
@@ -22,11 +22,12 @@ _ROLES: Mapping[str, Role] = {"=": "read", "~": "hint", "!": "refused"}
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class EntryKind:
     """What an entry may hold.
 
     Attributes:
-        name: flag, text, whole or number; "off" for a section that has to be off, "any" for what is checked elsewhere.
+        name: flag, text, whole or number; "off" for a section that has to be off, which is taken as false; "any" for what is
+            checked elsewhere.
         least, most: Bounds of a number.
         choices: The texts that it may be; empty for any.
     """
@@ -47,6 +48,12 @@ class Kind:
         if self.name == "text":
             is_one = isinstance(value, str) and value and (not self.choices or value in self.choices)
             return value if is_one else None
+        if self.name == "off":
+            entries = value.values() if isinstance(value, Mapping) else [value]
+            is_off = all(entry is False for entry in entries) or (
+                isinstance(value, Mapping) and value.get("enabled") is False
+            )
+            return False if is_off else None
         return value if self.name == "any" or isinstance(value, bool) else None
 
     def __str__(self) -> str:
@@ -71,7 +78,7 @@ class Key:
     """
 
     path: str
-    kind: Kind
+    kind: EntryKind
     default: object
     role: Role
     became: str | Mapping[str, str]
@@ -97,12 +104,12 @@ def _keys(table: str) -> Iterator[Key]:
             )
 
 
-def _kind(text: str) -> Kind:
+def _kind(text: str) -> EntryKind:
     name, _, bounds = text.partition(" ")
     least, _, most = bounds.partition("..")
     if "|" in name:
-        return Kind("text", choices=tuple(name.split("|")))
-    return Kind(name, float(least or 0), float(most or inf))
+        return EntryKind("text", choices=tuple(name.split("|")))
+    return EntryKind(name, float(least or 0), float(most or inf))
 
 
 KEYS: Mapping[str, Key] = {key.path: key for key in _keys(Path(__file__).with_name("keys.txt").read_text("utf-8"))}

@@ -1,56 +1,47 @@
 """The section `fp16`: torch's scaler of losses, by DeepSpeed's rule of when the scale moves.
 
 A step without an infinity or NaN in any gradient is taken; `window` of them in a row, after a first, double the scale. A step
-with one is skipped on every rank, and halves the scale once `hysteresis` of them have been skipped.
+with one is skipped on every rank, and halves the scale once `hysteresis` of them have been skipped. (torch's own rule has no
+hysteresis, and counts the window in another way.)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero_fn.deepspeed.entries import Entries
 from zero_fn.errors import StateError
 
-__all__ = ["LossScale", "Scaler"]
-
-
-@dataclass(frozen=True, slots=True)
-class LossScale:
-    """How losses are scaled.
-
-    Attributes:
-        first: The first scale.
-        is_fixed: Whether it is the last, too.
-        window: Steps after which it doubles.
-        hysteresis: Skipped steps after which it is halved.
-        is_refilled: Whether every step that is taken gives all of `hysteresis` back, and not only a doubling.
-        least: It never falls below.
-    """
-
-    first: float
-    is_fixed: bool
-    window: int
-    hysteresis: int
-    is_refilled: bool
-    least: float
+__all__ = ["Scaler", "scaler_of"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's scaler, whose scale moves by a `LossScale`.
+    """torch's scaler, whose scale moves by DeepSpeed's rule.
 
     Attributes:
         has_skipped: Whether the last step was skipped.
     """
 
-    def __init__(self, device: str, rule: LossScale) -> None:
-        super().__init__(device, init_scale=rule.first)
-        self._rule = rule
-        self._left = rule.hysteresis
-        self._steps = 0
-        self._skipped_at = -1
+    def __init__(
+        self, device: str, *, first: float, window: int | None, hysteresis: int, is_refilled: bool, least: float
+    ) -> None:
+        """
+        Args:
+            device: Type of the device of the gradients.
+            first: The first scale.
+            window: Steps after which it doubles; None for a scale that stays.
+            hysteresis: Skipped steps after which it is halved.
+            is_refilled: Whether every step that is taken gives all of `hysteresis` back, and not only a doubling.
+            least: It never falls below.
+        """
+        super().__init__(device, init_scale=first)
+        self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least
+        self._left, self._steps, self._skipped_at = hysteresis, 0, -1
         self.has_skipped = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -62,8 +53,8 @@ class Scaler(torch.amp.GradScaler):
         found = [inf for state in self._per_optimizer_states.values() for inf in state["found_inf_per_device"].values()]
         self.has_skipped = any(bool(inf.item()) for inf in found)
         scale = self.get_scale()
-        if new_scale is None and not self._rule.is_fixed:
-            scale = self._moved(scale)
+        if new_scale is None and self._window is not None:
+            scale = self._moved(scale, self._window)
         super().update(scale if new_scale is None else new_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -75,9 +66,9 @@ class Scaler(torch.amp.GradScaler):
         super().load_state_dict(state_dict)
         self._left, self._steps, self._skipped_at = (state_dict[name] for name in ("left", "steps", "skipped_at"))
 
-    def _moved(self, scale: float) -> float:
+    def _moved(self, scale: float, window: int) -> float:
         if self.has_skipped:
-            if self._left == 1 and scale <= self._rule.least:
+            if self._left == 1 and scale <= self._least:
                 raise StateError(
                     "Gradients overflow at the least scale of the loss.",
                     scale=scale,
@@ -85,16 +76,31 @@ class Scaler(torch.amp.GradScaler):
                     fix='look for what is infinite or NaN (torch.autograd.detect_anomaly); or "bf16": {"enabled": true}',
                 )
             if self._left == 1:
-                scale = max(scale / 2, self._rule.least)
+                scale = max(scale / 2, self._least)
             else:
                 self._left -= 1
             self._skipped_at = self._steps
         else:
             since = self._steps - self._skipped_at - 1  # the step after one that was skipped does not count
-            is_over = since > 0 and since % self._rule.window == 0
-            if self._rule.is_refilled or is_over:
-                self._left = self._rule.hysteresis
+            is_over = since > 0 and since % window == 0
+            if self._is_refilled or is_over:
+                self._left = self._hysteresis
             if is_over:
                 scale *= 2
         self._steps += 1
         return scale
+
+
+def scaler_of(entries: Entries) -> Callable[[str], Scaler] | None:
+    """Reads the section: what makes the scaler for a type of device; None if nothing is computed in float16."""
+    if not entries["fp16.enabled"]:
+        return None
+    fixed = entries["fp16.loss_scale"]
+    return partial(
+        Scaler,
+        first=fixed or 2.0 ** entries["fp16.initial_scale_power"],
+        window=None if fixed else entries["fp16.loss_scale_window"],
+        hysteresis=entries["fp16.hysteresis"],
+        is_refilled=entries["fp16.consecutive_hysteresis"],
+        least=float(entries["fp16.min_loss_scale"]),
+    )

@@ -9,12 +9,12 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.deepspeed.entries import Entries, shown
@@ -36,19 +36,14 @@ _OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """An optimizer of torch and its options.
-
-    Attributes:
-        kind: Its class.
-        options: All but the parameters.
-    """
+    """An optimizer of torch and its options. Called with a model, it makes one."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
 
-    def over(self, parameters: Iterable[Tensor]) -> Optimizer:
-        """The optimizer over these parameters."""
-        return self.kind(parameters, **self.options)
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """The optimizer over the parameters of a model."""
+        return self.kind(model.parameters(), **self.options)
 
 
 def stock_of(entries: Entries) -> Stock | None:
@@ -61,8 +56,8 @@ def stock_of(entries: Entries) -> Stock | None:
         return None
     kind, defaults = _kind(entries)
     stock = Stock(kind, {**defaults, **_options(entries, kind)})
-    try:  # on a parameter of no consequence: what it refuses, it refuses before anything is sharded
-        stock.over([nn.Parameter(torch.zeros(1))])
+    try:  # on a module of no consequence: what it refuses, it refuses before anything is sharded
+        stock(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         wants = f"what torch.optim.{kind.__name__} takes: {str(error)[:200]}"
         raise entries.refused(_PARAMS, wants, f"other values than {shown(dict(stock.options))}") from error

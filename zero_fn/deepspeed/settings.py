@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from zero_fn.deepspeed.entries import Entries, Outcome, RefusedEntry
-from zero_fn.deepspeed.loss_scale import LossScale
+from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry
+from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Warmup, warmup_of
 from zero_fn.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 
 __all__ = ["Settings", "Sharding", "settings_of", "sharding_of"]
 
+_ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -45,12 +48,12 @@ class Settings:
         accumulation_steps: Microbatches of a step.
         compute: The dtype in flight; None is that at rest.
         reduce: The dtype of gradient sums.
-        loss_scale: How losses are scaled, for float16.
+        scaler: Makes what scales losses for a type of device; None but for float16.
         skips_overflow: Whether a step whose gradients are not finite is skipped.
         max_norm: The norm to which gradients are clipped; 0 for any.
         sharding: Which state rests where.
         stock: The optimizer; None if the config has none.
-        warmup: The learning rates; None if the config has none.
+        scheduler: Makes the scheduler of its rates; None if the config has none.
         outcomes: What became of each entry, in the order of the config.
     """
 
@@ -58,46 +61,50 @@ class Settings:
     accumulation_steps: int
     compute: torch.dtype | None
     reduce: torch.dtype
-    loss_scale: LossScale | None
+    scaler: Callable[[str], Scaler] | None
     skips_overflow: bool
     max_norm: float
     sharding: Sharding
     stock: Stock | None
-    warmup: Warmup | None
-    outcomes: tuple[Outcome, ...]
+    scheduler: Callable[[Optimizer], Warmup] | None
+    outcomes: tuple[TakenEntry, ...]
 
 
-def settings_of(config: Mapping[str, object], ranks: int) -> Settings:
+def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, object] | None = None) -> Settings:
     """Reads a config, every entry of it.
 
     Args:
         config: The JSON.
         ranks: How many share a batch.
+        auto: Values for entries that are `"auto"`, by their paths.
 
     Raises:
         ConfigError: Entries are unknown, cannot be taken, contradict others, or ask for what is not done here; names all.
     """
-    entries = Entries(config)
-    for part in (lambda entries: _batch(entries, ranks), _compute, _reduce, sharding_of, stock_of, warmup_of):
-        with suppress(RefusedEntry):  # all that is wrong is said at once
-            part(entries)
+    entries = Entries(config, auto)
+    parts: dict[str, Callable[[Entries], Any]] = {
+        "compute": _compute,
+        "reduce": _reduce,
+        "scaler": scaler_of,
+        "sharding": sharding_of,
+        "stock": stock_of,
+        "scheduler": warmup_of,
+    }
+    found: dict[str, Any] = {}
+    with suppress(RefusedEntry):  # all that is wrong is said at once
+        found["micro_batch_size"], found["accumulation_steps"] = _batch(entries, ranks)
+    for name, part in parts.items():
+        with suppress(RefusedEntry):
+            found[name] = part(entries)
     entries.close()
-    micro_batch_size, accumulation_steps = _batch(entries, ranks)
-    compute = _compute(entries)
     clipping = "gradient_clipping"
-    default = Outcome(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
+    default = TakenEntry(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
+    checked = {torch.float16: True, torch.bfloat16: entries["bf16.check_grad_overflow"]}
     return Settings(
-        micro_batch_size,
-        accumulation_steps,
-        compute,
-        _reduce(entries),
-        _loss_scale(entries) if compute is torch.float16 else None,
-        compute is torch.float16 or (compute is torch.bfloat16 and entries["bf16.check_grad_overflow"]),
-        entries[clipping],
-        sharding_of(entries),
-        stock_of(entries),
-        warmup_of(entries),
-        (*entries.outcomes, *([] if entries.is_given(clipping) else [default])),
+        **found,
+        skips_overflow=checked.get(found["compute"], False),
+        max_norm=entries[clipping],
+        outcomes=(*entries.outcomes, *([] if entries.is_given(clipping) else [default])),
     )
 
 
@@ -129,18 +136,6 @@ def _compute(entries: Entries) -> torch.dtype | None:
     return torch.bfloat16 if entries["bf16.enabled"] else torch.float16 if entries["fp16.enabled"] else None
 
 
-def _loss_scale(entries: Entries) -> LossScale:
-    fixed = entries["fp16.loss_scale"]
-    return LossScale(
-        fixed or 2.0 ** entries["fp16.initial_scale_power"],
-        fixed > 0,
-        entries["fp16.loss_scale_window"],
-        entries["fp16.hysteresis"],
-        entries["fp16.consecutive_hysteresis"],
-        float(entries["fp16.min_loss_scale"]),
-    )
-
-
 def _reduce(entries: Entries) -> torch.dtype:
     """The dtype of gradient sums."""
     name = entries["communication_data_type"] or "fp32"
@@ -159,23 +154,21 @@ def sharding_of(entries: Entries) -> Sharding:
     Raises:
         RefusedEntry: Entries contradict one another.
     """
-    stage, secondary = entries["zero_optimization.stage"], entries["zero_optimization.zero_hpz_partition_size"]
-    states = _tier(entries, "zero_optimization.offload_optimizer")
-    params = _tier(entries, "zero_optimization.offload_param")
-    fraction = entries["zero_optimization.offload_optimizer.ratio"]
-    persist_numel = entries["zero_optimization.stage3_param_persistence_threshold"]
+    stage, secondary = entries[f"{_ZERO}.stage"], entries[f"{_ZERO}.zero_hpz_partition_size"]
+    states, params = _tier(entries, f"{_ZERO}.offload_optimizer"), _tier(entries, f"{_ZERO}.offload_param")
+    fraction = entries[f"{_ZERO}.offload_optimizer.ratio"]
+    persist_numel = entries[f"{_ZERO}.stage3_param_persistence_threshold"]
     wrong = []
     if secondary > 1 and stage != 3:
-        wrong.append(("zero_hpz_partition_size", "1 below stage 3", '"stage": 3'))
+        wrong.append(entries.refused(f"{_ZERO}.zero_hpz_partition_size", "1 below stage 3", '"stage": 3'))
     if states is not None and stage == 0:
-        wrong.append(("offload_optimizer.device", "none: at stage 0 these are states of replicas", '"stage": 2'))
+        wants = "none: at stage 0 these are states of replicas"
+        wrong.append(entries.refused(f"{_ZERO}.offload_optimizer.device", wants, '"stage": 2'))
     if params is not None and stage != 3:
         instead = '"stage": 3; or leave it out, and call zf.offload(model, params=tier), at any stage'
-        wrong.append(("offload_param.device", "none below stage 3, as in DeepSpeed", instead))
-    for name, wants, fix in wrong:
-        entries.refused(f"zero_optimization.{name}", wants, fix)
+        wrong.append(entries.refused(f"{_ZERO}.offload_param.device", "none below stage 3, as in DeepSpeed", instead))
     if wrong:
-        raise RefusedEntry("zero_optimization")
+        raise wrong[0]
     if states is None or fraction == 0:
         states, fraction = None, 1.0
     # Parameters in a tier are stepped on the host; so are their states, if nothing was said of these.

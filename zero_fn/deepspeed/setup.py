@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Generic, TypeVar
@@ -13,10 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_fn.deepspeed.entries import Outcome
-from zero_fn.deepspeed.file import Config, config_of, filled, leaves_of
+from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
-from zero_fn.deepspeed.rates import Rates
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.mesh import axes_text, mesh_axis
@@ -58,7 +56,7 @@ class DeepSpeedSetup(Generic[M]):
     accumulation_steps: int
     max_norm: float
     skips_overflow: bool
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TakenEntry, ...]
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss of a microbatch for its backward: divided by the microbatches of a step, and scaled for float16."""
@@ -161,60 +159,59 @@ def from_deepspeed(
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         _one_axis(mesh)
     settings = _agreed(config, auto or {}, mesh)
-    _require_optimizer(settings, optimizer)
-    placed = _placed(model, settings, mesh, units, donate=donate)
-    stepped = optimizer(placed) if optimizer is not None else _stock(placed, settings)
-    if settings.sharding.tiers != IN_MEMORY:
-        stepped = streamed(stepped)
-    return DeepSpeedSetup(
-        model=placed,
-        optimizer=stepped,
-        scheduler=None if settings.warmup is None else Rates(stepped, settings.warmup),
-        scaler=None if settings.loss_scale is None else Scaler(mesh.device_type, settings.loss_scale),
-        micro_batch_size=settings.micro_batch_size,
-        accumulation_steps=settings.accumulation_steps,
-        max_norm=settings.max_norm,
-        skips_overflow=settings.skips_overflow,
-        outcomes=settings.outcomes if optimizer is None else _with_another_optimizer(settings.outcomes),
-    )
-
-
-def _with_another_optimizer(outcomes: Iterable[Outcome]) -> tuple[Outcome, ...]:
-    unused = "not used: optimizer= was given"
-    return tuple(replace(each, became=unused) if each.entry.startswith("optimizer.") else each for each in outcomes)
-
-
-def _agreed(config: Config, auto: Mapping[str, object], mesh: DeviceMesh) -> Settings:
-    """The settings, which are those of every rank; or what is wrong with the config, on every rank."""
-    failure: ConfigError | None = None
-    try:
-        found = filled(config_of(config), auto)
-        # Folders of disks may differ between ranks.
-        rows = [f"{path} = {value!r}" for path, value in leaves_of(found) if not path.endswith("nvme_path")]
-        settings = settings_of(found, mesh.size())
-    except ConfigError as error:
-        failure, rows = error, str(error).splitlines()
-    same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")
-    if failure is not None:
-        raise failure
-    return settings
-
-
-def _require_optimizer(settings: Settings, optimizer: object) -> None:
-    if optimizer is None and settings.stock is None:
+    make = settings.stock if optimizer is None else optimizer
+    if make is None:
         raise ConfigError(
             "There is no optimizer, neither in the DeepSpeed config nor beside it.",
             entry="optimizer",
             got="nothing",
             fix="zf.from_deepspeed(..., optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4))",
         )
-    if optimizer is not None and (isinstance(optimizer, Optimizer) or not callable(optimizer)):
+    if isinstance(make, Optimizer) or not callable(make):
         raise ConfigError(
             "optimizer= is a function of the transformed model.",
             got=f"{type(optimizer).__name__}",
             why="an optimizer that was built before holds the parameters of before",
             fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
+    placed = _placed(model, settings, mesh, units, donate=donate)
+    stepped = make(placed)
+    if settings.sharding.tiers != IN_MEMORY:
+        stepped = streamed(stepped)
+    outcomes = settings.outcomes
+    if optimizer is not None:
+        unused = "not used: optimizer= was given"
+        outcomes = tuple(
+            replace(each, became=unused) if each.entry.startswith("optimizer.") else each for each in outcomes
+        )
+    return DeepSpeedSetup(
+        model=placed,
+        optimizer=stepped,
+        scheduler=None if settings.scheduler is None else settings.scheduler(stepped),
+        scaler=None if settings.scaler is None else settings.scaler(mesh.device_type),
+        micro_batch_size=settings.micro_batch_size,
+        accumulation_steps=settings.accumulation_steps,
+        max_norm=settings.max_norm,
+        skips_overflow=settings.skips_overflow,
+        outcomes=outcomes,
+    )
+
+
+def _agreed(config: Config, auto: Mapping[str, object], mesh: DeviceMesh) -> Settings:
+    """The settings, which are those of every rank; or what is wrong with the config, on every rank."""
+    failure: ConfigError | None = None
+    try:
+        found = config_of(config)
+        settings = settings_of(found, mesh.size(), auto)
+        # Folders of disks may differ between ranks.
+        said = (*leaves_of(found), *leaves_of(auto))
+        rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
+    except ConfigError as error:
+        failure, rows = error, str(error).splitlines()
+    same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")
+    if failure is not None:
+        raise failure
+    return settings
 
 
 def _placed(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
@@ -258,8 +255,3 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
 
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
     return mesh_axis(mesh, verb="from_deepspeed").mesh
-
-
-def _stock(model: nn.Module, settings: Settings) -> Optimizer:
-    assert settings.stock is not None, "checked before anything was moved"
-    return settings.stock.over(model.parameters())

@@ -1,4 +1,4 @@
-/* One step of Adam or AdamW over many pieces in one pass, by all threads.
+/* One step of AdamW, or of Adam without weight decay, over many pieces in one pass, by all threads.
 
    The arithmetic is that of torch's fused optimizers on the CPU, operation by operation: which products and sums are fused
    into one rounding is spelled out here, and the compiler may not choose (-ffp-contract=off). Where builds of torch differ in
@@ -14,7 +14,6 @@ enum { SEPARATE, FUSED_DECAY, FUSED_GRADIENT }; /* v * b + (c * g) * g: nothing,
 
 typedef struct {
     float *param, *exp_avg, *exp_avg_sq;
-    float *max_exp_avg_sq;    /* null without amsgrad */
     const void *grad;         /* float, or bfloat16 */
     uint16_t *send;           /* the stepped parameter in bfloat16; null if nobody wants it */
     int64_t numel;
@@ -25,10 +24,7 @@ typedef struct {
 
 typedef struct {
     float exp_avg_weight, exp_avg_sq_weight, beta2, eps;
-    float param_factor;       /* 1 - lr * weight_decay of AdamW, else 1 */
-    float coupled_decay;      /* weight_decay of Adam, else 0 */
-    int32_t maximize;
-    int32_t fuses_decay;      /* grad + weight_decay * param in one rounding */
+    float param_factor;       /* 1 - lr * weight_decay */
     int32_t fuses_lerp;
     int32_t body, tail;       /* how exp_avg_sq is rounded, in whole vectors and after the last of them */
     int32_t vector_numel;     /* elements of a vector of torch's kernel */
@@ -59,66 +55,44 @@ static inline float weighted_square(float average, float decay, float weight, fl
 
 /* The loop. What is constant where it is called decides what is left of it. */
 static inline __attribute__((always_inline)) void run(
-    const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int is_bfloat16, int sends, int couples,
-    int has_max, int maximizes, int fuses_decay, int fuses_lerp, int form, int in_tail
+    const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int is_bfloat16, int sends, int fuses_lerp,
+    int form
 ) {
     float *restrict param = piece->param, *restrict exp_avg = piece->exp_avg, *restrict exp_avg_sq = piece->exp_avg_sq;
-    float *restrict largest = piece->max_exp_avg_sq;
     const float *restrict grads = piece->grad;
     const uint16_t *restrict half_grads = piece->grad;
     uint16_t *restrict send = piece->send;
     const float weight = rates->exp_avg_weight, square_weight = rates->exp_avg_sq_weight, beta2 = rates->beta2;
-    const float eps = rates->eps, factor = rates->param_factor, decay = rates->coupled_decay;
+    const float eps = rates->eps, factor = rates->param_factor;
     const float step_size = piece->negated_step_size, correction = piece->bias_correction2_sqrt;
     const int is_near = fabsf(weight) < 0.5f; /* a lerp begins at the end that it is nearer to */
     const float slope = is_near ? weight : weight - 1.0f;
 
     for (int64_t i = begin; i < end; i++) {
-        float p = param[i] * factor;
-        float g = is_bfloat16 ? of_bfloat16(half_grads[i]) : grads[i];
-        if (maximizes) g = -g;
-        if (couples) g = fuses_decay ? fmaf(p, decay, g) : g + p * decay;
-
+        const float g = is_bfloat16 ? of_bfloat16(half_grads[i]) : grads[i];
         const float m = exp_avg[i], way = g - m, start = is_near ? m : g;
         const float average = fuses_lerp ? fmaf(slope, way, start) : start + slope * way;
         const float square = weighted_square(exp_avg_sq[i], beta2, square_weight, g, form);
         exp_avg[i] = average;
         exp_avg_sq[i] = square;
 
-        float scale = square;
-        if (has_max) { /* a NaN is kept in whole vectors (vec::maximum) and passed over after them (std::max) */
-            const float before = largest[i];
-            scale = before < square ? square : before;
-            if (!in_tail) scale = square != square ? square : scale;
-            largest[i] = scale;
-        }
-        p += step_size * average / (sqrtf(scale) / correction + eps);
+        const float p = param[i] * factor + step_size * average / (sqrtf(square) / correction + eps);
         param[i] = p;
         if (sends) send[i] = to_bfloat16(p);
     }
 }
 
-static void run_any(const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int form, int in_tail) {
-    run(piece, begin, end, rates, piece->grad_is_bfloat16 != 0, piece->send != NULL, rates->coupled_decay != 0.0f,
-        piece->max_exp_avg_sq != NULL, rates->maximize, rates->fuses_decay, rates->fuses_lerp, form, in_tail);
+static void run_any(const Piece *piece, int64_t begin, int64_t end, const Rates *rates, int form) {
+    run(piece, begin, end, rates, piece->grad_is_bfloat16 != 0, piece->send != NULL, rates->fuses_lerp, form);
 }
-
-#define RUN(is_bfloat16, sends, couples) run(piece, begin, end, rates, is_bfloat16, sends, couples, 0, 0, 1, 1, FUSED_GRADIENT, 0)
 
 /* Whole vectors. Those of builds of torch by GCC have loops of their own; all others share one. */
 static void run_body(const Piece *piece, int64_t begin, int64_t end, const Rates *rates) {
-    const int is_usual = rates->body == FUSED_GRADIENT && rates->fuses_decay && rates->fuses_lerp && !rates->maximize
-                         && piece->max_exp_avg_sq == NULL;
-    const int couples = rates->coupled_decay != 0.0f;
-    if (!is_usual) run_any(piece, begin, end, rates, rates->body, 0);
-    else if (piece->grad_is_bfloat16 && piece->send != NULL && !couples) RUN(1, 1, 0);
-    else if (piece->grad_is_bfloat16 && piece->send != NULL) RUN(1, 1, 1);
-    else if (piece->grad_is_bfloat16 && !couples) RUN(1, 0, 0);
-    else if (piece->grad_is_bfloat16) RUN(1, 0, 1);
-    else if (piece->send != NULL && !couples) RUN(0, 1, 0);
-    else if (piece->send != NULL) RUN(0, 1, 1);
-    else if (!couples) RUN(0, 0, 0);
-    else RUN(0, 0, 1);
+    if (rates->body != FUSED_GRADIENT || !rates->fuses_lerp) run_any(piece, begin, end, rates, rates->body);
+    else if (piece->grad_is_bfloat16 && piece->send != NULL) run(piece, begin, end, rates, 1, 1, 1, FUSED_GRADIENT);
+    else if (piece->grad_is_bfloat16) run(piece, begin, end, rates, 1, 0, 1, FUSED_GRADIENT);
+    else if (piece->send != NULL) run(piece, begin, end, rates, 0, 1, 1, FUSED_GRADIENT);
+    else run(piece, begin, end, rates, 0, 0, 1, FUSED_GRADIENT);
 }
 
 static void run_block(const Piece *piece, int64_t block, const Rates *rates) {
@@ -126,7 +100,7 @@ static void run_block(const Piece *piece, int64_t block, const Rates *rates) {
     const int64_t end = piece->numel - begin < BLOCK_NUMEL ? piece->numel : begin + BLOCK_NUMEL;
     const int64_t vectors_end = end - end % rates->vector_numel; /* differs from end in the last block only */
     run_body(piece, begin, vectors_end, rates);
-    if (vectors_end < end) run_any(piece, vectors_end, end, rates, rates->tail, 1);
+    if (vectors_end < end) run_any(piece, vectors_end, end, rates, rates->tail);
 }
 
 typedef struct {

@@ -1,11 +1,12 @@
-"""A step of Adam or AdamW in one pass: gradients in float32 or bfloat16, parameters and moments in float32, and, if
-somebody wants them, the new parameters in bfloat16.
+"""A step of AdamW, or of Adam without weight decay, in one pass: gradients in float32 or bfloat16, parameters and moments in
+float32, and, if somebody wants them, the new parameters in bfloat16.
 
     read     grad 4 or 2, param 4, exp_avg 4, exp_avg_sq 4          bytes of an element
     written  param 4, exp_avg 4, exp_avg_sq 4, send 0 or 2
 
 The arithmetic is that of torch's fused optimizers, to the bit (bfloat16 gradients count as cast before, `send` as cast
-after). Without a compiler torch's own kernel does it, on parts that fit the processor's cache.
+after). Without a compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel does it, on parts that
+fit the processor's cache.
 
 [Note: which roundings] Of `v * b + (c * g) * g` a compiler may compute one product and the sum with a single rounding, and
 builds of torch differ in which; torch's kernel does it in one way in whole vectors and in another in the elements after
@@ -19,7 +20,7 @@ import ctypes
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import cache
 
@@ -29,11 +30,11 @@ from torch import Tensor
 
 from zero_fn.kernels.compiler import library
 
-__all__ = ["Piece", "Rates", "Rounding", "by_torch", "in_c", "rounding"]
+__all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
 
 @dataclass(frozen=True, slots=True)
-class Rates:
+class AdamRates:
     """What is the same for all elements. Names are those of torch's.
 
     Attributes:
@@ -51,7 +52,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AdamPiece:
     """One tensor to step, with its states. All are on the CPU, dense, and lie alike.
 
     Attributes:
@@ -77,40 +78,37 @@ class Rounding:
     """Which products are rounded together with the sum they are in. [Note: which roundings]
 
     Attributes:
-        fuses_decay: `grad + weight_decay * param`.
         fuses_lerp: `exp_avg + weight * (grad - exp_avg)`.
         body, tail: Of `exp_avg_sq * beta2 + (weight * grad) * grad`: 0 neither, 1 the first product, 2 the second; in whole
             vectors, and after them.
         vector_numel: Elements of a vector.
     """
 
-    fuses_decay: bool
     fuses_lerp: bool
     body: int
     tail: int
     vector_numel: int
 
 
-class _Piece(ctypes.Structure):
+class _PieceInC(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "grad", "send")),
+        *((name, ctypes.c_void_p) for name in ("param", "exp_avg", "exp_avg_sq", "grad", "send")),
         *((name, ctypes.c_int64) for name in ("numel", "first_block", "grad_is_bfloat16")),
         *((name, ctypes.c_float) for name in ("negated_step_size", "bias_correction2_sqrt")),
     )
 
 
-class _Rates(ctypes.Structure):
+class _RatesInC(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_float) for name in ("exp_avg_weight", "exp_avg_sq_weight", "beta2", "eps")),
-        *((name, ctypes.c_float) for name in ("param_factor", "coupled_decay")),
-        *((name, ctypes.c_int32) for name in ("maximize", "fuses_decay", "fuses_lerp", "body", "tail", "vector_numel")),
+        *((name, ctypes.c_float) for name in ("exp_avg_weight", "exp_avg_sq_weight", "beta2", "eps", "param_factor")),
+        *((name, ctypes.c_int32) for name in ("fuses_lerp", "body", "tail", "vector_numel")),
     )
 
 
 _SHARED_NUMEL = 1 << 17  # fewer take less time than starting threads
 
 
-def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
+def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
     """Steps pieces by the compiled kernel. The caller has made sure that there is one.
 
     Args:
@@ -122,11 +120,10 @@ def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
     assert functions is not None
     block_numel = int(functions.zero_fn_adam_block_numel())
     blocks = numel = 0
-    packed = (_Piece * len(pieces))()
+    packed = (_PieceInC * len(pieces))()
     for room, piece in zip(packed, pieces, strict=True):
         room.param, room.grad = piece.param.data_ptr(), piece.grad.data_ptr()
         room.exp_avg, room.exp_avg_sq = piece.exp_avg.data_ptr(), piece.exp_avg_sq.data_ptr()
-        room.max_exp_avg_sq = piece.max_exp_avg_sq.data_ptr() if piece.max_exp_avg_sq is not None else None
         room.send = piece.send.data_ptr() if piece.send is not None else None
         room.numel, room.first_block = piece.param.numel(), blocks
         room.grad_is_bfloat16 = piece.grad.dtype == torch.bfloat16
@@ -134,14 +131,10 @@ def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
         room.bias_correction2_sqrt = math.sqrt(1 - rates.beta2**piece.step)
         blocks += -(-room.numel // block_numel)
         numel += room.numel
-    factor, decay = 1.0, 0.0
-    if rates.is_decoupled:
-        factor = 1 - rates.lr * rates.weight_decay if rates.weight_decay else 1.0
-    else:
-        decay = rates.weight_decay
-    constants = _Rates(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor, decay)
-    constants.maximize, constants.fuses_decay, constants.fuses_lerp = rates.maximize, how.fuses_decay, how.fuses_lerp
-    constants.body, constants.tail, constants.vector_numel = how.body, how.tail, how.vector_numel
+    factor = 1 - rates.lr * rates.weight_decay if rates.weight_decay else 1.0
+    constants = _RatesInC(1 - rates.beta1, 1 - rates.beta2, rates.beta2, rates.eps, factor)
+    constants.fuses_lerp, constants.body, constants.tail = how.fuses_lerp, how.body, how.tail
+    constants.vector_numel = how.vector_numel
     functions.zero_fn_adam(
         packed,
         ctypes.c_int64(len(pieces)),
@@ -150,15 +143,14 @@ def in_c(pieces: Sequence[Piece], rates: Rates, how: Rounding) -> None:
         ctypes.c_int32(torch.get_num_threads() if numel >= _SHARED_NUMEL else 1),
     )
     for piece in pieces:
-        written = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.max_exp_avg_sq, piece.send)
+        written = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.send)
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
-_PART_NUMEL = 1 << 19  # parts stay near the processor; below, calls cost more than that saves
-_SHARED_PART_NUMEL = 1 << 20  # with several threads smaller ones wait too often for all of them
+_PART_NUMEL = 1 << 20  # parts stay near the processor; of smaller ones, several threads wait too often for all of them
 
 
-def by_torch(pieces: Sequence[Piece], rates: Rates) -> None:
+def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
     """Steps pieces by torch's fused kernel, part by part where dtypes have to be cast, so that casts stay in the cache.
 
     Args:
@@ -166,52 +158,44 @@ def by_torch(pieces: Sequence[Piece], rates: Rates) -> None:
         rates: For all of them.
     """
     for piece in pieces:
-        if piece.grad.dtype == torch.float32 and piece.send is None:
-            _fused(piece, rates)
-            continue
-        for part in _parts(piece):
+        is_cast = piece.grad.dtype != torch.float32 or piece.send is not None
+        for part in _parts(piece) if is_cast else (piece,):
             _fused(part, rates)
             if part.send is not None:
                 part.send.copy_(part.param)
 
 
-def _parts(piece: Piece) -> Iterator[Piece]:
+def _parts(piece: AdamPiece) -> Iterator[AdamPiece]:
     """Cut at multiples of any vector, so that its remainder is where it is in the whole."""
     numel = piece.param.numel()
-    tensors = (piece.param, piece.grad, piece.exp_avg, piece.exp_avg_sq, piece.max_exp_avg_sq, piece.send)
-    flat = [None if tensor is None else tensor.as_strided((numel,), (1,)) for tensor in tensors]
-    part_numel = _PART_NUMEL if torch.get_num_threads() == 1 else _SHARED_PART_NUMEL
-    cast = torch.empty(min(numel, part_numel))
-    for start in range(0, numel, part_numel):
-        param, grad, exp_avg, exp_avg_sq, largest, send = (
-            None if tensor is None else tensor[start : start + part_numel] for tensor in flat
+
+    def cut(tensor: Tensor, start: int) -> Tensor:
+        return tensor.as_strided((numel,), (1,))[start : start + _PART_NUMEL]
+
+    for start in range(0, numel, _PART_NUMEL):
+        yield AdamPiece(
+            cut(piece.param, start),
+            cut(piece.grad, start).float(),
+            cut(piece.exp_avg, start),
+            cut(piece.exp_avg_sq, start),
+            cut(piece.max_exp_avg_sq, start) if piece.max_exp_avg_sq is not None else None,
+            piece.step,
+            cut(piece.send, start) if piece.send is not None else None,
         )
-        assert param is not None and grad is not None and exp_avg is not None and exp_avg_sq is not None
-        yield Piece(param, cast[: grad.numel()].copy_(grad), exp_avg, exp_avg_sq, largest, piece.step, send)
 
 
-def _fused(piece: Piece, rates: Rates) -> None:
-    kernel = torch._fused_adamw_ if rates.is_decoupled else torch._fused_adam_
-    kernel(
-        [piece.param],
-        [piece.grad],
-        [piece.exp_avg],
-        [piece.exp_avg_sq],
-        [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else [],
-        [torch.tensor(float(piece.step))],
-        amsgrad=rates.amsgrad,
-        lr=rates.lr,
-        beta1=rates.beta1,
-        beta2=rates.beta2,
-        weight_decay=rates.weight_decay,
-        eps=rates.eps,
-        maximize=rates.maximize,
-    )
+def _fused(piece: AdamPiece, rates: AdamRates) -> None:
+    options = asdict(rates)
+    kernel = torch._fused_adamw_ if options.pop("is_decoupled") else torch._fused_adam_
+    largest = [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else []
+    step = [torch.tensor(float(piece.step))]
+    kernel([piece.param], [piece.grad], [piece.exp_avg], [piece.exp_avg_sq], largest, step, **options)
 
 
-def rounding(rates: Rates) -> Rounding | None:
+def rounding(rates: AdamRates) -> Rounding | None:
     """How to call the kernel for these rates so that its bits are those of this torch; None if it must not be called."""
-    if library().functions is None:
+    has_coupled_decay = rates.weight_decay != 0 and not rates.is_decoupled
+    if library().functions is None or rates.amsgrad or rates.maximize or has_coupled_decay:
         return None
     # torch computes this factor in double precision, and its compiler may have fused it: no matter, unless it is seen.
     exact = 1 - Fraction(rates.lr) * Fraction(rates.weight_decay) if math.isfinite(rates.lr * rates.weight_decay) else 1
@@ -222,20 +206,13 @@ def rounding(rates: Rates) -> Rounding | None:
 
 @cache
 def _found_rounding() -> Rounding | None:
-    """The way whose bits are those of torch's fused kernel in every form of the step."""
+    """The way whose bits are those of torch's fused kernel, on either side of the middle of a lerp."""
     forms = [
-        Rates(1e-2, beta1, 0.999, 1e-8, decay, is_decoupled, amsgrad, maximize)
-        for beta1, decay, is_decoupled, amsgrad, maximize in (
-            (0.9, 0.1, False, False, False),
-            (0.9, 0.1, True, True, False),
-            (0.3, 0.0, True, False, True),
-        )
+        AdamRates(1e-2, beta1, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
+        for beta1 in (0.9, 0.3)
     ]
     expected = [_tried(rates, None) for rates in forms]
-    booleans, forms_of_square = (True, False), (2, 1, 0)
-    for how in itertools.starmap(
-        Rounding, itertools.product(booleans, booleans, forms_of_square, forms_of_square, (8, 16, 4, 2))
-    ):
+    for how in itertools.starmap(Rounding, itertools.product((True, False), (2, 1, 0), (2, 1, 0), (8, 16, 4, 2))):
         if all(_same(_tried(rates, how), e) for rates, e in zip(forms, expected, strict=True)):
             return how
     return None
@@ -244,7 +221,7 @@ def _found_rounding() -> Rounding | None:
 _TRIED_NUMELS = [4096, *range(1, 18), *[15] * 20]  # most of them remainders of vectors: there are few elements in each
 
 
-def _tried(rates: Rates, how: Rounding | None) -> list[Tensor]:
+def _tried(rates: AdamRates, how: Rounding | None) -> list[Tensor]:
     """Three steps of the same tensors, by the kernel or, with None, by torch."""
     generator = torch.Generator().manual_seed(0)
 
@@ -252,11 +229,11 @@ def _tried(rates: Rates, how: Rounding | None) -> list[Tensor]:
         signs, sizes = torch.randn(2, sum(_TRIED_NUMELS), generator=generator)
         return torch.split(signs * sizes.mul(spread).exp(), _TRIED_NUMELS)
 
-    params, averages = drawn(1.0), torch.zeros(3, sum(_TRIED_NUMELS))
-    first, second, largest = (torch.split(row, _TRIED_NUMELS) for row in averages)
+    params, averages = drawn(1.0), torch.zeros(2, sum(_TRIED_NUMELS))
+    first, second = (torch.split(row, _TRIED_NUMELS) for row in averages)
     for step in range(1, 4):
-        rows = zip(params, drawn(2.0), first, second, largest, strict=True)
-        pieces = [Piece(*row[:4], row[4] if rates.amsgrad else None, step) for row in rows]
+        rows = zip(params, drawn(2.0), first, second, strict=True)
+        pieces = [AdamPiece(*row, None, step) for row in rows]
         if how is None:
             by_torch(pieces, rates)
         else:

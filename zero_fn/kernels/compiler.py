@@ -30,31 +30,14 @@ from pathlib import Path
 
 import xxhash
 
-__all__ = [
-    "Compiler",
-    "CompilerError",
-    "Library",
-    "cache_folder",
-    "cpu_identity",
-    "found_compiler",
-    "is_ours",
-    "library",
-]
+__all__ = ["Library", "library"]
 
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 
+_LANGUAGE = ("-std=c11", "-fPIC", "-shared", "-pthread")
 # `-ffp-contract=off`: which products and sums are fused is part of the result, so the sources say it.
-_FLAGS = (
-    "-std=c11",
-    "-O3",
-    "-march=native",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fPIC",
-    "-shared",
-    "-pthread",
-)
+_ARITHMETIC = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+_FLAGS = (*_LANGUAGE, *_ARITHMETIC)
 _LIBRARIES = ("-lm",)
 _DEADLINE_S = 120
 

@@ -123,30 +123,11 @@ def _was_written(tensor: Tensor) -> None:
         torch.autograd.graph.increment_version(tensor)
 
 
-_BLOCK_NUMEL = 1 << 17
-"""Elements that are summed and divided before the next are begun: of float32, sums and addends fill 1 MiB, so the sums are in
-a processor's cache when they are divided."""
-
-
 def _mean_by_torch(into: Tensor, parts: Sequence[Tensor]) -> None:
     at = next((number for number, part in enumerate(parts) if part.data_ptr() == into.data_ptr()), 0)
     # Those before it are added up first and then to it, which is the same, for addition commutes.
-    ordered = [parts[at], *([_sum_of(parts[:at], into.dtype)] if at else ()), *parts[at + 1 :]]
-    for total, *addends in _in_blocks([into, *ordered]):
-        _add_up(total, addends)
-        total.div_(len(parts))
-
-
-def _in_blocks(tensors: list[Tensor]) -> Iterable[Sequence[Tensor]]:
-    """The same parts of tensors of one shape, one after another."""
-    shape = tensors[0].shape
-    rows = max(1, _BLOCK_NUMEL * shape[0] // max(1, tensors[0].numel()))
-    return [tensors] if shape[0] <= rows else zip(*(torch.split(tensor, rows) for tensor in tensors), strict=True)
-
-
-def _add_up(into: Tensor, parts: Sequence[Tensor]) -> None:
-    """Writes the sum of some parts, in their order; `into` may be the first."""
-    first, *others = parts
+    before = [sum(parts[1:at], parts[0].to(into.dtype))] if at else []
+    first, *others = parts[at], *before, *parts[at + 1 :]
     if first.data_ptr() != into.data_ptr():
         if first.dtype == into.dtype:
             torch.add(first, others.pop(0), out=into)
@@ -154,12 +135,4 @@ def _add_up(into: Tensor, parts: Sequence[Tensor]) -> None:
             into.copy_(first)
     for other in others:
         into.add_(other)
-
-
-def _sum_of(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """The sum of some parts, which are not written."""
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.empty_like(parts[0], dtype=dtype)
-    _add_up(total, parts)
-    return total
+    into.div_(len(parts))

@@ -14,8 +14,9 @@ the host beside an accelerator and a disk, what is used less is never in the nea
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 from operator import sub
 from typing import Any
@@ -28,23 +29,18 @@ from torch.optim import AdamW, Optimizer
 from zero_fn.errors import MeshError, StateError, TierError
 from zero_fn.held import Held
 from zero_fn.home import Home
-from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
-from zero_fn.plan.choices import choices, ordered
-from zero_fn.plan.counted import Moved
-from zero_fn.plan.links import LinkSpeeds
+from zero_fn.plan.links import LinkSpeeds, of_all_ranks
 from zero_fn.plan.predict import Plan, plan
 from zero_fn.plan.proposals import STAGES, Proposal, Proposals, staged
 from zero_fn.runtime.entry import units_of
 from zero_fn.streamed import Link
-from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, bytes_text, is_accelerator, nbytes_of_text
+from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
 from zero_fn.transforms.offload import offloaded
 
 __all__ = ["autoplan"]
 
-_NOTHING = Moved(0, 0)
-_HELD = ("parameters", "gradients", "optimizer", "buffers")
-_SECONDS = ("collectives_s", "fetch_s", "fetch_link_s", "optimizer_s", "disk_s", "link_s")
+_NBYTES = ("parameters", "gradients", "optimizer", "buffers", "in_flight")
 
 
 def _adamw(parameters: Iterable[Tensor]) -> Optimizer:
@@ -113,17 +109,23 @@ def autoplan(
             measured=", ".join(map(repr, links.sent)) or "no axis",
             fix="links = zf.measure_links(mesh), over the same axis",
         )
-    tiers = ordered(tier, axis, links)
+    tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
-    proposals = [
-        proposal
+    ways = [
+        (transform, chosen, {**numbers, "compute_s": compute_s})
         for transform in STAGES
-        for proposal in _proposals(module, mesh, transform, tiers, optimizer, links, compute_s, options)
+        for chosen, numbers in _predicted(module, mesh, transform, tiers, optimizer, links, options)
     ]
-    found = _fitted(_largest(axis, proposals), room)
-    if not found[0].fits:
-        least = min(found, key=lambda proposal: _excess(proposal, room))
+    # Ranks of torch's fake process group are pretended: they have nothing to say.
+    if axis.size > 1 and axis.backend != "fake":
+        own = [number for *_, numbers in ways for number in numbers.values()]
+        largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
+        ways = [(transform, chosen, {name: next(largest) for name in names}) for transform, chosen, names in ways]
+    proposals = [_proposal(*way, axis.device_type, tiers, room) for way in ways]
+    proposals.sort(key=lambda proposal: (not proposal.fits, proposal.step_s))  # of equal ones the earlier stays first
+    if not proposals[0].fits:
+        least = min(proposals, key=lambda proposal: _excess(proposal, room))
         takes = {"memory": least.nbytes, "host": least.host, "disk": least.disk}
         raise TierError(
             f"No placement fits {bytes_text(room)} of memory per rank.",
@@ -134,22 +136,63 @@ def autoplan(
             fix="more ranks, more memory, smaller units (units=...)"
             + ("" if tiers else ", or a disk: tier=zf.nvme('/local_nvme')"),
         )
-    return Proposals(nbytes, tuple(found))
+    return Proposals(nbytes, tuple(proposals))
 
 
-def _proposals(
+def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) -> list[Tier]:
+    """The tiers to look at, the nearer one first."""
+    given = [] if tier is None else [tier] if isinstance(tier, Cpu | Nvme) else list(tier)
+    hosts = [each for each in given if isinstance(each, Cpu)]
+    disks = [each for each in given if isinstance(each, Nvme)]
+    if max(len(hosts), len(disks)) > 1 or len(hosts) + len(disks) < len(given):
+        raise TierError(
+            "autoplan looks at one tier of each kind.",
+            tier=", ".join(map(str, given)),
+            fix="tier=zf.nvme('/disk0', '/disk1') for several disks, tier=(zf.cpu(), zf.nvme('/local_nvme')) for both kinds",
+        )
+    if hosts and not is_accelerator(axis.device_type):
+        raise TierError(
+            "Memory of the host is what the model computes in.",
+            axis=axis,
+            device=axis.device_type,
+            fix="leave zf.cpu() out; budget= says how much of it there is",
+        )
+    needed = ["disk_read", "disk_write"] if disks else []
+    needed += ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
+    missing = [name for name in needed if getattr(links, name) is None]
+    if missing:
+        paths = disks[0].paths if disks else ()
+        path = f", path={paths if len(paths) > 1 else paths[0]!r}" if paths else ""
+        raise TierError(
+            "autoplan does not know how fast bytes move from and to a tier or an accelerator.",
+            axis=axis,
+            **({"tier": disks[0]} if disks else {}),
+            missing=", ".join(missing),
+            fix=f"links = zf.measure_links(mesh{path}), where the model will train",
+        )
+    return [*hosts, *disks]
+
+
+def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
+    """What may rest where: what is used less is never nearer. Nothing elsewhere comes first."""
+    places: tuple[Tier | None, ...] = (None, *tiers)
+    for optim, grads, params in product(range(len(places)), repeat=3):
+        if params <= grads <= optim:
+            yield Tiers(places[params], places[grads], places[optim])
+
+
+def _predicted(
     module: nn.Module,
     mesh: DeviceMesh,
     transform: str,
     tiers: Sequence[Tier],
     optimizer: Callable[[Iterable[Tensor]], Optimizer],
     links: LinkSpeeds,
-    compute_s: float,
     options: dict[str, Any],
-) -> Iterator[Proposal]:
-    """One stage, as this rank sees it: with nothing in a tier, then what is used least, then more."""
+) -> Iterator[tuple[Tiers, dict[str, float]]]:
+    """What one stage would hold and take on this rank, by name: first with nothing in a tier, then with more and more."""
     states = 0
-    for chosen in choices(tiers):
+    for chosen in _choices(tiers):
         placed = staged(transform, _on_meta(module), mesh, options)
         if chosen != IN_MEMORY:
             placed = offloaded(placed, Home(tiers=chosen), reserves=False)
@@ -159,34 +202,30 @@ def _proposals(
         slots = (slot for unit in units_of(placed) for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
-        fetched, moved = (_on_disks(found, tiers) for found in (without, planned))
-        yield Proposal(
-            transform,
+        fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
+        yield (
             chosen,
-            planned.device_type,
-            replace(
-                held, parameters=held.parameters + padding.parameters, gradients=held.gradients + padding.gradients
-            ),
-            planned.in_flight_nbytes,
-            fits=False,
-            compute_s=compute_s,
-            collectives_s=sum(sent / links.sent[along] for along, sent in planned.sent_by_axis.items() if sent),
-            fetch_s=_disk_s(fetched, links),
-            fetch_link_s=_link_s(without.link, links),
-            optimizer_s=touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
-            disk_s=_disk_s(Moved(moved.read - fetched.read, moved.written - fetched.written), links),
-            link_s=_link_s(Link(*map(sub, planned.link, without.link)), links),
+            {
+                "parameters": held.parameters + padding.parameters,
+                "gradients": held.gradients + padding.gradients,
+                "optimizer": held.optimizer,
+                "buffers": held.buffers,
+                **{str(tier): held.tiers.get(str(tier), 0) for tier in tiers},
+                "in_flight": planned.in_flight_nbytes,
+                "collectives_s": sum(sent / links.sent[along] for along, sent in planned.sent_by_axis.items() if sent),
+                "fetch_s": fetch_s,
+                "fetch_link_s": _link_s(without.link, links),
+                "optimizer_s": touched / ((links.device_memory or 1.0) if is_stepped_there else links.memory),
+                "disk_s": both_s - fetch_s,
+                "link_s": _link_s(Link(*map(sub, planned.link, without.link)), links),
+            },
         )
 
 
-def _on_disks(planned: Plan, tiers: Sequence[Tier]) -> Moved:
-    found = (planned.moved.get(str(tier), _NOTHING) for tier in tiers if isinstance(tier, Nvme))
-    return next(found, _NOTHING)
-
-
-def _disk_s(moved: Moved, links: LinkSpeeds) -> float:
-    """Seconds of a disk for so many bytes; 0 where there is none, and nothing moves."""
-    return moved.read / (links.disk_read or 1.0) + moved.written / (links.disk_write or 1.0)
+def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:
+    """Seconds of a disk; 0 where there is none, and nothing moves."""
+    moved = [planned.moved.get(str(tier), (0, 0)) for tier in tiers if isinstance(tier, Nvme)]
+    return sum(read / (links.disk_read or 1.0) + written / (links.disk_write or 1.0) for read, written in moved)
 
 
 def _link_s(link: Link, links: LinkSpeeds) -> float:
@@ -194,39 +233,20 @@ def _link_s(link: Link, links: LinkSpeeds) -> float:
     return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
 
 
-def _numbers(proposal: Proposal, tiers: Sequence[str]) -> dict[str, float]:
-    """What may differ between ranks, by name."""
-    held = proposal.held
-    return {
-        **{name: getattr(held, name) for name in _HELD},
-        **{tier: held.tiers.get(tier, 0) for tier in tiers},
-        "in_flight": proposal.in_flight,
-        **{name: getattr(proposal, name) for name in _SECONDS},
-    }
-
-
-def _with_numbers(proposal: Proposal, numbers: dict[str, float], tiers: Sequence[str]) -> Proposal:
-    parameters, gradients, optimizer, buffers = (int(numbers.pop(name)) for name in _HELD)
-    there = {tier: int(numbers.pop(tier)) for tier in tiers}
-    held = Held(parameters, gradients, optimizer, buffers, {tier: nbytes for tier, nbytes in there.items() if nbytes})
-    own: dict[str, Any] = {"in_flight": int(numbers.pop("in_flight")), **numbers}
-    return replace(proposal, held=held, **own)
-
-
-def _largest(axis: Axis, proposals: Sequence[Proposal]) -> list[Proposal]:
-    """The same with the largest of each number over all ranks, so that all ranks decide alike."""
-    # Ranks of torch's fake process group are pretended: they have nothing to say.
-    if axis.size == 1 or axis.backend == "fake":
-        return list(proposals)
-    tiers = sorted({tier for proposal in proposals for tier in proposal.held.tiers})
-    rows = [_numbers(proposal, tiers) for proposal in proposals]
-    own = torch.tensor([list(row.values()) for row in rows], dtype=torch.float64).flatten().view(torch.uint8)
-    found = Links([axis]).exchange(own, "predictions of autoplan").view(torch.float64).amax(0)
-    largest = found.view(len(rows), -1).tolist()
-    return [
-        _with_numbers(proposal, dict(zip(row, numbers, strict=True)), tiers)
-        for proposal, row, numbers in zip(proposals, rows, largest, strict=True)
-    ]
+def _proposal(
+    transform: str,
+    chosen: Tiers,
+    numbers: Mapping[str, float],
+    device_type: str,
+    tiers: Sequence[Tier],
+    room: int,
+) -> Proposal:
+    in_tiers = {str(tier): int(numbers[str(tier)]) for tier in tiers if numbers[str(tier)]}
+    parameters, gradients, optimizer, buffers, in_flight = (int(numbers[name]) for name in _NBYTES)
+    held = Held(parameters, gradients, optimizer, buffers, in_tiers)
+    seconds = {name: number for name, number in numbers.items() if name.endswith("_s")}
+    found = Proposal(transform, chosen, device_type, held, in_flight, fits=False, **seconds)
+    return replace(found, fits=_excess(found, room) <= 1)
 
 
 def _excess(proposal: Proposal, room: int) -> float:
@@ -235,12 +255,6 @@ def _excess(proposal: Proposal, room: int) -> float:
     taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
     limited = (nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None)
     return max(proposal.nbytes / room if room > 0 else inf, *limited, 0.0)
-
-
-def _fitted(proposals: Sequence[Proposal], room: int) -> list[Proposal]:
-    """Those that fit first, by time; of equal ones the earlier."""
-    judged = [replace(proposal, fits=_excess(proposal, room) <= 1) for proposal in proposals]
-    return sorted(judged, key=lambda proposal: (not proposal.fits, proposal.step_s))
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Bytes of units: at rest, sent, and moved from and to other tiers.
+"""Bytes of a group of parameters: at rest, sent, and moved from and to other tiers.
 
 With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of optimizer state, a rank that owns Ψ/n holds:
 
@@ -21,45 +21,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from zero_fn.held import Held
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Lifetime, Shelved
 from zero_fn.runtime.record import parcels_of, record_nbytes
-from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.unit import Unit
 from zero_fn.storage import stagings_for
-from zero_fn.streamed import Link
-from zero_fn.tiers import Cpu, Tier, is_accelerator
+from zero_fn.streamed import Footprint, Link
+from zero_fn.tiers import Cpu, is_accelerator
 
-__all__ = ["Moved", "add_moved", "at_rest", "device_type_of", "link_of", "sent_nbytes"]
-
-
-class Moved(NamedTuple):
-    """Bytes per step, in whole pages.
-
-    Attributes:
-        read: From the tier.
-        written: To it.
-    """
-
-    read: int
-    written: int
+__all__ = ["add_moved", "at_rest", "device_type_of", "sent_nbytes"]
 
 
-def device_type_of(units: Sequence[Unit]) -> str:
+def device_type_of(groups: Sequence[Group]) -> str:
     """The type of the device that computes; the CPU where that is not known yet."""
-    return next(
-        (slot.kind.device_type for unit in units for slot in unit.slots if slot.kind.device_type != "meta"), "cpu"
-    )
+    return next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
 
 
-def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held:
+def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> Held:
     """Bytes of the elements that this rank holds between backward and `zero_grad`, without padding.
 
     Args:
-        units: Those of a module.
+        groups: Of all units of a module.
         optimizer_nbytes_per_element: Bytes of optimizer state per element of a trained parameter: 8 for Adam in float32,
             4 for SGD with momentum.
 
@@ -69,83 +52,78 @@ def at_rest(units: Sequence[Unit], *, optimizer_nbytes_per_element: int) -> Held
     """
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
-    for unit in units:
-        for (kind, tier), forms in (away for group in unit.groups for away in group.forms_away()):
+    for group in groups:
+        kind = group.kind
+        for (what, tier), forms in group.forms_away():
             nbytes = record_nbytes(forms)
             tiers[str(tier)] += nbytes
-            largest[kind, tier] = max(nbytes, largest.get((kind, tier), 0))
-        for slot in unit.slots:
-            parameters += slot.kind.resting_nbytes(slot.path)
-            if slot.parameter.requires_grad:
-                gradients += slot.path.gradient_numel * slot.dtype.itemsize if not slot.kind.is_gradient_away else 0
-                states = slot.path.local_numel * optimizer_nbytes_per_element
-                away = slot.kind.states_away_nbytes(states)
-                optimizer += states - away
-                if away:
-                    tiers[str(slot.home.tiers.optim)] += away
-    stagings = stagings_for(device_type_of(units))
-    buffers = sum(nbytes * stagings for (_, tier), nbytes in largest.items() if not isinstance(tier, Cpu))
+            if not isinstance(tier, Cpu):
+                largest[what, tier] = max(nbytes, largest.get((what, tier), 0))
+        for slot in group.slots:
+            parameters += kind.resting_nbytes(slot.path)
+            if not slot.parameter.requires_grad:
+                continue
+            gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.dtype.itemsize
+            states = slot.path.local_numel * optimizer_nbytes_per_element
+            away = kind.states_away_nbytes(states)
+            optimizer += states - away
+            if away:
+                tiers[str(kind.home.tiers.optim)] += away
+    buffers = sum(largest.values()) * stagings_for(device_type_of(groups))
     return Held(parameters, gradients, optimizer, buffers, dict(tiers))
 
 
-def sent_nbytes(slot: Slot, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
-    """Bytes this rank sends in a step for one parameter, by the name of the axis.
+def sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
+    """Bytes this rank sends in a step for the parameters of a group, by the name of the axis.
 
     Over two axes the first carries what one axis would, and the second what is left to be gathered or summed of this rank's
     piece on the first.
 
     Args:
-        slot: The parameter.
-        times_gathered: How often its unit is gathered.
+        group: The parameters.
+        times_gathered: How often their unit is gathered.
         is_exact: Whether gradients travel in the dtype of their sum; along the second axis they always do.
         pads: Whether the transport sends padding.
     """
-    total: Counter[str] = Counter()
-    numel, kind = slot.path.numel, slot.kind
-    for number, hop in enumerate(slot.path.hops if numel else ()):
-        size = hop.axis.size
-        piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
-        own = min(piece, numel - min(hop.axis.rank * piece, numel))
-        gathered = (piece if pads else own) * (size - 1)
-        scattered = piece * (size - 1) if pads else numel - own
-        if hop.layout is not None:
-            times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
-            total[hop.axis.name] += times * gathered * kind.compute_dtype.itemsize
-        if slot.parameter.requires_grad:
-            summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
-            total[hop.axis.name] += scattered * summed.itemsize
-            total[hop.axis.name] += gathered * slot.dtype.itemsize if hop.layout is None else 0
-        numel = own
+    total, kind = Counter[str](), group.kind
+    for slot in group.slots:
+        numel = slot.path.numel
+        for number, hop in enumerate(slot.path.hops if numel else ()):
+            size = hop.axis.size
+            piece = hop.layout.shard_numel if hop.layout is not None else -(-numel // size)
+            own = min(piece, numel - min(hop.axis.rank * piece, numel))
+            gathered = (piece if pads else own) * (size - 1)
+            scattered = piece * (size - 1) if pads else numel - own
+            if hop.layout is not None:
+                times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
+                total[hop.axis.name] += times * gathered * kind.compute_dtype.itemsize
+            if slot.parameter.requires_grad:
+                summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
+                total[hop.axis.name] += scattered * summed.itemsize
+                total[hop.axis.name] += gathered * kind.dtype.itemsize if hop.layout is None else 0
+            numel = own
     return +total
 
 
-def add_moved(group: Group, times_gathered: int, read: Counter[Tier], written: Counter[Tier]) -> None:
-    """Adds what forward and backward move, by tier: parameters, or their compute copies, are read for each gather, gradients
-    written once."""
-    away = dict(group.forms_away())
+def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
+    """Adds what forward and backward move: parameters, or their compute copies, are read from their tier for each gather, and
+    gradients written to theirs once. Beside an accelerator both cross the link to the host; gradients are counted there as
+    they rest, though those that a smaller dtype holds travel in it."""
+    kind, away = group.kind, dict(group.forms_away())
     trained = [slot.parameter.requires_grad for slot in group.slots]
+    has_copies = any(what == "compute copies" for what, _ in away)
     for (what, tier), forms in away.items():
         parcels = parcels_of(forms)
         if what == "gradients":
             for parcel in parcels:
                 some = [trained[piece.parameter] for piece in parcel.pieces]
-                written[tier] += parcel.nbytes if any(some) else 0
-                read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
-        elif what == "compute copies" or ("compute copies", tier) not in away:
-            read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
-
-
-def link_of(group: Group, times_gathered: int) -> Link:
-    """What forward and backward move between the host and an accelerator: what comes from a tier passes the host, and so does
-    what goes there. Gradients are counted as they rest, though those that a smaller dtype holds travel in it."""
-    kind = group.kind
-    if not is_accelerator(kind.device_type):
-        return Link(0, 0)
-    has_copies = any(what == "compute copies" for (what, _), _ in group.forms_away())
-    dtype = kind.compute_dtype if has_copies else kind.dtype
-    numel = sum(slot.path.local_numel for slot in group.slots)
-    trained_numel = sum(slot.path.local_numel for slot in group.slots if slot.parameter.requires_grad)
-    return Link(
-        times_gathered * numel * dtype.itemsize if kind.is_away else 0,
-        trained_numel * kind.dtype.itemsize if kind.is_gradient_away else 0,
-    )
+                found.written[tier] += parcel.nbytes if any(some) else 0
+                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
+        elif what == "compute copies" or not has_copies:
+            found.read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
+    if is_accelerator(kind.device_type):
+        numels = [slot.path.local_numel for slot in group.slots]
+        dtype = kind.compute_dtype if has_copies else kind.dtype
+        there = times_gathered * sum(numels) * dtype.itemsize if kind.is_away else 0
+        back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.dtype.itemsize
+        found.link = Link(found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.collectives import Contribution, Segment
@@ -18,7 +19,7 @@ from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Disk, Slab
 from zero_fn.tiers import cpu, is_accelerator, nbytes_of_text, nvme
 
-__all__ = ["LinkSpeeds", "measure_links"]
+__all__ = ["LinkSpeeds", "measure_links", "of_all_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,33 +87,20 @@ def measure_links(
     """
     size = max(nbytes_of_text(nbytes, "nbytes") // 4096, 1) * 4096
     axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
-    links = Links([axis]) if axis is not None else None
-    found = _on_this_rank(links, axis, path, size, rounds)
-    memory, *others = found
-    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
-    sent: dict[str, float] = {}
-    if links is not None and axis is not None and axis.size > 1:
-        (sent[axis.name],) = _least(links, [_sent_speed(links, axis, size, rounds)])
-    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory)
-
-
-def _on_this_rank(links: Links | None, axis: Axis | None, path: Paths | None, size: int, rounds: int) -> list[float]:
-    """Memory, disk read and written, device there and back and its memory; 0 for what is not there. Of the slowest rank."""
-    _least(links, [1.0])  # all begin together
+    device = _accelerator(axis)
     failure: StorageError | None = None
-    disk = (0.0, 0.0)
-    memory = _memory_speed(size, rounds)
+    _least(axis, [1.0])  # all begin together
+    memory, disk = _memory_speed(None, size, rounds), (0.0, 0.0)
     try:
-        if path is not None:
-            disk = _disk_speeds(path, size, rounds)
+        disk = _disk_speeds(path, size, rounds) if path is not None else disk
     except StorageError as error:
         failure = error
-    accelerator = _accelerator(axis)
-    device = _device_speeds(accelerator, size, rounds) if accelerator is not None else (0.0, 0.0, 0.0)
-    *speeds, has_disk = _least(links, [memory, *disk, *device, float(failure is None)])
+    there = _device_speeds(device, size, rounds) if device is not None else (0.0, 0.0, 0.0)
+    memory, *disk_and_device = _least(axis, [memory, *disk, *there])
+    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in disk_and_device)
     if failure is not None:
         raise failure
-    if not has_disk:
+    if path is not None and disk_read is None:
         raise StorageError(
             "measure_links found no disk to measure on another rank.",
             path=path,
@@ -120,16 +108,24 @@ def _on_this_rank(links: Links | None, axis: Axis | None, path: Paths | None, si
             why="all ranks must agree on the speeds",
             fix="see the error of that rank; give a folder that every rank can write to",
         )
-    return speeds
+    sent: dict[str, float] = {}
+    if axis is not None and axis.size > 1:
+        (sent[axis.name],) = _least(axis, [_sent_speed(axis, size, rounds)])
+    return LinkSpeeds(memory, disk_read, disk_write, sent, to_device, from_device, device_memory)
 
 
-def _least(links: Links | None, numbers: list[float]) -> list[float]:
+def of_all_ranks(axis: Axis, numbers: Sequence[float], what: str) -> Tensor:
+    """The numbers of each rank of an axis, a row for each. Waits for all of them."""
+    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(axis.device_type)
+    rows = Links([axis]).exchange(own, what)
+    return rows.cpu().view(torch.float64).reshape(-1, len(numbers))
+
+
+def _least(axis: Axis | None, numbers: list[float]) -> list[float]:
     """The least of each number over all ranks. Waits for all of them."""
-    if links is None:
+    if axis is None:
         return numbers
-    own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8)
-    rows = links.exchange(own, "speeds of links").view(torch.float64)
-    return [float(number) for number in rows.reshape(-1, len(numbers)).amin(0)]
+    return [float(number) for number in of_all_ranks(axis, numbers, "speeds of links").amin(0)]
 
 
 def _median_s(run: Callable[[], None], rounds: int) -> float:
@@ -141,15 +137,17 @@ def _median_s(run: Callable[[], None], rounds: int) -> float:
     return statistics.median(times[1:])
 
 
-def _memory_speed(size: int, rounds: int) -> float:
-    """Over as many tensors as an optimizer has for a parameter: one alone may fit the last cache."""
-    values = torch.ones(4, size // 4)
+def _memory_speed(device: torch.device | None, size: int, rounds: int) -> float:
+    """Of a device, or of the host, over as many tensors as an optimizer has for a parameter: one alone may fit a cache."""
+    values = torch.ones(4, size // 4, device=device)
 
     def in_place() -> None:
         for each in values:
             each.mul_(1.0)
+        if device is not None:
+            torch.accelerator.synchronize(device)
 
-    return 2 * 4 * size / _median_s(in_place, rounds)
+    return 2 * values.nbytes / _median_s(in_place, rounds)
 
 
 def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
@@ -162,18 +160,17 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
     return slab.nbytes / read_s, slab.nbytes / written_s
 
 
-def _sent_speed(links: Links, axis: Axis, size: int, rounds: int) -> float:
+def _sent_speed(axis: Axis, size: int, rounds: int) -> float:
     """Of an all-gather and a reduce-scatter, one after the other."""
-    piece_numel = max(size // 4 // axis.size, 1)
+    links, piece_numel = Links([axis]), max(size // 4 // axis.size, 1)
     numel = piece_numel * axis.size
     whole, out = torch.ones(2, numel, device=axis.device_type)
     segment = Segment(whole, numel, piece_numel)
+    contribution = Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)
 
     def both() -> None:
         links.all_gather([segment], "measure_links").wait()
-        links.reduce_scatter(
-            [Contribution(whole, piece_numel, out.narrow(0, 0, piece_numel), torch.float32)], "measure_links"
-        ).wait()
+        links.reduce_scatter([contribution], "measure_links").wait()
         if is_accelerator(axis.device_type):
             torch.accelerator.synchronize()
 
@@ -191,13 +188,6 @@ def _device_speeds(device: torch.device, size: int, rounds: int) -> tuple[float,
     """Pinned copies each way, and its memory."""
     slab, stream = Slab(size, cpu(), "measure_links"), side_stream(device)
     host, there = slab.memory[:size].view(torch.float32), torch.ones(size // 4, device=device)
-
-    def in_place() -> None:
-        there.mul_(1.0)
-        torch.accelerator.synchronize(device)
-
-    return (
-        size / _median_s(lambda: stream.copy(there, host).synchronize(), rounds),
-        size / _median_s(lambda: stream.copy(host, there).synchronize(), rounds),
-        2 * size / _median_s(in_place, rounds),
-    )
+    to_device_s = _median_s(lambda: stream.copy(there, host).synchronize(), rounds)
+    from_device_s = _median_s(lambda: stream.copy(host, there).synchronize(), rounds)
+    return size / to_device_s, size / from_device_s, _memory_speed(device, size, rounds)

@@ -5,18 +5,31 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
 from zero_fn.held import Held, padding_nbytes
-from zero_fn.plan.counted import Moved, add_moved, at_rest, device_type_of, link_of, sent_nbytes
+from zero_fn.plan.counted import add_moved, at_rest, device_type_of, sent_nbytes
 from zero_fn.plan.walked import walk
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Moved", "Plan", "plan"]
+
+
+class Moved(NamedTuple):
+    """Bytes per step, in whole pages.
+
+    Attributes:
+        read: From the tier.
+        written: To it.
+    """
+
+    read: int
+    written: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,28 +73,27 @@ class Plan:
 
     def __str__(self) -> str:
         rows = [
-            (name, getattr(self.held, name), getattr(self.padding, name))
+            (name, getattr(self.held, name), f"  + {getattr(self.padding, name) / 1e6:.3f} MB padding")
             for name in ("parameters", "gradients", "optimizer", "total")
         ]
-        lines = [f"{name:<10} {nbytes / 1e6:10.3f} MB  + {pad / 1e6:.3f} MB padding" for name, nbytes, pad in rows]
         if self.held.buffers:
-            lines.append(f"{'buffers':<10} {self.held.buffers / 1e6:10.3f} MB of memory of the host")
-        lines += [f"{'  there':<10} {nbytes / 1e6:10.3f} MB in {tier}" for tier, nbytes in self.held.tiers.items()]
-        lines.append(f"{'in flight':<10} {self.in_flight_nbytes / 1e6:10.3f} MB at most, gathered and being reduced")
-        lines.append(f"{'peak':<10} {self.peak_nbytes / 1e6:10.3f} MB of memory at most, beside activations")
+            rows.append(("buffers", self.held.buffers, " of memory of the host"))
+        rows += [("  there", nbytes, f" in {tier}") for tier, nbytes in self.held.tiers.items()]
+        rows.append(("in flight", self.in_flight_nbytes, " at most, gathered and being reduced"))
+        rows.append(("peak", self.peak_nbytes, " of memory at most, beside activations"))
         if self.host_nbytes:
-            lines.append(f"{'host':<10} {self.host_nbytes / 1e6:10.3f} MB of memory of the host, with buffers")
-        lines.append(f"{'sent':<10} {self.sent_nbytes / 1e6:10.3f} MB per step")
-        lines += [
-            f"{'moved':<10} {read / 1e6:10.3f} MB read, {written / 1e6:.3f} MB written per step, {tier}"
+            rows.append(("host", self.host_nbytes, " of memory of the host, with buffers"))
+        rows.append(("sent", self.sent_nbytes, " per step"))
+        rows += [
+            ("moved", read, f" read, {written / 1e6:.3f} MB written per step, {tier}")
             for tier, (read, written) in self.moved.items()
         ]
         if self.link != NO_LINK:
             there, back = self.link
-            lines.append(f"{'link':<10} {there / 1e6:10.3f} MB to the device, {back / 1e6:.3f} MB from it per step")
+            rows.append(("link", there, f" to the device, {back / 1e6:.3f} MB from it per step"))
         if len(self.sent_by_axis) > 1:
-            lines += [f"{'  along':<10} {nbytes / 1e6:10.3f} MB {name!r}" for name, nbytes in self.sent_by_axis.items()]
-        return "\n".join(lines)
+            rows += [("  along", nbytes, f" {name!r}") for name, nbytes in self.sent_by_axis.items()]
+        return "\n".join(f"{name:<10} {nbytes / 1e6:10.3f} MB{more}" for name, nbytes, more in rows)
 
 
 def plan(
@@ -110,8 +122,7 @@ def plan(
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
         TierError: The optimizer has to be streamed, and nobody said where its states are to be.
     """
-    runs = runs_of(module, verb="plan")
-    units = units_of(module)
+    runs, units = runs_of(module, verb="plan"), units_of(module)
     if optimizer is not None and optimizer_nbytes_per_element is not None:
         raise StateError(
             "plan() was given an optimizer and bytes per element of another one.",
@@ -119,37 +130,34 @@ def plan(
             optimizer_nbytes_per_element=optimizer_nbytes_per_element,
             fix="leave one of them out: plan(model, optimizer)",
         )
-    per_element = optimizer_nbytes_per_element if optimizer_nbytes_per_element is not None else 8
-    rest = at_rest(units, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
-    states = footprint(optimizer) if optimizer is not None else Footprint()
-    (there, back), sent, in_flight_nbytes = states.link, Counter[str](), 0
+    groups = [group for unit in units for group in unit.groups]
+    per_element = 8 if optimizer_nbytes_per_element is None else optimizer_nbytes_per_element
+    rest = at_rest(groups, optimizer_nbytes_per_element=per_element if optimizer is None else 0)
+    found, sent, in_flight_nbytes = footprint(optimizer) if optimizer is not None else Footprint(), Counter[str](), 0
     for run in runs:
         gathers, uses, peak = walk(run, backwards=backwards)
-        in_flight_nbytes = max(in_flight_nbytes, peak)
+        in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
         for unit in run.module.live_units():
-            times, pads = gathers[unit.index], run.transport.pads
-            for group in unit.groups:
-                add_moved(group, times, states.read, states.written)
-                link = link_of(group, times)
-                there, back = there + link.to_device, back + link.from_device
+            times = gathers[unit.index]
             # What several uses or backwards give is summed before it travels.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
-            for slot in unit.slots:
-                sent += sent_nbytes(slot, times_gathered=times, is_exact=is_exact, pads=pads)
-    tiers = Counter(rest.tiers) + Counter({str(tier): nbytes for tier, nbytes in states.tiers.items()})
+            for group in unit.groups:
+                add_moved(group, times, found)
+                sent += sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
+    held = replace(
+        rest,
+        optimizer=rest.optimizer + found.states_nbytes,
+        buffers=rest.buffers + found.buffers_nbytes,
+        tiers=dict(Counter(rest.tiers) + Counter({str(tier): nbytes for tier, nbytes in found.tiers.items()})),
+    )
     paddings = [padding_nbytes(unit) for unit in units]
     return Plan(
-        device_type=device_type_of(units),
-        held=replace(
-            rest,
-            optimizer=rest.optimizer + states.states_nbytes,
-            buffers=rest.buffers + states.buffers_nbytes,
-            tiers=dict(tiers),
-        ),
+        device_type_of(groups),
+        held,
         padding=Held(sum(parameters for parameters, _ in paddings), sum(gradients for _, gradients in paddings), 0),
         sent_nbytes=sent.total(),
         sent_by_axis=dict(sent),
         in_flight_nbytes=in_flight_nbytes,
-        moved={str(tier): Moved(states.read[tier], states.written[tier]) for tier in states.read | states.written},
-        link=Link(there, back),
+        moved={str(tier): Moved(found.read[tier], found.written[tier]) for tier in found.read | found.written},
+        link=found.link,
     )

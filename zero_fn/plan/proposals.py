@@ -26,12 +26,8 @@ __all__ = ["STAGES", "Proposal", "Proposals", "staged"]
 
 M = TypeVar("M", bound=nn.Module)
 
-STAGES: dict[str, Callable[..., Any]] = {
-    "replicate": replicate,
-    "shard_optimizer": shard_optimizer,
-    "shard_grads": shard_grads,
-    "shard_params": shard_params,
-}
+_TRANSFORMS: tuple[Callable[..., Any], ...] = (replicate, shard_optimizer, shard_grads, shard_params)
+STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
 
 
 def staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
@@ -98,13 +94,8 @@ class Proposal:
     @property
     def bound(self) -> str:
         """What takes most of it."""
-        parts = {
-            "compute": self.compute_s,
-            "collectives": self.collectives_s,
-            "optimizer": self.optimizer_s,
-            "disk": max(self.fetch_s, self.disk_s),
-            "link": max(self.fetch_link_s, self.link_s),
-        }
+        parts = {name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")}
+        parts |= {"disk": max(self.fetch_s, self.disk_s), "link": max(self.fetch_link_s, self.link_s)}
         return max(parts, key=lambda name: parts[name])
 
     @property
@@ -117,14 +108,16 @@ class Proposal:
         """What rests elsewhere, in words: "gradients on host, states on disk"."""
         found: dict[Tier, list[str]] = {}
         for kind, tier in self._kinds.items():
-            if tier is not None:
-                found.setdefault(tier, []).append(kind)
-        where = {tier: "disk" if isinstance(tier, Nvme) else "host" for tier in found}
-        return ", ".join(f"{', '.join(kinds)} on {where[tier]}" for tier, kinds in found.items()) or "nothing"
+            found.setdefault(tier, []).append(kind)
+        words = (
+            f"{', '.join(kinds)} on {'disk' if isinstance(tier, Nvme) else 'host'}" for tier, kinds in found.items()
+        )
+        return ", ".join(words) or "nothing"
 
     @property
-    def _kinds(self) -> dict[str, Tier | None]:
-        return {"parameters": self.tiers.params, "gradients": self.tiers.grads, "states": self.tiers.optim}
+    def _kinds(self) -> dict[str, Tier]:
+        rows = (("parameters", self.tiers.params), ("gradients", self.tiers.grads), ("states", self.tiers.optim))
+        return {kind: tier for kind, tier in rows if tier is not None}
 
     def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
         """Does to a module what is proposed: the sharding transform, and `offload` where something rests in a tier.
@@ -163,20 +156,11 @@ class Proposals:
 
     def __str__(self) -> str:
         header = ("transform", "elsewhere", "memory MB", "in flight", "host MB", "disk MB", "step ms", "bound by", "")
-        rows = [header] + [
-            (
-                proposal.transform,
-                proposal.away,
-                f"{proposal.nbytes / 1e6:,.1f}",
-                f"{proposal.in_flight / 1e6:,.1f}",
-                f"{proposal.host / 1e6:,.1f}",
-                f"{proposal.disk / 1e6:,.1f}",
-                f"{proposal.step_s * 1e3:,.1f}",
-                proposal.bound,
-                "" if proposal.fits else "does not fit",
-            )
-            for proposal in self.all
-        ]
+        rows: list[tuple[str, ...]] = [header]
+        for each in self.all:
+            sizes = (each.nbytes / 1e6, each.in_flight / 1e6, each.host / 1e6, each.disk / 1e6, each.step_s * 1e3)
+            numbers = (f"{size:,.1f}" for size in sizes)
+            rows.append((each.transform, each.away, *numbers, each.bound, "" if each.fits else "does not fit"))
         lines = table(rows, right=range(2, 7))
         tiers = {str(proposal.tier) for proposal in self.all if proposal.tier is not None}
         where = "".join(f", and {tier}" for tier in sorted(tiers))

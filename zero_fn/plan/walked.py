@@ -12,24 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+from zero_fn import schedule
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.transformed import PREFETCH_DEPTH
 from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import (
-    Enter,
-    Exit,
-    Reshard,
-    Settle,
-    Trace,
-    Unshard,
-    Use,
-    backward_schedule,
-    backward_trace,
-    forward_schedule,
-    limit_reductions,
-    prefetch,
-)
+from zero_fn.schedule import Enter, Event, Exit, Reshard, Settle, Trace, Unshard, Use
 
 __all__ = ["Walk", "walk"]
 
@@ -56,13 +44,9 @@ def walk(run: Run, *, backwards: int) -> Walk:
         backwards: Microbatches accumulated in the step: whole gradients of several wait for the last.
     """
     units = {unit.index: unit for unit in run.module.live_units()}
+    trained = {index for index, unit in units.items() if unit.gradients.are_wanted}
     trace = run.forwards.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
-    forward = prefetch(forward_schedule(trace, keeps_last=True), depth=PREFETCH_DEPTH)
-    taking_part = backward_trace(_with_backward(trace, lambda index: units[index].gradients.are_wanted))
-    backward = backward_schedule(
-        taking_part, reduces=lambda index: backwards == 1 and units[index].gradients.are_wanted
-    )
-    backward = limit_reductions(prefetch(backward, depth=PREFETCH_DEPTH), limit=REDUCTIONS_UNDER_WAY)
+    forward, backward = _schedules(trace, trained.__contains__, reduces=backwards == 1)
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
     gathered: set[int] = set()
@@ -92,6 +76,23 @@ def _gradient_nbytes(unit: Unit) -> int:
     return sum(slot.path.numel * slot.kind.compute_dtype.itemsize for slot in trained)
 
 
+def _schedules(
+    trace: Trace, is_trained: Callable[[int], bool], *, reduces: bool
+) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
+    """Of the forward with this trace, and of its backward: through the uses that end after a trained unit began."""
+    begun = False
+    taking_part: set[Use] = set()
+    for bracket in trace:
+        begun |= is_trained(bracket.use.unit)
+        if begun and isinstance(bracket, Exit):
+            taking_part.add(bracket.use)
+    way_back = schedule.backward_trace(tuple(bracket for bracket in trace if bracket.use in taking_part))
+    forward = schedule.forward_schedule(trace, keeps_last=True)
+    backward = schedule.backward_schedule(way_back, reduces=lambda index: reduces and is_trained(index))
+    forward, backward = (schedule.prefetch(events, depth=PREFETCH_DEPTH) for events in (forward, backward))
+    return forward, schedule.limit_reductions(backward, limit=REDUCTIONS_UNDER_WAY)
+
+
 def _nested_trace(units: Mapping[int, str]) -> Trace:
     """The trace of a model whose units run in order, each inside the one that contains it by name; the root is the first."""
     trace: list[Enter | Exit] = []
@@ -102,14 +103,3 @@ def _nested_trace(units: Mapping[int, str]) -> Trace:
         trace.append(Enter(Use(unit)))
         around.append(unit)
     return (*trace, *(Exit(Use(unit)) for unit in reversed(around)))
-
-
-def _with_backward(trace: Trace, is_trained: Callable[[int], bool]) -> Trace:
-    """The brackets of the uses whose outputs need gradients: those that end after a trained unit began."""
-    begun = False
-    taking_part: set[Use] = set()
-    for bracket in trace:
-        begun |= is_trained(bracket.use.unit)
-        if begun and isinstance(bracket, Exit):
-            taking_part.add(bracket.use)
-    return tuple(bracket for bracket in trace if bracket.use in taking_part)

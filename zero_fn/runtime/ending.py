@@ -9,12 +9,14 @@ more, knows that it has ended, and recovers before anything else.
 from __future__ import annotations
 
 import weakref
+from contextlib import suppress
 from threading import get_ident
 from typing import Protocol
 
 import torch
 from torch.autograd import Variable
 
+from zero_fn.errors import LostRankError
 from zero_fn.runtime.uncompiled import uncompiled
 
 __all__ = ["Ended", "Ending", "current_graph_task"]
@@ -54,7 +56,8 @@ class Ending:
         def on_death(_: object) -> None:
             found = held()
             if found is not None and get_ident() == caller:
-                found.give_up(self)
+                with suppress(LostRankError):  # the one that failed the backward, again: its caller hears of it
+                    found.give_up(self)
             elif found is not None:
                 found.show_resting(self)
 

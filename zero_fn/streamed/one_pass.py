@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from zero_fn.kernels import library
-from zero_fn.kernels.adam import Piece, Rates, by_torch, in_c, rounding
+from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
 from zero_fn.resting import is_dense
 
 __all__ = ["arithmetic_of", "steps_in_one_pass"]
@@ -30,7 +30,7 @@ def arithmetic_of(optimizer: Optimizer) -> str:
     hows = [rounding(_rates(optimizer, group)) for group in optimizer.param_groups]
     if library().functions is None:
         return f"torch ({library()})"
-    return f"{library()} in one pass" if all(hows) else "torch (the kernel does not round as this build of torch does)"
+    return f"{library()} in one pass" if all(hows) else "torch (the kernel does not have the bits of this step)"
 
 
 def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:
@@ -90,9 +90,9 @@ def _lies_as(tensor: Tensor, parameter: Tensor) -> bool:
     return tensor.shape == parameter.shape and tensor.stride() == parameter.stride()
 
 
-def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> Rates:
+def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> AdamRates:
     beta1, beta2 = map(float, group["betas"])
-    return Rates(
+    return AdamRates(
         lr=float(group["lr"]),
         beta1=beta1,
         beta2=beta2,
@@ -104,7 +104,7 @@ def _rates(optimizer: Optimizer, group: Mapping[str, Any]) -> Rates:
     )
 
 
-def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor]) -> list[Piece]:
+def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor]) -> list[AdamPiece]:
     """The parameters of a group that have gradients, their states made where they have none, their steps counted."""
     parameters: list[Tensor] = []
     grads: list[Tensor] = []
@@ -118,4 +118,4 @@ def _pieces(optimizer: Any, group: dict[str, Any], sends: Mapping[Tensor, Tensor
     maxima: Sequence[Tensor | None] = largest or [None] * len(counts)
     sent = map(sends.get, parameters)
     rows = zip(parameters, grads, averages, squares, maxima, map(float, counts), sent, strict=True)
-    return [Piece(*row) for row in rows]
+    return [AdamPiece(*row) for row in rows]
