@@ -42,21 +42,12 @@ WIDE = {
 """Classes above that, each with a reason. HOUSE.md allows five."""
 
 SHARED_NAMES = {
-    "Buffers": "runtime/buffers.py, storage/buffers.py",
-    "Copied": "runtime/refused.py, streamed/windows.py",
-    "Cut": "grid.py, streamed/pieces.py",
-    "Form": "runtime/record.py, transforms/evict.py",
-    "Host": "runtime/parked.py, storage/shelf.py",
-    "Kept": "runtime/recomputed.py, streamed/inner.py",
-    "Mapped": "collectives/arena.py, storage/slab.py",
+    "Form": "runtime/parcels.py, transforms/evict.py",
     "Message": "collectives/messages.py, collectives/same_host.py",
-    "Opened": "runtime/record.py, runtime/tier_tensor.py",
-    "Parcel": "runtime/record.py, transforms/evict.py",
-    "Place": "runtime/slot.py, streamed/places.py",
+    "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
     "Row": "describe.py, runtime/refused.py",
     "Shared": "collectives/shared.py, units.py",
-    "Step": "runtime/step.py, streamed/stepping.py",
 }
 """Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
 

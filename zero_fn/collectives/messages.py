@@ -116,11 +116,11 @@ class Reducing:
             is_even = contribution.rows.numel() == contribution.piece_numel * size
             is_packed = contribution.is_small and is_even and not contribution.sum_dtype.is_complex
             together.setdefault(contribution.kind if is_packed else at, {})[at] = contribution
-        self.runs = [Run(run, buffers, size, is_packed=not isinstance(key, int)) for key, run in together.items()]
+        self.runs = [Bundle(run, buffers, size, is_packed=not isinstance(key, int)) for key, run in together.items()]
         self.nbytes = sum([sum(run.sizes) * run.dtype.itemsize for run in self.runs])
 
 
-class Run:
+class Bundle:
     """Contributions that travel in one message.
 
     Attributes:

@@ -75,14 +75,17 @@ class Away:
 
     def settle(self, slot: Slot, grad: Tensor) -> None:
         """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
-        with self._failing_at_the_end():
+        try:  # for each parameter: a context manager costs nine calls
             settle(slot, grad)
+        except StorageError as error:
+            self._failure = self._failure or error
 
     def put_gradients(self, groups: Groups) -> None:
         """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
         come to the host while those of the one before are written."""
         for group in groups.members:
-            record, values = group.gradient_record, _take_gradients(group)
+            record = group.gradient_record
+            values = _take_gradients(group) if record is not None else {}
             if record is None or not values:
                 continue
             with self._failing_at_the_end():

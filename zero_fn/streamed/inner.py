@@ -22,7 +22,7 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
 
 __all__ = [
-    "Kept",
+    "KeptStates",
     "Schema",
     "hand_over",
     "kept_by",
@@ -101,7 +101,7 @@ def raw_step(optimizer: Optimizer) -> None:
 # -- its states ------------------------------------------------------------------------------------------------------
 
 
-class Kept(NamedTuple):
+class KeptStates(NamedTuple):
     """What an optimizer keeps of a parameter.
 
     Attributes:
@@ -120,7 +120,7 @@ def kept_by(
     dtype: torch.dtype,
     device: torch.device,
     ndim: int,
-) -> Kept:
+) -> KeptStates:
     """What a first step in this group keeps of a parameter like this, found out on one of seven elements.
 
     Args:
@@ -150,10 +150,10 @@ def kept_by(
         raise _refusal(optimizer, "it keeps states that belong to no parameter")
     tensors = {name: value for name, value in states[probe].items() if isinstance(value, Tensor)}
     shared = [list(tensors)[later] for _, later in at_same_address(tensors.values())]
-    return Kept(schema_of(states[probe], probe), [*elsewhere, *shared])
+    return KeptStates(schema_of(states[probe], probe), [*elsewhere, *shared])
 
 
-def require_kept_in_states(optimizer: Optimizer, kept: Kept) -> None:
+def require_kept_in_states(optimizer: Optimizer, kept: KeptStates) -> None:
     """For an optimizer of a user that is to step one buffer after the other.
 
     Raises:

@@ -20,15 +20,15 @@ from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.registry import slot_of
-from zero_fn.streamed.inner import Kept, Schema, kept_by, require_kept_in_states, schema_of
-from zero_fn.streamed.places import Place, device_of, follow, place_of
+from zero_fn.streamed.inner import KeptStates, Schema, kept_by, require_kept_in_states, schema_of
+from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
 from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_away
 
 __all__ = [
     "BUFFER_NBYTES",
     "Chunk",
-    "Cut",
     "Planner",
+    "SteppedPiece",
     "contiguous_stride",
     "name_of",
     "padded_nbytes",
@@ -62,7 +62,7 @@ def name_of(parameter: Tensor) -> str:
     return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
 
 
-class Cut:
+class SteppedPiece:
     """One piece in its chunk.
 
     Attributes:
@@ -153,7 +153,7 @@ class Chunk:
         is_stored: Whether they do: false before the first step.
     """
 
-    cuts: Sequence[Cut]
+    cuts: Sequence[SteppedPiece]
     nbytes: int
     device: torch.device
     parcel: int | None
@@ -196,7 +196,7 @@ class _Stepped:
     schema: Schema
     tier: Tier | None
     fraction: float
-    place: Place | None
+    place: RestsAt | None
     parameter: Tensor
 
 
@@ -243,7 +243,7 @@ class Planner:
         _choose_tiers(found, {row.number: row for row in rows})
         return found
 
-    def kept(self, parameters: Sequence[Tensor]) -> list[Kept]:
+    def kept(self, parameters: Sequence[Tensor]) -> list[KeptStates]:
         """What the optimizer keeps of each parameter: what one like it has, or what a first step would make.
 
         Raises:
@@ -255,11 +255,11 @@ class Planner:
             for group, local, parameter in zip(self._groups_of(parameters), locals_, parameters, strict=True)
         ]
         ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
-        found: dict[object, Kept] = {}
+        found: dict[object, KeptStates] = {}
         for kind, parameter in zip(kinds, parameters, strict=True):
             group, dtype, device = kind
             if kind not in found:
-                found[kind] = Kept((), ())
+                found[kind] = KeptStates((), ())
                 if dtype.is_floating_point or dtype.is_complex:  # others are never trained
                     own = self.inner.param_groups[group]
                     found[kind] = kept_by(self.inner, own, parameter, dtype, device, ndims[kind])
@@ -322,7 +322,7 @@ class Planner:
     def _away(self, rows: Sequence[_Stepped]) -> list[Chunk]:
         """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
         by_record: dict[Hashable, dict[int, _Stepped]] = {}
-        places: dict[Hashable, Place] = {}
+        places: dict[Hashable, RestsAt] = {}
         for row in rows:
             if row.place is not None:
                 places.setdefault(row.place.record, row.place)
@@ -353,7 +353,7 @@ def _chunk(inside: Sequence[tuple[_Stepped, Piece, int | None]], device: torch.d
                 fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
             )
         numbered = Piece(row.number, piece.start, piece.stop, piece.is_whole)
-        cuts.append(Cut(numbered, row.group, row.local, row.schema, nbytes, in_parcel))
+        cuts.append(SteppedPiece(numbered, row.group, row.local, row.schema, nbytes, in_parcel))
         nbytes += _states_nbytes(row.schema, piece.numel)
     return Chunk(cuts, nbytes, device, parcel)
 

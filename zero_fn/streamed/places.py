@@ -16,13 +16,13 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
 from zero_fn.tiers import Tier
 
-__all__ = ["KINDS", "Place", "away_of", "device_of", "follow", "parcels_away", "place_of", "records_of"]
+__all__ = ["KINDS", "RestsAt", "away_of", "device_of", "follow", "parcels_away", "place_of", "records_of"]
 
 KINDS = ("parameters", "compute copies", "gradients")
 """What of a unit may rest in another tier, beside the states of optimizers."""
 
 
-class Place(NamedTuple):
+class RestsAt(NamedTuple):
     """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped.
 
     Attributes:
@@ -38,12 +38,12 @@ class Place(NamedTuple):
     device: torch.device
 
 
-def place_of(parameter: Tensor) -> Place | None:
+def place_of(parameter: Tensor) -> RestsAt | None:
     """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
     away = away_of(parameter)
     if away is not None:
         record = record_of(away)
-        return Place(record, away.number, record.parcels, record.device)
+        return RestsAt(record, away.number, record.parcels, record.device)
     slot = slot_of(parameter)
     unit = unit_of(slot)
     what = next(slot.kind.shelved(), None) if slot is not None else None
@@ -51,7 +51,7 @@ def place_of(parameter: Tensor) -> Place | None:
         return None
     group = unit.groups.of(slot)
     forms = dict(group.forms_away())[what]
-    return Place((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
+    return RestsAt((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
 
 
 def away_of(parameter: Tensor) -> TierTensor | None:

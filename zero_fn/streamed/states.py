@@ -15,7 +15,7 @@ from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.streamed.inner import replaced
-from zero_fn.streamed.pieces import Chunk, Cut, Planner, name_of, parcel_of, rooms_of
+from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, parcel_of, rooms_of
 from zero_fn.streamed.pipeline import Transfers, each_chunk
 from zero_fn.streamed.places import place_of
 from zero_fn.streamed.store import Store
@@ -181,7 +181,7 @@ class States:
         each_chunk([self], chunks, act, writes=writes)
 
 
-def _is_in_its_parcel(parameter: Tensor, cut: Cut, chunk: Chunk) -> bool:
+def _is_in_its_parcel(parameter: Tensor, cut: SteppedPiece, chunk: Chunk) -> bool:
     """Whether the piece of a parameter that rests in a tier is where it was."""
     if chunk.parcel is None:
         return True
@@ -198,7 +198,7 @@ def _is_in_its_parcel(parameter: Tensor, cut: Cut, chunk: Chunk) -> bool:
 # -- whole parameters and pieces -------------------------------------------------------------------------------------
 
 
-def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: Cut) -> Iterator[tuple[str, Any]]:
+def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: SteppedPiece) -> Iterator[tuple[str, Any]]:
     """The states of a piece, cut from those of its parameter."""
     local = local_of(parameter)
     for name, value in states.items():
@@ -221,7 +221,7 @@ def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: Cut) -> Iterat
         yield name, cut.of(own)
 
 
-def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: Cut) -> None:
+def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: SteppedPiece) -> None:
     """Puts the state of a piece where it belongs in that of its parameter."""
     local = local_of(parameter)
     if not isinstance(value, Tensor):

@@ -27,7 +27,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.inner import raw_step, replaced
 from zero_fn.streamed.one_pass import steps_in_one_pass
-from zero_fn.streamed.pieces import Chunk, Cut
+from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Pass, each_chunk
 from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
@@ -180,7 +180,7 @@ class _Step:
         self.count += 1
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
-        stepped: dict[Cut, nn.Parameter] = {}
+        stepped: dict[SteppedPiece, nn.Parameter] = {}
         for number, cuts in groupby(window.values, key=lambda cut: cut.group):
             members = []
             for cut in cuts:
@@ -207,7 +207,7 @@ class _Step:
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
-    def _stand_in(self, cut: Cut, window: Window, device: torch.device) -> nn.Parameter:
+    def _stand_in(self, cut: SteppedPiece, window: Window, device: torch.device) -> nn.Parameter:
         """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
         parameter = self._known[cut.piece.parameter]
         piece = nn.Parameter(window.values[cut].to(device), requires_grad=parameter.requires_grad)
@@ -219,7 +219,7 @@ class _Step:
         return piece
 
 
-def _sends(stepped: Mapping[Cut, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
+def _sends(stepped: Mapping[SteppedPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
     """What the kernel can write beside the parameters that it steps: their copies in bfloat16."""
     found: dict[Tensor, Tensor] = {}
     for cut, stand_in in stepped.items():

@@ -26,7 +26,7 @@ from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Ring, Transfer, Waited
-from zero_fn.streamed.pieces import Chunk, Cut, contiguous_stride, padded_nbytes
+from zero_fn.streamed.pieces import Chunk, SteppedPiece, contiguous_stride, padded_nbytes
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.streamed.places import KINDS, away_of, parcels_away
 from zero_fn.streamed.store import NOTHING, ring_of
@@ -83,8 +83,8 @@ class Window:
         leaving: What goes back to an accelerator: where it goes, and from where.
     """
 
-    values: dict[Cut, Tensor] = field(default_factory=dict)
-    grads: dict[Cut, Tensor] = field(default_factory=dict)
+    values: dict[SteppedPiece, Tensor] = field(default_factory=dict)
+    grads: dict[SteppedPiece, Tensor] = field(default_factory=dict)
     record: ParameterRecord | None = None
     parcel: Tensor = NOTHING
     copy: Tensor = NOTHING
@@ -131,12 +131,12 @@ class Windows:
             if window.copy.numel():
                 transfers.append(window.record.write_copy(chunk.parcel, window.copy))
         ends = [side_stream(there.device).copy(there, room) for there, room in window.leaving]
-        return [*transfers, *map(_Copied, ends[-1:])]  # they leave one after the other
+        return [*transfers, *map(_CopiedOut, ends[-1:])]  # they leave one after the other
 
     def forget(self) -> None:
         """Nothing to do: what a window shows comes anew in every pass."""
 
-    def _show_value(self, cut: Cut, window: Window, visits: _Visits) -> None:
+    def _show_value(self, cut: SteppedPiece, window: Window, visits: _Visits) -> None:
         parameter = self._known[cut.piece.parameter]
         if window.record is not None and cut.in_parcel is not None:
             window.values[cut] = cut.at(window.parcel, cut.in_parcel, parameter.dtype)
@@ -146,7 +146,7 @@ class Windows:
             window.values[cut] = visits.bring(value, parameter.dtype)
             window.leaving.append((value, window.values[cut]))
 
-    def _show_grad(self, cut: Cut, window: Window, visits: _Visits, grads: Tensor | None) -> None:
+    def _show_grad(self, cut: SteppedPiece, window: Window, visits: _Visits, grads: Tensor | None) -> None:
         parameter, grad = self._known[cut.piece.parameter], local_of(self._grads[cut.piece.parameter])
         if grads is not None and cut.in_parcel is not None and isinstance(grad, TierTensor):
             window.grads[cut] = cut.at(grads, cut.in_parcel, parameter.dtype)
@@ -156,7 +156,7 @@ class Windows:
         if visits.takes(grad) and _visiting(parameter)[1] and grad.itemsize <= parameter.itemsize:
             window.grads[cut] = visits.bring(grad, parameter.dtype)
 
-    def _laid_as_parameter(self, cut: Cut, grad: Tensor) -> Tensor:
+    def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:
         number, local = cut.piece.parameter, local_of(self._known[cut.piece.parameter])
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
@@ -201,7 +201,7 @@ def _read(record: Record, chunk: Chunk, memory: Tensor) -> Transfer | None:
     return None if record.is_addressable else record.read_parcel(record.parcels[chunk.parcel], memory)
 
 
-class _Copied:
+class _CopiedOut:
     """A copy between the host and an accelerator, under way."""
 
     __slots__ = ("_end",)
@@ -222,7 +222,7 @@ class _Visits:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self.begun: _Copied | None = None
+        self.begun: _CopiedOut | None = None
         self._memory, self._begin = memory, 0
 
     def takes(self, there: Tensor) -> bool:
@@ -240,5 +240,5 @@ class _Visits:
         flat = self._memory[self._begin : self._begin + there.numel() * there.itemsize].view(there.dtype)
         self._begin += padded_nbytes(there.numel(), dtype)
         room = flat.as_strided(there.shape, there.stride() if is_dense(there) else contiguous_stride(there.shape))
-        self.begun = _Copied(side_stream(there.device).copy(room, there))
+        self.begun = _CopiedOut(side_stream(there.device).copy(room, there))
         return room
