@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.access import explain
-from zero_fn.runtime.changes import Probe, require_untouched_casts
+from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
 from zero_fn.runtime.selective import outside_selection
@@ -63,18 +63,15 @@ class _Begun:
         error_before: The exception that was being handled when it began.
         has_backward: Whether what autograd saves is packed, and the output is watched.
         is_packing: Whether that was begun here.
-        is_watched: Whether changes of `tensors` are kept.
-        probe: What finds such changes.
     """
 
-    __slots__ = ("error_before", "has_backward", "is_packing", "is_watched", "probe", "tensors", "use")
+    __slots__ = ("error_before", "has_backward", "is_packing", "tensors", "use")
 
     def __init__(self, use: UnitUse | None) -> None:
         self.use = use
         self.tensors: list[Tensor] = []
         self.error_before = sys.exception()
-        self.has_backward = self.is_packing = self.is_watched = False
-        self.probe: Probe | None = None
+        self.has_backward = self.is_packing = False
 
 
 class Attached:
@@ -147,8 +144,6 @@ class Attached:
             _take_hooks_inside(unit, self._module())
             begun.tensors = gather(use)
             unit.shadow(begun.tensors)
-            if unit.gathered is not None and not is_transforming():
-                begun.is_watched, begun.probe = True, unit.changes.probe(unit)
         begun.has_backward = torch.is_grad_enabled() and not unit.is_replaced and not is_transforming()
         begun.is_packing = begun.has_backward and begin_packing()
         return True
@@ -184,7 +179,8 @@ class Attached:
         finally:
             self.unit.unshadow()
             with outside_selection():
-                _leave(begun.use, begun.tensors if begun.is_watched else None, failed=not is_done)
+                begun.tensors.clear()  # memory that somebody holds a part of is not used again
+                called_outside(self.unit.step.leave, begun.use, failed=not is_done)
         return output
 
     def _finished(self, begun: _Begun, use: UnitUse, output: Any) -> Any:
@@ -195,9 +191,8 @@ class Attached:
             _watch(output, use)
         elif use.node is not None:
             use.has_graph = True
-        if begun.probe is not None:
-            with outside_selection():
-                begun.probe.check(begun.tensors)
+        if not is_transforming():
+            require_unchanged(use.unit, begun.tensors)
         return output
 
     def _begin_with_leaves(self) -> None:
@@ -213,7 +208,7 @@ class Attached:
         try:
             if failed:
                 return output
-            require_untouched_casts(unit, begun.tensors)
+            require_unchanged(unit, begun.tensors)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
             show_in_backward(unit, begun.tensors, _tensors_in(output))
@@ -400,19 +395,6 @@ def _after(module: nn.Module, _args: object, output: Any) -> Any:
             attached.end(None, raised)
         raise
     return output
-
-
-def _leave(use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
-    """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
-    is_kept = False
-    try:
-        if tensors is not None:
-            use.unit.changes.keep(use.unit, tensors)
-        is_kept = True
-    finally:
-        if tensors is not None:
-            tensors.clear()  # memory that somebody holds a part of is not used again
-        called_outside(use.unit.step.leave, use, failed=failed or not is_kept)
 
 
 # -- what a model has ----------------------------------------------------------------------------------------------

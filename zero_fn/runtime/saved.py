@@ -9,7 +9,7 @@ unpacking in backward finds the buffer gathered again, or gathers it.
 
 [Note: changed after it was saved] Without hooks autograd refuses, in backward, a saved tensor that was changed in place
 since. Where hooks are pushed it looks no longer (torch 2.13), so it is done here: the version is packed with the tensor.
-What goes to hooks around the unit is theirs to check, as without a unit.
+What goes to hooks around the unit is theirs to check, as without a unit; of gathered parameters a change is refused anyway.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def remember_buffer(buffer: Tensor, gathered: Gathered, unit: Unit, group: int) 
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "place", "spec", "unit", "version")
+    __slots__ = ("group", "place", "spec", "unit")
 
     def __init__(
         self,
@@ -60,16 +60,12 @@ class _Packed:
         group: int,
         place: tuple[Sequence[int], Sequence[int], Any],
         spec: DTensorSpec | None,
-        version: int,
     ) -> None:
         self.unit, self.group, self.place, self.spec = unit, group, place, spec
-        changes = unit.changes
-        self.version: int | None = version if changes.are_none else version + changes.before(group, place[2])
 
 
 def _find(tensor: Tensor) -> _Packed | None:
     spec: DTensorSpec | None = None
-    version = tensor._version
     if isinstance(tensor, DTensor):
         spec = tensor._spec
         tensor = tensor._local_tensor
@@ -82,7 +78,7 @@ def _find(tensor: Tensor) -> _Packed | None:
     unit = entry[0]()
     if unit is None:
         return None
-    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, version)
+    return _Packed(unit, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
 _Kept = tuple[Tensor, int]  # with its version
@@ -108,11 +104,6 @@ def _unpack(packed: _Kept | _Packed) -> Tensor:
     assert isinstance(packed, _Packed)
     buffer = packed.unit.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
-    changes = packed.unit.changes
-    if not changes.are_none and packed.version is not None:
-        version = changes.before(packed.group, packed.place[2])
-        if version != packed.version:
-            raise _changed(view, packed.version, version)
     return view if packed.spec is None else on_spec(view, packed.spec)
 
 
@@ -168,10 +159,8 @@ class _PackOr:
 
     @uncompiled
     def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
-        if (packed := _find(tensor)) is None:
-            return _Delegated(self._outer(tensor))
-        packed.version = None  # below hooks of others torch looks at no version either: a checkpoint changes it again
-        return packed
+        packed = _find(tensor)
+        return _Delegated(self._outer(tensor)) if packed is None else packed
 
 
 class _UnpackOr:

@@ -34,7 +34,7 @@ from zero_fn.hierarchy import Links, Waits
 from zero_fn.home import ReshardAfter
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
-from zero_fn.runtime.changes import Changes
+from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.gradients import GradientMemory, Gradients, Reduction
@@ -86,7 +86,6 @@ class Unit:
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         lenders: Numbers of units around it whose parameters stand in modules inside it too (ties).
         gathered: The memory of the gathered parameters, from the gather until they are freed.
-        changes: What forwards have changed in gathered parameters.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         anchor: The anchor module, weakly.
         inner: Modules below the anchor whose hooks are taken out while the unit runs.
@@ -118,7 +117,6 @@ class Unit:
         self._failure: StorageError | None = None
         self._told: Told | None = None
         self.gradients, self._names = Gradients(slots), Names(slots)
-        self.changes = Changes()
         self.gathered: Gathered | None = None
         self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
@@ -253,7 +251,7 @@ class Unit:
         twin.backward_entry, twin._memory, twin.is_evicted = None, None, self.is_evicted
         twin._gathering, twin._reducing = self._gathering, self._reducing
         twin.slots = [slot.twin(memo) for slot in self.slots]
-        twin.gradients, twin._names, twin.changes = Gradients(twin.slots), Names(twin.slots), Changes()
+        twin.gradients, twin._names = Gradients(twin.slots), Names(twin.slots)
         for slot in twin.slots:
             slot.owner = weakref.ref(twin)
         twin.step = copy.deepcopy(self.step, memo)
@@ -556,7 +554,7 @@ class Unit:
             self.backward_entry, self.is_left = None, False
             self.unshadow()
             if self.phase is Phase.GATHERED and self.leaves is None:
-                self.changes.keep(self, tensors)
+                require_unchanged(self, tensors)
 
     @uncompiled
     def unshadow(self) -> None:
