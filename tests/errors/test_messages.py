@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -785,6 +786,13 @@ def clip_over_a_plain_model_too() -> object:
         return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
 
 
+def step_in_a_hook_of_a_node() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        return model(batch()).sum().backward()
+
+
 def step_after_a_cast() -> object:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
@@ -1421,7 +1429,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_of_a_whole_parameter, streamed_states_are_cleared,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
-        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters,
+        step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
         meta_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,
         step_of_what_was_streamed,

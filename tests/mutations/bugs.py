@@ -1117,14 +1117,6 @@ BUGS: tuple[Bug, ...] = (
         _RECORD,
     ),
     Bug(
-        "hooks-on-nodes-come-early",
-        "runtime/gather.py",
-        "hooks on the node that accumulates a gradient see the reduced one",
-        "        watch_nodes(unit, node)",
-        "        pass",
-        "tests/acceptance/test_hooks.py",
-    ),
-    Bug(
         "gradient-beside-is-lost",
         "runtime/record.py",
         "tensors of a parcel that are not written with the others",

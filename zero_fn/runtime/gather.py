@@ -23,7 +23,7 @@ from zero_fn.collectives import Segment
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
-from zero_fn.runtime.hooks import defer_hooks, watch_nodes
+from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, in_flight
 from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 from zero_fn.runtime.uncompiled import uncompiled
@@ -169,9 +169,6 @@ def _gathered(use: UnitUse) -> list[Tensor]:
     node = outputs[trained.index(True)].grad_fn
     assert node is not None
     use.node = weakref.ref(node)
-    if unit.watched != trained:
-        unit.watched = trained
-        watch_nodes(unit, node)
     return in_flight(unit.slots, outputs) if unit.has_model_axes else list(outputs)
 
 

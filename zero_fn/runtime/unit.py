@@ -73,7 +73,6 @@ class Unit:
         groups: Its parameters by kind, and the buffers they have.
         is_away: Whether any resting parameter is in another tier.
         is_transient: Whether any gathered parameter is freed between uses.
-        watched: Which parameters were trained when hooks on their nodes were looked for.
         deferred_in: The last backward (its graph task) whose gradients of the unit were reduced outside autograd.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
@@ -104,7 +103,6 @@ class Unit:
         self.lenders: tuple[int, ...] = ()
         self.inner: list[weakref.ref[nn.Module]] = []
         self.deferred_in: int | None = None
-        self.watched: list[bool] = []
         self.last_entry: Callable[[], object] = _no_entry
         self.pinned: list[Tensor] | None = None
         self.leaves: list[nn.Parameter] | None = None
@@ -244,7 +242,7 @@ class Unit:
         twin.inner, twin.has_model_axes, twin.groups = [], self.has_model_axes, []
         twin._known_records, twin.is_away, twin.is_transient = [], False, False
         twin.reshards_after_backward = self.reshards_after_backward
-        twin.deferred_in, twin.watched, twin.swapped, twin.last_entry = None, [], {}, _no_entry
+        twin.deferred_in, twin.swapped, twin.last_entry = None, {}, _no_entry
         twin.gathered, twin._spare, twin._pending, twin._backward_tensors = None, None, None, []
         twin._failure, twin._told = None, None
         twin.demanded_in, twin.is_left = -1, False
@@ -266,7 +264,6 @@ class Unit:
 
     def _lay_out(self) -> None:
         self._memory = self._spare = None
-        self.watched = []
         for group in self.groups:
             group.lay_out(self._record_for)
         self.is_away = any(group.record is not None for group in self.groups)
