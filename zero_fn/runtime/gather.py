@@ -25,10 +25,11 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, in_flight
-from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
+from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
 
 if TYPE_CHECKING:
+    from zero_fn.runtime.slot import Slot
     from zero_fn.runtime.unit import Unit
 
 __all__ = ["UnitUse", "gather", "gather_again", "returns_gradients", "will_execute"]
@@ -153,9 +154,13 @@ def gather(use: UnitUse) -> list[Tensor]:
     with outside_transforms():  # [Note: torch.func sees whole tensors]
         tensors = _gathered(use) if not unit.is_replaced else []
     return [
-        whole_value(unit, slot, unit.swapped[i]) if i in unit.swapped else tensors[i]
+        _in_compute_dtype(slot, unit.swapped[i]) if i in unit.swapped else tensors[i]
         for i, slot in enumerate(unit.slots)
     ]
+
+
+def _in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
+    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
 
 
 def _gathered(use: UnitUse) -> list[Tensor]:
