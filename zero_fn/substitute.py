@@ -19,7 +19,7 @@ from torch.jit import ScriptModule
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
-from zero_fn.captured import Captured
+from zero_fn.captured import rebound, refuse_captured
 from zero_fn.collectives import Alone, transport
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
@@ -138,7 +138,7 @@ def _substitute(
     if grid.mesh is not None:
         note_mesh(grid.mesh)
         watch_redistribution()
-    twin, captured = _copy(module, shared)
+    twin, memo = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin)}
@@ -161,7 +161,7 @@ def _substitute(
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.output if not anchor else None)
         for parameter, slot in zip(chosen, unit.slots, strict=True):
-            _carry_over(parameter.parameter, slot.parameter, captured)
+            _carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
@@ -382,8 +382,8 @@ def _addresses(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.itemsize)
 
 
-def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
-    """A deep copy that shares the parameters and enters no units."""
+def _copy(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
+    """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(attached), attached) for _, attached in attached_below(module))
     memo.update((id(method), method) for method in methods_of(module))
@@ -408,13 +408,8 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
         for attribute, value in list(child.__dict__.items()):
             if isinstance(value, Method):
                 del child.__dict__[attribute]
-    captured = Captured(
-        {id(child): memo[id(child)] for child in module.modules() if id(child) in memo},
-        {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad},
-        memo,
-    )
-    captured.rebind(twin)
-    return twin, captured
+    refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, parameters)
+    return twin, memo
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
@@ -432,14 +427,14 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter, captured: Captured) -> None:
+def _carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
     """Hooks and attributes that users put on a parameter stay with it."""
     for attribute, value in attributes_of(old).items():
         setattr(new, attribute, value)
     for hook in gradient_hooks(old):
-        new.register_hook(captured.rebound(hook))  # type: ignore[no-untyped-call]
+        new.register_hook(rebound(hook, memo))  # type: ignore[no-untyped-call]
     for post_hook in parameter_hooks(old):
-        new.register_post_accumulate_grad_hook(captured.rebound(post_hook))  # type: ignore[no-untyped-call]
+        new.register_post_accumulate_grad_hook(rebound(post_hook, memo))  # type: ignore[no-untyped-call]
 
 
 def _initial(source: Tensor) -> int | None:

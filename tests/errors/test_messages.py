@@ -446,6 +446,13 @@ def trunk_of_a_transformed_model() -> object:
         return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), mesh)
 
 
+def closure_over_a_module() -> object:
+    with alone() as mesh:
+        model: Any = Model()
+        model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)
+        return zf.shard_params(model, mesh)
+
+
 def closure_over_a_parameter() -> object:
     model = Model()
     weight = model.head.weight
@@ -1375,6 +1382,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
+        closure_over_a_module,
         streamed_until_no_moment,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
