@@ -28,13 +28,12 @@ from zero_fn.hierarchy import Hierarchy, Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
-from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.runtime.members import note_members, watch_registrations
+from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.refused import note_mesh
@@ -114,7 +113,6 @@ def substitute(
     """
     _require_rest(module, verb)
     watch_optimizers()
-    watch_registrations()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
 
@@ -137,7 +135,6 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
-        watch_redistribution()
     twin, memo = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
@@ -171,7 +168,6 @@ def _substitute(
         if name in modules:
             method = Method(modules[name], units[innermost_common(units, [name])], attribute=attribute)
             modules[name].__dict__[attribute] = method
-    note_members(modules)
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
             check_and_shard_entries(child)
@@ -179,6 +175,7 @@ def _substitute(
     refuse_ddp(twin)
     if donate:
         detach(module)
+        forget_members(module)
         module.__dict__["forward"] = Donated(site)
     return twin
 
@@ -405,6 +402,7 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
         ) from error
     for child in twin.modules():
         detach(child)
+        forget_members(child)
         for attribute, value in list(child.__dict__.items()):
             if isinstance(value, Method):
                 del child.__dict__[attribute]

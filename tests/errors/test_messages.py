@@ -763,6 +763,7 @@ def parameter_is_late() -> None:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
         model.layers[0].adapter = nn.Linear(4, 2)
+        model(batch())
 
 
 class SparseInFunction(nn.Module):

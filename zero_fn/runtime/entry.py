@@ -32,7 +32,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.access import explain
 from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.gather import UnitUse, gather
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
@@ -168,7 +167,7 @@ class Attached:
             end_packing()
         failed = error is not begun.error_before
         if failed:
-            explain(error, self.unit)
+            _explain(error, self.unit)
         if begun.use is None:
             return self._end_with_leaves(begun, output, failed=failed)
         is_done = False
@@ -440,6 +439,21 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
     leaves, spec = tree_flatten(tree)
     return tree_unflatten(
         [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
+    )
+
+
+def _explain(error: BaseException | None, unit: Unit) -> None:
+    """Adds a note with the fix to torch's error about a resting parameter beside a plain tensor in a forward: torch raises it
+    in C++, and knows nothing of units."""
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    if hasattr(error, "__notes__") or any(other.has_model_axes for other in unit.step.live_units()):
+        return  # under tensor parallelism torch's own words fit: activations are DTensors too
+    error.add_note(
+        "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
+        f"  inside : the forward of {unit}\n"
+        "  fix    : call the module that owns the weight, put both modules in one unit (units=), or read it inside "
+        "`with zf.unsharded(module):`"
     )
 
 

@@ -39,6 +39,7 @@ from zero_fn.runtime.control import Control
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.gather import UnitUse, gather_again, returns_gradients
 from zero_fn.runtime.graphs import Graphs
+from zero_fn.runtime.members import forget_if_changed, refuse_new
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script, current_graph_task
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.uncompiled import uncompiled
@@ -222,6 +223,7 @@ class Step:
         self._recover()
         self.caller = get_ident()
         is_swapped, present = False, 0
+        forget_if_changed(self)
         for other in self.live_units():
             if other.is_gone:
                 continue
@@ -230,6 +232,7 @@ class Step:
                 other.expire()
             other.readopt()
             is_swapped |= bool(other.swapped)
+        refuse_new(self)
         if present != self._present:
             self._forget_gone(present)
         if not self.has_agreed:
