@@ -8,7 +8,7 @@ What a rank holds between steps, of Ψ parameters of b bytes over n ranks, and w
     shard_grads        whole        1/n                     1/n                2 (n - 1)/n Ψ b
     shard_params       1/n          1/n                     1/n                3 (n - 1)/n Ψ b, at most
 
-Each implies those above it. Optimizers see what is sharded as shards: a parameter of `rows` rows rests as ceil(rows / n) rows.
+Each implies those above it. Optimizers see shards of what is sharded: of `rows` rows of a parameter, ceil(rows / n).
 
 [Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
 Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.hierarchy`): where the inner axis shards
