@@ -42,6 +42,7 @@ from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.saving import check_entries_saved
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
@@ -173,6 +174,7 @@ def _substitute(
             check_and_shard_entries(child)
             check_entries_saved(child)
     refuse_ddp(twin)
+    note_emptied_buffers(twin)
     if donate:
         detach(module)
         forget_members(module)

@@ -636,6 +636,14 @@ class LeavesOut(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
+def emptied_buffer_that_nobody_wrote() -> object:
+    with alone() as mesh:
+        with torch.device("meta"):
+            model = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), mesh)
+        model.to_empty(device="cpu")
+        return model(batch())
+
+
 def meta_that_nobody_wrote() -> object:
     with alone() as mesh:
         with torch.device("meta"):
@@ -1439,7 +1447,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
-        meta_that_nobody_wrote, forward_is_pickled,
+        meta_that_nobody_wrote, emptied_buffer_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,

@@ -21,7 +21,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import get_ident
 from types import ModuleType
@@ -29,7 +30,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
 from zero_fn.runtime.changes import require_unchanged
@@ -42,14 +43,25 @@ from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
-__all__ = ["Attached", "Method", "attach", "attached_below", "detach", "methods_of", "steps_of", "units_of"]
+__all__ = [
+    "Attached",
+    "Method",
+    "attach",
+    "attached_below",
+    "detach",
+    "methods_of",
+    "steps_of",
+    "units_of",
+    "with_parameters",
+]
 
 
 _ATTACHED = "_zero_fn_attached"  # in the `__dict__` of a module: the units that are entered at it, in this order
 
 _EXPORT = (
-    "export the plain module with the whole values: plain.load_state_dict(get_model_state_dict(model, options="
-    "StateDictOptions(full_state_dict=True))), of torch.distributed.checkpoint.state_dict; or torch.compile the model"
+    "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
+    "plain.load_state_dict(whole) on rank 0, which has them; or torch.compile the model"
 )
 
 
@@ -416,6 +428,11 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list({id(attached.unit): attached.unit for _, attached in attached_below(module)}.values())
 
 
+def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that have parameters: other parts of a model belong to no unit."""
+    return [module for module in modules if next(module.parameters(), None) is not None]
+
+
 def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
     """The running states of transformed modules, each once.
 
@@ -436,10 +453,23 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten(
-        [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
-    )
+    """With floating point tensors in a dtype, also those in dataclasses, of which torch makes no pytrees."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not is_dataclass(leaf) or isinstance(leaf, type | nn.Module):
+            return leaf
+        before = {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+        after = {name: _cast(value, dtype) for name, value in before.items()}
+        if all(one is other for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True)):
+            return leaf  # a configuration
+        twin = copy.copy(leaf)
+        for name, value in after.items():
+            object.__setattr__(twin, name, value)  # frozen ones, too
+        return twin
+
+    return tree_map(cast, tree)
 
 
 def _explain(error: BaseException | None, unit: Unit) -> None:

@@ -54,7 +54,7 @@ def forget_members(module: nn.Module) -> None:
 
 def forget_if_changed(step: Step) -> None:
     """Forgets what the modules of a model held if they hold something else now; what was taken out is freed then."""
-    root = _root(step)
+    root = step.root()
     members = root.__dict__.get(_MEMBERS) if root is not None else None
     if root is not None and members is not None and not members.are_as_before():
         forget_members(root)
@@ -62,7 +62,7 @@ def forget_if_changed(step: Step) -> None:
 
 def refuse_new(step: Step) -> None:
     """Refuses what was added to a model since this looked last; see `refuse_late`."""
-    root = _root(step)
+    root = step.root()
     if root is not None and _MEMBERS not in root.__dict__ and refuse_late(step):
         root.__dict__[_MEMBERS] = _Members(root)
 
@@ -76,7 +76,7 @@ def refuse_late(step: Step) -> bool:
     Raises:
         PlacementError: One belongs to no unit, or not to this place of the model.
     """
-    root = _root(step)
+    root = step.root()
     if root is None or any(unit.pinned is not None or unit.leaves is not None for unit in step.live_units()):
         return False
     for name, module in root.named_modules():
@@ -96,9 +96,3 @@ def _is_known(parameter: nn.Parameter, module: nn.Module, attribute: str) -> boo
     slot = slot_of(parameter)
     places = slot.places if slot is not None else ()
     return any(place._module() is module and place.attribute == attribute for place in places)
-
-
-def _root(step: Step) -> nn.Module | None:
-    """The module that was transformed; None in a copy of a part of it."""
-    unit = step.units[0]()
-    return unit.anchor() if unit is not None else None

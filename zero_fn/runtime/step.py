@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
@@ -43,6 +43,7 @@ from zero_fn.runtime.members import forget_if_changed, refuse_new
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, ForwardPass, Script, current_graph_task
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.runtime.unwritten import require_written_buffers
 from zero_fn.schedule import (
     Action,
     Await,
@@ -136,6 +137,11 @@ class Step:
     def live_units(self) -> list[Unit]:
         """All units, in order."""
         return [unit for reference in self.units if (unit := reference()) is not None]
+
+    def root(self) -> nn.Module | None:
+        """The module that was transformed; None in a copy of a part of it."""
+        unit = self.units[0]()
+        return unit.anchor() if unit is not None else None
 
     def recorded_trace(self) -> Trace | None:
         """The longest forward that was recorded for training, if any."""
@@ -253,6 +259,8 @@ class Step:
 
     def _agree(self) -> None:
         """Ranks compare what they hold, once, and again after loading."""
+        if (root := self.root()) is not None:
+            require_written_buffers(root)
         self.has_agreed = True
         if self.assignment.axis is not None:
             agree_on_units(

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.entry import steps_of
+from zero_fn.runtime.entry import steps_of, with_parameters
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
@@ -44,7 +44,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     those of stage 3 in each forward and backward, or once with `unshard`.
 
     Args:
-        *modules: Transformed modules.
+        *modules: Transformed modules; parts without parameters are passed over.
         unshard: Gather once, at the beginning.
 
     Returns:
@@ -55,7 +55,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         StateError: A module was not transformed, or `unshard` inside a block that has begun; or, inside the block, from
             `optimizer.step()` and, without `unshard`, whatever reads `.grad`.
     """
-    steps = steps_of(*modules, verb="accumulate")
+    steps = steps_of(*with_parameters(modules), verb="accumulate")
     if unshard:
         _require_idle(steps)
     for step in steps:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import steps_of, units_of
+from zero_fn.runtime.entry import steps_of, units_of, with_parameters
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -39,7 +39,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     leave together.
 
     Args:
-        *modules: Transformed modules or modules inside them; the whole unit of each is gathered.
+        *modules: Transformed modules or modules inside them; the whole unit of each is gathered. Parts
+            without parameters are passed over.
         writeback: Put edits back into the resting parameters. Every rank must have made the same edits.
 
     Returns:
@@ -50,7 +51,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    for step in steps_of(*modules, verb="unsharded"):
+    for step in steps_of(*with_parameters(modules), verb="unsharded"):
         step.recover()
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     for unit in units:
