@@ -30,7 +30,7 @@ from zero_fn.mesh import Axis, axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.away import Shelved
-from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
+from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.members import forget_members
@@ -112,7 +112,11 @@ def substitute(
         MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
         StateError: A forward, backward or `accumulate` of the module is still open.
     """
-    _require_rest(module, verb)
+    units = units_of(module)
+    require_idle(units, verb)
+    for unit in units:
+        unit.readopt()
+        unit.reshard()
     watch_optimizers()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
@@ -306,19 +310,6 @@ def _source(shared: Shared, assignment: Assignment) -> Tensor:
             fix=f"model.to({device_type!r}), or build the mesh with init_device_mesh({device.type!r}, ...)",
         )
     return parameter
-
-
-def _require_rest(module: nn.Module, verb: str) -> None:
-    for unit in units_of(module):
-        unit.step.recover()
-        unit.readopt()
-        if unit.is_in_use or unit.step.accumulating:
-            raise StateError(
-                f"{verb} was called while the module is in use.",
-                unit=unit.name or "root",
-                fix=f"call {verb} outside forward, accumulate() and unsharded()",
-            )
-        unit.reshard()
 
 
 def _require_untouched_ties(shared: list[Shared]) -> None:

@@ -50,6 +50,7 @@ __all__ = [
     "attached_below",
     "detach",
     "methods_of",
+    "require_idle",
     "steps_of",
     "units_of",
     "with_parameters",
@@ -230,16 +231,9 @@ class Attached:
 
     def _require_run(self) -> None:
         """Raises where a call would be recorded, rather than run."""
-        if torch._C._is_tracing():
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
             raise StateError(
-                "A transformed module cannot be traced by torch.jit.",
-                module=type(self.module).__name__,
-                why="the trace would hold gathered parameters as constants",
-                fix=_EXPORT,
-            )
-        if torch.compiler.is_exporting():
-            raise StateError(
-                "A transformed module cannot be exported.",
+                "A transformed module cannot be traced by torch.jit, or exported.",
                 module=type(self.module).__name__,
                 why="its forward gathers parameters from other ranks, which no file can hold",
                 fix=_EXPORT,
@@ -450,6 +444,22 @@ def steps_of(*modules: nn.Module, verb: str) -> list[Step]:
             )
         steps.update((id(unit.step), unit.step) for unit in units)
     return list(steps.values())
+
+
+def require_idle(units: Iterable[Unit], verb: str) -> None:
+    """Puts units at rest whose last pass raised, and refuses what is under way.
+
+    Raises:
+        StateError: A forward runs, gradients wait, or a block of the user is open.
+    """
+    for unit in units:
+        unit.step.recover()
+        if unit.is_in_use or unit.step.accumulating:
+            raise StateError(
+                f"{verb} was called while the module is in use.",
+                unit=unit.name or "root",
+                fix=f"call {verb} outside forward, accumulate() and unsharded()",
+            )
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

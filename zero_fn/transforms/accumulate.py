@@ -7,8 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from zero_fn.errors import StateError
-from zero_fn.runtime.entry import steps_of, with_parameters
+from zero_fn.runtime.entry import require_idle, steps_of, with_parameters
 from zero_fn.runtime.step import Step
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
@@ -57,7 +56,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     """
     steps = steps_of(*with_parameters(modules), verb="accumulate")
     if unshard:
-        _require_idle(steps)
+        require_idle((unit for step in steps for unit in step.live_units()), "accumulate(unshard=True)")
     for step in steps:
         step.begin_accumulation()
     failed = True
@@ -75,18 +74,6 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for step in reversed(steps):
                 ends.callback(step.end_accumulation, failed=failed)
-
-
-def _require_idle(steps: list[Step]) -> None:
-    for step in steps:
-        step.recover()
-        busy = [unit for unit in step.live_units() if unit.is_in_use]
-        if step.accumulating or busy:
-            raise StateError(
-                "accumulate(unshard=True) was entered while a unit is in use.",
-                **({"unit": busy[0].name or "root"} if busy else {"open": "another accumulate() block of the module"}),
-                fix="open it outside forward, unsharded() and other accumulate() blocks",
-            )
 
 
 def _take_over(step: Step, *, failed: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import steps_of, units_of, with_parameters
+from zero_fn.runtime.entry import require_idle, steps_of, units_of, with_parameters
 from zero_fn.runtime.same_values import agree_on_values
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -51,17 +51,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    for step in steps_of(*with_parameters(modules), verb="unsharded"):
-        step.recover()
+    steps_of(*with_parameters(modules), verb="unsharded")
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
+    require_idle(units, "unsharded")
     for unit in units:
         unit.readopt()
-        if unit.is_in_use:
-            raise StateError(
-                "unsharded() was called while a unit is in use.",
-                unit=unit.name or "root",
-                fix="open it outside forward, accumulate() and other unsharded() blocks of the same unit",
-            )
     for unit in units:
         unit.expire()
         wholes = unit.gather_whole()
