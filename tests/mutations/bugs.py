@@ -1079,8 +1079,8 @@ BUGS: tuple[Bug, ...] = (
         "axes-by-order-of-transforms",
         "assignment.py",
         "commutation over axes",
-        "sorted(over, key=lambda axis: -max(dims_in(root, axis.mesh), default=0))",
-        "list(over)",
+        "sorted(joined.items(), key=lambda item: -max(dims_in(root, item[0].mesh), default=0))",
+        "joined.items()",
         "tests/test_assignment.py",
     ),
     # -- other tiers ------------------------------------------------------------------------------------------------

@@ -193,5 +193,5 @@ def _join(
         for parameter in selected(shared, where)
     }
     anchors = None if units is None else tuple(anchors_of(module, units))
-    request = Assignment(axis, homes, anchors, buffers=buffers)
+    request = Assignment(over=((axis, homes),), anchors=anchors, buffers=buffers)
     return substitute(module, assignment_of(module).join(request), verb=verb, donate=donate)
