@@ -20,7 +20,8 @@ T = TypeVar("T", Home, Assignment)
 def assignments() -> st.SearchStrategy[Assignment]:
     named = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), homes())
     anchors = st.sampled_from([None, None, ("",), ("", "c")])
-    return st.builds(Assignment, st.none(), named, anchors, st.sampled_from([None, None, torch.float32, torch.float16]))
+    dtypes = st.sampled_from([None, None, torch.float32, torch.float16])
+    return st.builds(Assignment, named, anchors=anchors, output=dtypes)
 
 
 ANY = st.one_of(homes(), assignments())

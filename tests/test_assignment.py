@@ -38,8 +38,8 @@ def test_join_joins_homes_by_name() -> None:
 
 
 def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
-    one, other = Assignment(axis=axes[0]), Assignment(anchors=("layers.0",), output=torch.float32)
-    expected = Assignment(axes[0], {}, ("layers.0",), torch.float32)
+    one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), output=torch.float32)
+    expected = Assignment({}, ((axes[0], {}),), ("layers.0",), torch.float32)
     assert one.join(other) == other.join(one) == expected
 
 
@@ -51,8 +51,9 @@ def test_no_units_asked_for_are_not_the_same_as_the_empty_choice() -> None:
 
 def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
     outer, inner = axes
-    one = Assignment(inner, {"a": Home(Sharded.PARAMS), "b": Home(Sharded.GRADS)})
-    other = Assignment(outer, {"a": Home(Sharded.OPTIMIZER, compute=torch.bfloat16), "c": Home(Sharded.GRADS)})
+    one = Assignment(over=((inner, {"a": Home(Sharded.PARAMS), "b": Home(Sharded.GRADS)}),))
+    other = Assignment(over=((outer, {"a": Home(Sharded.OPTIMIZER), "c": Home(Sharded.GRADS)}),))
+    other = other.join(Assignment({"a": Home(compute=torch.bfloat16)}))
     joined = one.join(other)
     assert joined == other.join(one) == joined.join(one) == other.join(joined)
     assert joined.axes == (inner, outer)
@@ -63,7 +64,7 @@ def test_two_axes_are_joined_in_any_order(axes: tuple[Axis, Axis]) -> None:
 
 
 def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
-    outer, inner = Assignment(axes[0], {"a": Home()}), Assignment(axes[1], {"a": Home()})
+    outer, inner = (Assignment(over=((axis, {"a": Home()}),)) for axis in axes)
     cast = Assignment(homes={"a": Home(compute=torch.bfloat16)})
     assert outer.join(cast).join(inner) == inner.join(outer).join(cast) == cast.join(inner).join(outer)
     with pytest.raises(LayoutError, match="compute dtypes"):
@@ -73,7 +74,7 @@ def test_dtypes_join_whichever_axis_came_first(axes: tuple[Axis, Axis]) -> None:
 def test_join_refuses_axes_that_share_ranks(axes: tuple[Axis, Axis]) -> None:
     both = mesh_axis(root_of(axes[0].mesh)["dp", "tp"]._flatten("all"), verb="test")
     with pytest.raises(MeshError, match="share ranks"):
-        Assignment(axis=axes[0]).join(Assignment(axis=both))
+        Assignment(over=((axes[0], {}),)).join(Assignment(over=((both, {}),)))
 
 
 def test_join_refuses_two_choices_of_units() -> None:

@@ -1,4 +1,4 @@
-"""Functions that refer to a module by a closure go along when a transform copies the module."""
+"""What refers to a module goes along when a transform copies it, or is refused: functions do not."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections import deque
 from collections.abc import Callable
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +28,10 @@ class Pair(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.second(self.between(self.first(x)))
         return y
+
+    def scaled(self, _module: nn.Module, _args: object, y: Tensor) -> Tensor:
+        """A hook."""
+        return y * self.first.bias.sum()
 
 
 def _closure() -> nn.Module:
@@ -54,37 +58,40 @@ def _default() -> nn.Module:
     return model
 
 
-def _partial() -> nn.Module:
-    model = Pair()
-    model.between = functools.partial(lambda layer, x: torch.tanh(layer(x)), model.first)
-    return model
-
-
-def _wrapped_partial() -> nn.Module:
-    """As libraries put hooks around a forward, and look at its signature later."""
+def _wrapped() -> nn.Module:
     model = Pair()
     old = model.first.forward
-    new = functools.partial(lambda scale, x: scale * old(x), 2)
-    model.first.forward = functools.update_wrapper(new, old)  # type: ignore[method-assign]
+    model.first.forward = functools.wraps(old)(lambda x: 2 * old(x))  # type: ignore[method-assign]
     return model
 
 
-def _patched() -> nn.Module:
+def _function_in_a_partial() -> nn.Module:
     model = Pair()
-    old = model.first.forward
-
-    @functools.wraps(old)
-    def forward(x: Tensor) -> Tensor:
-        return 2 * old(x)
-
-    model.first.forward = forward  # type: ignore[method-assign]
+    model.between = functools.partial(lambda scale, x: scale * model.first(x), 2)
     return model
 
 
-def _hooks() -> nn.Module:
+def _function_in_a_list() -> nn.Module:
+    model: Any = Pair()
+    model.all = [torch.tanh, lambda x: model.first(x)]
+    return model
+
+
+def _hook_of_a_module() -> nn.Module:
     model = Pair()
     model.second.register_forward_hook(lambda _, args, y: y * model.first.bias.sum())
-    model.first.register_forward_pre_hook(lambda _, args: (args[0] + model.first.bias,))
+    return model
+
+
+def _hook_of_a_parameter() -> nn.Module:
+    model = Pair()
+    model.first.weight.register_hook(lambda grad: grad * model.second.bias.sum())
+    return model
+
+
+def _partial_hook_of_a_parameter() -> nn.Module:
+    model = Pair()
+    model.first.weight.register_post_accumulate_grad_hook(functools.partial(lambda layer, p: None, model.second))
     return model
 
 
@@ -98,11 +105,72 @@ def _refers_to_itself() -> nn.Module:
     return model
 
 
-BUILDS = [_closure, _closure_over_a_list, _default, _partial, _wrapped_partial, _patched, _hooks, _refers_to_itself]
+REFUSED = {
+    "between": (_closure, _closure_over_a_list, _default, _function_in_a_partial, _refers_to_itself),
+    "first.forward": (_wrapped,),
+    "all": (_function_in_a_list,),
+    "second._forward_hooks": (_hook_of_a_module,),
+    "a hook of first.weight": (_hook_of_a_parameter, _partial_hook_of_a_parameter),
+}
 
 
-@pytest.mark.parametrize("build", BUILDS)
-def test_functions_that_hold_modules_train_the_copy(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize(("path", "build"), [(path, build) for path, builds in REFUSED.items() for build in builds])
+def test_a_function_that_holds_a_module_is_refused(path: str, build: Callable[[], nn.Module]) -> None:
+    model = build()
+    with pytest.raises(zf.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
+        zf.offload(model, params=zf.cpu())
+    model(torch.ones(2, 6)).sum().backward()  # as before
+
+
+def _partial() -> nn.Module:
+    model = Pair()
+    model.between = functools.partial(lambda layer, x: torch.tanh(layer(x)), model.first)
+    return model
+
+
+def _methods() -> nn.Module:
+    model = Pair()
+    model.between = MethodType(lambda self, x: torch.tanh(self.first(x)), model)
+    model.second.register_forward_hook(model.scaled)
+    return model
+
+
+def _adapted() -> nn.Module:
+    """As libraries put hooks around a forward, and look at its signature later."""
+    model: Any = Pair()
+    model.first.old_forward = old = model.first.forward
+    new = functools.partial(lambda module, x: 2 * module.old_forward(x), model.first)
+    model.first.forward = functools.update_wrapper(new, old)
+    return model
+
+
+def _hooks_that_are_given_modules() -> nn.Module:
+    model = Pair()
+    model.second.register_forward_hook(lambda module, args, y: y * module.bias.sum())
+    model.first.register_forward_pre_hook(lambda module, args: (args[0] + module.bias,))
+    return model
+
+
+class Counting(nn.Module):
+    """Counts gradients of its weight, in a hook that is a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.Linear(6, 6), 0
+        self.layer.weight.register_post_accumulate_grad_hook(self.note)
+
+    def note(self, _parameter: Tensor) -> None:
+        self.count += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+FOLLOWED = [_partial, _adapted, _hooks_that_are_given_modules, _methods]
+
+
+@pytest.mark.parametrize("build", FOLLOWED)
+def test_what_a_copy_follows_trains_the_copy(ranks: Ranks, build: Callable[[], nn.Module]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         run.backward(model(noise(3, 6, seed=number)).square().mean())
 
@@ -110,9 +178,16 @@ def test_functions_that_hold_modules_train_the_copy(ranks: Ranks, build: Callabl
 
 
 def test_a_wrapped_forward_says_what_it_wraps() -> None:
-    copied = zf.offload(_wrapped_partial(), params=zf.cpu())
+    copied = zf.offload(_adapted(), params=zf.cpu())
     forward: Any = inspect.unwrap(copied.first.forward)  # type: ignore[union-attr, arg-type]
     assert forward.__self__ is copied.first
+
+
+def test_a_method_that_is_a_hook_of_a_parameter_is_one_of_the_copy() -> None:
+    model = Counting()
+    copied = zf.offload(model, params=zf.cpu())
+    copied(torch.ones(2, 6)).sum().backward()
+    assert (model.count, copied.count) == (0, 1)
 
 
 def test_what_refers_to_no_copied_module_stays_shared() -> None:
@@ -123,13 +198,11 @@ def test_what_refers_to_no_copied_module_stays_shared() -> None:
         return x
 
     model.between = between
-    layers = [model.first]
-    model.second.register_forward_hook(lambda *_: calls.extend(layers))
-    copied = zf.materialize(zf.offload(model, params=zf.cpu()), "cpu")
-    copied(torch.ones(2, 6))
+    model.second.weight.register_hook(calls.append)
+    copied = zf.offload(model, params=zf.cpu())
+    copied(torch.ones(2, 6)).sum().backward()
     assert copied.between is between
-    assert calls == [other, copied.first]
-    assert layers == [model.first], "the original keeps its own"
+    assert calls[0] is other and len(calls) == 2
 
 
 class Held(nn.Module):

@@ -481,31 +481,6 @@ def test_dlpack_puts_a_view_on_a_storage_of_its_own() -> None:
         assert held() is None
 
 
-# -- registrations (members.py) --------------------------------------------------------------------------------------
-
-
-def test_registration_hooks_see_a_parameter_before_it_is_registered() -> None:
-    from torch.nn.modules.module import register_module_parameter_registration_hook
-
-    seen: list[tuple[str, bool]] = []
-
-    def hook(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        seen.append((name, name in module._parameters))
-        if name == "refused":
-            raise KeyError(name)
-
-    handle = register_module_parameter_registration_hook(hook)
-    try:
-        module = nn.Linear(2, 2)
-        module.weight = nn.Parameter(torch.ones(2, 2))
-        with pytest.raises(KeyError):
-            module.refused = nn.Parameter(torch.ones(1))
-    finally:
-        handle.remove()
-    assert seen == [("weight", False), ("bias", False), ("weight", True), ("refused", False)]
-    assert "refused" not in dict(module.named_parameters())
-
-
 def test_a_dtensor_has_no_storage_to_ask_the_address_of(mesh: DeviceMesh) -> None:
     """So saved-tensor hooks look at its local tensor."""
     tensor = sharded(mesh, torch.ones(2, 3))

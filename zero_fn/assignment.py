@@ -10,9 +10,11 @@ import torch
 from zero_fn.errors import LayoutError, MeshError, UnitError
 from zero_fn.home import Home, Sharded
 from zero_fn.mesh import Axis, axes_text, dims_in, root_of
-from zero_fn.tiers import IN_MEMORY
 
 __all__ = ["Assignment"]
+
+Homes = Mapping[str, Home]
+Over = tuple[tuple[Axis, Homes], ...]
 
 
 @dataclass(frozen=True)
@@ -20,40 +22,42 @@ class Assignment:
     """Homes of the parameters of a module.
 
     Attributes:
-        axis: The data-parallel axis; None until a sharding transform names one. Of two, the innermost of their mesh.
-        homes: Home of each parameter a transform selected, by name; the others rest replicated on the axis. Dtypes and
-            tiers are said here, whichever axis a transform was about.
+        homes: What was asked for on no axis, by name of the parameter: dtypes, tiers, and when gathered ones are freed.
+        over: At most two data-parallel axes, the innermost of their mesh first, and the homes over each; parameters that no
+            transform selected rest replicated.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
         output: Dtype of floating point outputs of the module; None leaves them.
         methods: Names of methods beside `forward` that gather, as `module.method`.
         buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
-        others: A second data axis and the homes over it; without dtypes and tiers.
     """
 
-    axis: Axis | None = None
-    homes: Mapping[str, Home] = field(default_factory=dict)
+    homes: Homes = field(default_factory=dict)
+    over: tuple[tuple[Axis, Homes], ...] = ()
     anchors: tuple[str, ...] | None = None
     output: torch.dtype | None = None
     methods: tuple[str, ...] = ()
     buffers: str | None = None
-    others: tuple[tuple[Axis, Mapping[str, Home]], ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         """The data-parallel axes, the innermost of their mesh first."""
-        return () if self.axis is None else (self.axis, *(axis for axis, _ in self.others))
+        return tuple(axis for axis, _ in self.over)
+
+    @property
+    def axis(self) -> Axis | None:
+        """The innermost of them; None until a sharding transform names one."""
+        return self.over[0][0] if self.over else None
 
     def home(self, fqn: str) -> Home:
-        """Where the state of one parameter rests: on one axis, or on several the join of its homes."""
+        """Where the state of one parameter rests: the join of its homes."""
         home = self.homes.get(fqn, Home())
-        for _, homes in self.others:
+        for _, homes in self.over:
             home = home.join(homes.get(fqn, Home()))
         return home
 
     def levels(self, fqn: str) -> tuple[Sharded, ...]:
         """How much of the state of one parameter is sharded over each of `axes`."""
-        every = (self.homes, *(homes for _, homes in self.others))
-        return tuple(homes.get(fqn, Home()).sharded for homes in every[: len(self.axes)])
+        return tuple(homes.get(fqn, Home()).sharded for _, homes in self.over)
 
     def join(self, other: Assignment) -> Assignment:
         """The least assignment that satisfies both.
@@ -84,15 +88,13 @@ class Assignment:
                 second=other.buffers,
                 fix="pass buffers= once",
             )
-        axis, homes, others = _joined_axes(self, other)
         return Assignment(
-            axis,
-            homes,
+            _joined(self.homes, other.homes),
+            _joined_axes(self.over, other.over),
             self.anchors if self.anchors is not None else other.anchors,
             self.output or other.output,
             tuple(sorted({*self.methods, *other.methods})),
             self.buffers or other.buffers,
-            others,
         )
 
     def below(self, prefix: str) -> Assignment:
@@ -101,36 +103,24 @@ class Assignment:
             return self
         anchors = None if self.anchors is None else tuple(f"{prefix}.{name}".rstrip(".") for name in self.anchors)
         methods = tuple(f"{prefix}.{name}" for name in self.methods)
-        others = tuple((axis, _below(prefix, homes)) for axis, homes in self.others)
-        return replace(self, homes=_below(prefix, self.homes), anchors=anchors, methods=methods, others=others)
+        over = tuple((axis, _below(prefix, homes)) for axis, homes in self.over)
+        return replace(self, homes=_below(prefix, self.homes), over=over, anchors=anchors, methods=methods)
 
 
-def _below(prefix: str, homes: Mapping[str, Home]) -> Mapping[str, Home]:
+def _below(prefix: str, homes: Homes) -> Homes:
     return {f"{prefix}.{fqn}": home for fqn, home in homes.items()}
 
 
-_Others = tuple[tuple[Axis, Mapping[str, Home]], ...]
-
-
-def _joined_axes(one: Assignment, other: Assignment) -> tuple[Axis | None, Mapping[str, Home], _Others]:
+def _joined_axes(one: Over, other: Over) -> Over:
     """The axes of two assignments, innermost first, and the homes over each."""
-    over: dict[Axis, Mapping[str, Home]] = {}
-    for assignment in (one, other):
-        if assignment.axis is not None:
-            for axis, homes in ((assignment.axis, assignment.homes), *assignment.others):
-                over[axis] = _joined(over.get(axis, {}), homes)
-    if len(over) < 2:
-        return one.axis or other.axis, _joined(one.homes, other.homes), ()
-    _require_apart(list(over))
-    root = root_of(next(iter(over)).mesh)
-    inner, *outer = sorted(over, key=lambda axis: -max(dims_in(root, axis.mesh), default=0))
-    homes = over[inner]
-    for assignment in (one, other):
-        for axis in outer:
-            homes = _joined(homes, _off_axis(over[axis]))
-        if assignment.axis is None:
-            homes = _joined(homes, assignment.homes)
-    return inner, homes, tuple((axis, _on_axis(over[axis])) for axis in outer)
+    joined = dict(one)
+    for axis, homes in other:
+        joined[axis] = _joined(joined.get(axis, {}), homes)
+    if len(joined) < 2:
+        return tuple(joined.items())
+    _require_apart(list(joined))
+    root = root_of(next(iter(joined)).mesh)
+    return tuple(sorted(joined.items(), key=lambda item: -max(dims_in(root, item[0].mesh), default=0)))
 
 
 def _require_apart(axes: list[Axis]) -> None:
@@ -160,7 +150,7 @@ def _require_apart(axes: list[Axis]) -> None:
         )
 
 
-def _joined(homes: Mapping[str, Home], more: Mapping[str, Home]) -> Mapping[str, Home]:
+def _joined(homes: Homes, more: Homes) -> Homes:
     joined = dict(homes)
     for fqn, home in more.items():
         try:
@@ -168,19 +158,6 @@ def _joined(homes: Mapping[str, Home], more: Mapping[str, Home]) -> Mapping[str,
         except LayoutError as error:
             raise LayoutError(error.summary, parameter=fqn, **error.facts, fix=error.fix) from None
     return joined
-
-
-def _off_axis(homes: Mapping[str, Home]) -> Mapping[str, Home]:
-    """What homes say that has no axis: dtypes and tiers."""
-    said = {fqn: Home(compute=home.compute, reduce=home.reduce, tiers=home.tiers) for fqn, home in homes.items()}
-    return {fqn: home for fqn, home in said.items() if home != Home()}
-
-
-def _on_axis(homes: Mapping[str, Home]) -> Mapping[str, Home]:
-    return {
-        fqn: replace(home, compute=None, reduce=None, tiers=IN_MEMORY)
-        for fqn, home in homes.items()
-    }  # fmt: skip
 
 
 def _names(anchors: tuple[str, ...]) -> str:

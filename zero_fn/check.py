@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import StaleError
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.entry import runs_of, units_of
-from zero_fn.runtime.members import refuse_unregistered
+from zero_fn.runtime.members import refuse_late
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.streamed import Streamed
 
@@ -29,11 +29,11 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
         PlacementError: A parameter was replaced or added after the transform, or the optimizer looks at whole matrices or
             tensors and a parameter is sharded; a step raises that too.
     """
-    runs_of(module, verb="check")
+    runs = runs_of(module, verb="check")
     for unit in units_of(module):
         unit.readopt()
-    if all(unit.shown.unsharded_values is None for unit in units_of(module)):  # inside `unsharded` parameters are plain
-        refuse_unregistered(module)
+    for run in runs:
+        refuse_late(run.module)
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in groups if id(parameter) not in names]

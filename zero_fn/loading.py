@@ -18,6 +18,7 @@ from zero_fn.agreement import content_digest
 from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of
+from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.loaded import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
@@ -39,6 +40,8 @@ def check_and_shard_entries(module: nn.Module) -> None:
 def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
+    for unit in units_of(module):
+        unit.readopt()  # of a deep copy that did not run yet
     for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         if isinstance(child, Tiled):
             _split(child, state_dict, f"{name}.".lstrip("."))

@@ -19,20 +19,19 @@ from torch.jit import ScriptModule
 
 from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
-from zero_fn.captured import Captured
+from zero_fn.captured import rebound, refuse_captured
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
 from zero_fn.links import Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
-from zero_fn.runtime.access import watch_redistribution
 from zero_fn.runtime.attributes import attributes_of
-from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, units_of
+from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.members import note_members, watch_registrations
+from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.optimizer_watch import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.refused import note_mesh
@@ -41,6 +40,7 @@ from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
+from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.saving import check_entries_saved
 from zero_fn.tiled import is_tile
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
@@ -110,9 +110,12 @@ def substitute(
         MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
         StateError: A forward, backward or `accumulate` of the module is still open.
     """
-    _require_rest(module, verb)
+    units = units_of(module)
+    require_idle(units, verb)
+    for unit in units:
+        unit.readopt()
+        unit.reshard()
     watch_optimizers()
-    watch_registrations()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
 
@@ -135,8 +138,7 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
-        watch_redistribution()
-    twin, captured = _copy(module, shared)
+    twin, memo = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin)}
@@ -159,7 +161,7 @@ def _substitute(
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.output if not anchor else None)
         for parameter, slot in zip(chosen, unit.slots, strict=True):
-            _carry_over(parameter.parameter, slot.parameter, captured)
+            _carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
@@ -169,14 +171,15 @@ def _substitute(
         if name in modules:
             method = Method(modules[name], units[innermost_common(units, [name])], attribute=attribute)
             modules[name].__dict__[attribute] = method
-    note_members(modules)
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
             check_and_shard_entries(child)
             check_entries_saved(child)
     refuse_ddp(twin)
+    note_emptied_buffers(twin)
     if donate:
         detach(module)
+        forget_members(module)
         module.__dict__["forward"] = Donated(site)
     return twin
 
@@ -303,19 +306,6 @@ def _source(shared: Shared, assignment: Assignment) -> Tensor:
     return parameter
 
 
-def _require_rest(module: nn.Module, verb: str) -> None:
-    for unit in units_of(module):
-        run_of(unit).recover()
-        unit.readopt()
-        if unit.is_in_use or run_of(unit).module.accumulating:
-            raise StateError(
-                f"{verb} was called while the module is in use.",
-                unit=unit.name or "root",
-                fix=f"call {verb} outside forward, accumulate() and unsharded()",
-            )
-        unit.reshard()
-
-
 def _require_untouched_ties(shared: list[Shared]) -> None:
     """A module of which a part was transformed before shares that part with another model: a copy would untie them.
 
@@ -376,8 +366,8 @@ def _addresses(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.itemsize)
 
 
-def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
-    """A deep copy that shares the parameters and enters no units."""
+def _copy(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
+    """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(attached), attached) for _, attached in attached_below(module))
     memo.update((id(method), method) for method in methods_of(module))
@@ -399,16 +389,12 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, Captured]:
         ) from error
     for child in twin.modules():
         detach(child)
+        forget_members(child)
         for attribute, value in list(child.__dict__.items()):
             if isinstance(value, Method):
                 del child.__dict__[attribute]
-    captured = Captured(
-        {id(child): memo[id(child)] for child in module.modules() if id(child) in memo},
-        {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad},
-        memo,
-    )
-    captured.rebind(twin)
-    return twin, captured
+    refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, parameters)
+    return twin, memo
 
 
 def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
@@ -426,14 +412,14 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter, captured: Captured) -> None:
+def _carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
     """Hooks and attributes that users put on a parameter stay with it."""
     for attribute, value in attributes_of(old).items():
         setattr(new, attribute, value)
     for hook in gradient_hooks(old):
-        new.register_hook(captured.rebound(hook))  # type: ignore[no-untyped-call]
+        new.register_hook(rebound(hook, memo))  # type: ignore[no-untyped-call]
     for post_hook in parameter_hooks(old):
-        new.register_post_accumulate_grad_hook(captured.rebound(post_hook))  # type: ignore[no-untyped-call]
+        new.register_post_accumulate_grad_hook(rebound(post_hook, memo))  # type: ignore[no-untyped-call]
 
 
 def _initial(source: Tensor) -> int | None:

@@ -127,6 +127,26 @@ def test_g15_buffers_are_those_of_ddp_on_every_rank(ranks: Ranks, microbatches: 
     assert ranks(2).run(compared_with_ddp, microbatches, evaluates) == [[]] * 2
 
 
+def compared_with_ddp_after_loading() -> list[str]:
+    found = []
+    histories = []
+    for stage in (None, *STAGES):
+        torch.manual_seed(0)
+        model: Any = DistributedDataParallel(Normed()) if stage is None else STAGES[stage](Normed(), axis())
+        history = stepped(model, 1, 1, lambda *_: nullcontext(), True)
+        model.load_state_dict(model.state_dict())
+        histories.append(history + stepped(model, 2, 1, lambda *_: nullcontext(), True))
+    for stage, history in zip(STAGES, histories[1:], strict=True):
+        for step, (one, other) in enumerate(zip(histories[0], history, strict=True)):
+            found += [f"{stage}, step {step}: {name}" for name in one if not torch.equal(one[name], other[name])]
+    return found
+
+
+def test_g15_buffers_are_those_of_ddp_after_loading_into_a_model_that_has_run(ranks: Ranks) -> None:
+    """They were broadcast no longer, and drifted apart."""
+    assert ranks(2).run(compared_with_ddp_after_loading) == [[]] * 2
+
+
 def same_on_all_ranks(tensors: list[Tensor]) -> bool:
     flat = torch.cat([torch.view_as_real(t).flatten() if t.is_complex() else t.double().flatten() for t in tensors])
     rows = [torch.empty_like(flat) for _ in range(dist.get_world_size())]

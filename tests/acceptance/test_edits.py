@@ -142,7 +142,6 @@ LATE: dict[str, tuple[Callable[[Any], object], str]] = {
     "a module": (lambda m: setattr(m, "adapter", Adapter()), "adapter.low.weight"),
     "add_module": (lambda m: m.blocks[2].add_module("adapter", Adapter()), "blocks.2.adapter.low.weight"),
     "append": (lambda m: m.blocks.append(Block(7)), "blocks.3.gate"),
-    "a replaced module": (lambda m: setattr(m, "leave", nn.Linear(7, WIDTH)), "leave.weight"),
     "a replaced block": (lambda m: m.blocks.__setitem__(1, Block(7)), "blocks.1.gate"),
     "an append to a parameter list": (lambda m: m.table.append(nn.Parameter(torch.ones(3))), "table.1"),
     "a parameter of a late container": (
@@ -164,37 +163,58 @@ class WithRoom(Tower):
         return super().forward(x) * (1 + 0 * self.none.weight.sum() + 0 * self.table[0].sum())
 
 
-def _late(case: str, twin: bool) -> None:
+def _late(case: str, twin: bool, stage: str) -> None:
     add, name = LATE[case]
-    for stage in ALL:
-        seed_generator(0)
-        model: Any = STAGES[stage](WithRoom(), axis())
-        if twin:
-            model = copy.deepcopy(model)
-        names = [name for name, _ in model.named_parameters()]
+    seed_generator(0)
+    model: Any = STAGES[stage](WithRoom(), axis())
+    if twin:
+        model = copy.deepcopy(model)
+    x = noise(2, WIDTH, seed=0)
+    if stage != "zero1":  # before the first forward, too
+        model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    add(model)
+    for use in (lambda: model(x), lambda: model.blocks[0](torch.ones(2, 7)), lambda: zf.check(model, optimizer)):
         with pytest.raises(zf.PlacementError, match=rf"'{name}' was added after the transform") as caught:
-            add(model)
+            use()
         assert "never reduced" in str(caught.value)
-        assert [name for name, _ in model.named_parameters()] == names
-        model(noise(2, WIDTH, seed=0)).sum().backward()
+
+
+def _late_in_stages(case: str, twin: bool) -> None:
+    for stage in ALL:
+        _late(case, twin, stage)
 
 
 @pytest.mark.parametrize("twin", [False, True], ids=["", "deepcopy"])
 @pytest.mark.parametrize("case", LATE)
-def test_g34_what_comes_late_raises_and_is_not_added(ranks: Ranks, case: str, twin: bool) -> None:
-    ranks(2).run(_late, case, twin)
+def test_g34_what_comes_late_is_refused_by_the_next_forward_and_by_check(ranks: Ranks, case: str, twin: bool) -> None:
+    ranks(2).run(_late_in_stages, case, twin)
 
 
-def _behind_the_hooks() -> None:
+def _taken_back() -> None:
     seed_generator(0)
     model: Any = zf.zero3(Tower(), axis())
-    model.blocks[1]._parameters["extra"] = nn.Parameter(torch.ones(3))
-    with pytest.raises(zf.PlacementError, match=r"'blocks.1.extra' was added after the transform"):
-        zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = noise(2, WIDTH, seed=0)
+    expected = model(x)
+    model.adapter, model.extra = Adapter(), nn.Parameter(torch.ones(3))
+    for name in ("extra", "adapter"):
+        with pytest.raises(zf.PlacementError, match=name):
+            model(x)
+        delattr(model, name)
+    assert torch.equal(model(x), expected)
+    head, model.leave = model.leave, nn.Linear(7, WIDTH)
+    with pytest.raises(zf.PlacementError, match=r"'leave.weight' was added"):
+        model(x)
+    model.leave = head
+    assert torch.equal(model(x), expected)
+    del head
+    model.leave = nn.Linear(7, WIDTH)
+    with pytest.raises(zf.PlacementError, match=r"held 'weight' was taken out of its unit"):
+        model(x)
 
 
-def test_g34_a_parameter_written_behind_the_hooks_is_found_by_check(ranks: Ranks) -> None:
-    ranks(2).run(_behind_the_hooks)
+def test_g34_a_model_runs_on_without_what_came_late(ranks: Ranks) -> None:
+    ranks(2).run(_taken_back)
 
 
 def _allowed(world: World) -> None:

@@ -210,24 +210,19 @@ def test_g21_vmap_runs_an_ensemble_of_stacked_parameters(ranks: Ranks, n: int) -
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
 
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_g21_an_inner_step_on_resting_parameters_is_differentiated(ranks: Ranks, n: int, create_graph: bool) -> None:
-    """Fast weights of meta-learning are resting tensors: gathered by the forward, their gradients reduced. One batch on
-    all ranks, so that the mean of their gradients is that of each."""
+@pytest.mark.parametrize("n", SIZES)
+def test_g21_an_inner_step_on_whole_parameters_is_differentiated(ranks: Ranks, n: int) -> None:
+    """Fast weights of meta-learning: copies of the whole parameters, whose gradients are those of the rank."""
 
     def program(model: Any, run: Run, number: int) -> object:
-        generator = torch.Generator().manual_seed(number)
-        x, y = torch.randn(2, 4, 6, generator=generator)
-        names, parameters = zip(*model.named_parameters(), strict=True)
-        inner = model(x).square().mean()
-        steps = torch.autograd.grad(inner, parameters, create_graph=create_graph)
-        fast = {name: p - 0.25 * g for name, p, g in zip(names, parameters, steps, strict=True)}
-        output = functional_call(model, fast, (y,))
-        if n > 1 and isinstance(parameters[0], DTensor):
-            assert isinstance(fast["enter.weight"], DTensor)
-        run.backward((output - x).square().mean())
-        return output
+        x, y = noise(4, 6, seed=number), noise(4, 6, seed=number + 10)
+        values = {name: value.requires_grad_() for name, value in _values(model, scale=1.0).items()}
+        inner = functional_call(model, values, (x,)).square().mean()
+        steps = torch.autograd.grad(inner, list(values.values()), create_graph=True)
+        fast = {name: p - 0.25 * g for (name, p), g in zip(values.items(), steps, strict=True)}
+        outer = (functional_call(model, fast, (y,)) - x).square().mean()
+        run.backward(model(x).square().mean())
+        return outer, torch.autograd.grad(outer, list(values.values()))
 
     assert ranks(n).run(differences, Stack, program) == [[]] * n
 
@@ -260,17 +255,36 @@ def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> No
     ranks(2).run(case)
 
 
-def test_g21_torch_func_refuses_resting_parameters(ranks: Ranks) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_g21_resting_tensors_are_refused(ranks: Ranks, stage: str) -> None:
+    """Fast weights made of shards, inside torch.func and outside; whole parameters of a block are plain."""
+
     def case() -> None:
-        model = zf.shard_params(Stack(), axis())
-        values = {name: parameter.detach() for name, parameter in model.named_parameters()}
-        with pytest.raises(zf.StateError, match="whole tensors"):
-            grad(lambda values: functional_call(model, values, (noise(3, 6, seed=1),)).sum())(values)
+        model = STAGES[stage](Stack(), axis())
+        x = noise(3, 6, seed=1)
+
+        def loss(values: dict[str, Tensor]) -> Tensor:
+            return functional_call(model, values, (x,)).sum()
+
+        values = {name: parameter.detach() * 2 for name, parameter in model.named_parameters()}
+        for call in (loss, grad(loss)):
+            with pytest.raises(zf.StateError, match="given a resting tensor"):
+                call(values)
+        model(x).sum().backward()
+        expected = grad(loss)(_values(model, scale=2.0))
+        with zf.unsharded(model):
+            found = grad(loss)({name: parameter.detach() * 2 for name, parameter in model.named_parameters()})
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+    ranks(2).run(case)
+
+
+def test_g21_a_tie_takes_one_tensor(ranks: Ranks) -> None:
+    def case() -> None:
         tied = zf.shard_params(Tied(), axis())
         whole = {name: torch.randn(6, 6) for name in ("enter.weight", "leave.weight")}
         with pytest.raises(zf.PlacementError, match="tied"):
             functional_call(tied, whole, (noise(3, 6, seed=1),), tie_weights=False)
-        model(noise(3, 6, seed=1)).sum().backward()
 
     ranks(2).run(case)
 

@@ -8,7 +8,9 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -293,6 +295,99 @@ def _to_empty(stage: str) -> None:
 @pytest.mark.parametrize("stage", ALL)
 def test_to_empty_and_load_state_dict_start_a_meta_model(ranks: Ranks, stage: str) -> None:
     ranks(2).run(_to_empty, stage)
+
+
+class Rotary(nn.Module):
+    """Owns a buffer that no state_dict holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", self.frequencies(), persistent=False)
+        self.out = nn.Linear(6, 6)
+
+    def frequencies(self) -> Tensor:
+        return 1 / 10 ** torch.arange(6.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x * self.inv_freq)
+
+
+def _to_empty_without(stage: str, twin: bool, around: bool) -> None:
+    torch.manual_seed(0)
+    values = nn.Sequential(Rotary(), nn.Linear(6, 2)).state_dict()
+    with torch.device("meta"):
+        model: Any = STAGES[stage](nn.Sequential(Rotary(), nn.Linear(6, 2)), axis())
+    if twin:
+        model = copy.deepcopy(model)
+    (nn.ModuleList([model]) if around else model).to_empty(device="cpu")
+    model.load_state_dict(values)
+    for _ in range(2):
+        with pytest.raises(zf.StateError, match=r"memory to 1 buffers[\s\S]*0\.inv_freq"):
+            model(torch.ones(2, 6))
+    model[0].inv_freq = model[0].frequencies()
+    model(torch.ones(2, 6)).sum().backward()
+    model.to(torch.float64)(torch.ones(2, 6, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("twin", [False, True])
+@pytest.mark.parametrize("stage", ALL)
+def test_buffers_that_to_empty_left_without_values_are_refused(ranks: Ranks, stage: str, twin: bool) -> None:
+    """Also where a module around the transformed one was emptied."""
+    ranks(2).run(_to_empty_without, stage, twin, stage == "zero3")
+
+
+def _parameterless_parts(stage: str) -> None:
+    model: Any = STAGES[stage](nn.Sequential(nn.Linear(6, 6), nn.Dropout()), axis())
+    for part in model:
+        with zf.unsharded(part):
+            pass
+        with zf.accumulate(part):
+            model(torch.ones(2, 6)).sum().backward()
+    assert model[0].weight.grad is not None
+    with pytest.raises(zf.StateError, match="no transform returned"), zf.unsharded(nn.Linear(2, 2)):
+        pass
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_parts_without_parameters_are_passed_over(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_parameterless_parts, stage)
+
+
+@dataclass(frozen=True)
+class Batch:
+    x: Tensor
+    mask: Tensor
+    inner: list[Tensor]
+    name: str = "of tensors"
+
+
+class Masked(nn.Module):
+    """Takes and gives a dataclass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = nn.Linear(6, 6), []
+
+    def forward(self, batch: Batch) -> Batch:
+        self.seen.append(batch)
+        return replace(batch, x=self.layer(batch.x) * batch.mask + batch.inner[0])
+
+
+def _dataclasses(stage: str) -> None:
+    model: Any = zf.precision(STAGES[stage](Masked(), axis()), compute=torch.bfloat16, output=torch.float64)
+    given = Batch(torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), [torch.ones(2, 6)])
+    output = model(given)
+    (seen,) = model.seen
+    assert (seen.x.dtype, seen.mask.dtype, seen.inner[0].dtype) == (torch.bfloat16, torch.bool, torch.bfloat16)
+    assert (output.x.dtype, output.inner[0].dtype, output.name) == (torch.float64, torch.float64, "of tensors")
+    assert given.x.dtype == torch.float32
+    output.x.sum().backward()
+    assert model.layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_precision_casts_tensors_in_dataclasses(ranks: Ranks, stage: str) -> None:
+    ranks(2).run(_dataclasses, stage)
 
 
 def _to_double(stage: str) -> None:

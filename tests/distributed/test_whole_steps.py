@@ -216,6 +216,6 @@ def test_what_is_refused_inside_changes_nothing(ranks: Ranks, stage: str) -> Non
     for said in ranks(2).run(_inside, stage):
         assert said == [
             "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
-            "unsharded() was called while a unit is in use.",
-            "accumulate(unshard=True) was entered while a unit is in use.",
+            "unsharded was called while the module is in use.",
+            "accumulate(unshard=True) was called while the module is in use.",
         ]

@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.two_tensor import TwoTensor
@@ -446,6 +447,13 @@ def trunk_of_a_transformed_model() -> object:
         return actor, zf.shard_params(nn.Sequential(model.head, nn.Linear(3, 1)), mesh)
 
 
+def closure_over_a_module() -> object:
+    with alone() as mesh:
+        model: Any = Model()
+        model.head.register_forward_hook(lambda module, args, output: output + model.head.bias)
+        return zf.shard_params(model, mesh)
+
+
 def closure_over_a_parameter() -> object:
     model = Model()
     weight = model.head.weight
@@ -629,6 +637,14 @@ class LeavesOut(nn.Linear):
         nn.init.zeros_(self.weight)
 
 
+def emptied_buffer_that_nobody_wrote() -> object:
+    with alone() as mesh:
+        with torch.device("meta"):
+            model = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), mesh)
+        model.to_empty(device="cpu")
+        return model(batch())
+
+
 def meta_that_nobody_wrote() -> object:
     with alone() as mesh:
         with torch.device("meta"):
@@ -714,24 +730,14 @@ def module_is_wrapped_in_ddp() -> object:
 class Clamped(Model):
     """Changes a weight in its forward."""
 
-    is_silent = False
-
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.head.weight.data if self.is_silent else self.head.weight.detach()
-        weight.clamp_(-0.01, 0.01)
+        self.head.weight.detach().clamp_(-0.01, 0.01)
         return super().forward(x)
 
 
-def forward_changes_a_weight_through_data() -> object:
+def forward_changes_a_weight() -> object:
     with alone() as mesh:
-        model = zf.shard_params(Clamped(), mesh)
-        model.is_silent = True  # type: ignore[assignment]
-        return model(batch())
-
-
-def forward_changes_a_copy_of_a_weight() -> object:
-    with alone() as mesh:
-        return zf.precision(zf.shard_params(Clamped(), mesh), compute=torch.bfloat16)(batch())
+        return zf.shard_params(Clamped(), mesh)(batch())
 
 
 class Peeking(Model):
@@ -766,6 +772,7 @@ def parameter_is_late() -> None:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)
         model.layers[0].adapter = nn.Linear(4, 2)
+        model(batch())
 
 
 class SparseInFunction(nn.Module):
@@ -794,6 +801,13 @@ def clip_over_a_plain_model_too() -> object:
         for model in models:
             model(batch()).sum().backward()
         return nn.utils.clip_grad_norm_([parameter for model in models for parameter in model.parameters()], 1.0)
+
+
+def step_in_a_hook_of_a_node() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        return model(batch()).sum().backward()
 
 
 def step_after_a_cast() -> object:
@@ -1406,6 +1420,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
+        closure_over_a_module,
         streamed_until_no_moment,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
@@ -1427,7 +1442,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
                 streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned,
-                forward_changes_a_weight_through_data, forward_changes_a_copy_of_a_weight,
+                forward_changes_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
@@ -1460,8 +1475,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         gradient_of_a_whole_parameter, streamed_states_are_cleared,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
-        step_between_forward_and_backward, step_after_a_cast, meta_without_reset_parameters,
-        meta_that_nobody_wrote, forward_is_pickled,
+        step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
+        meta_that_nobody_wrote, emptied_buffer_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,

@@ -1,143 +1,50 @@
 """Values that a forward changes in its parameters: an embedding with `max_norm`, a clamp, a codebook with running means.
 
-A plain module keeps what its forward changes in place. Gathered parameters are copies, which are freed, so this rank's part
-of what was changed is written back to rest before. Nothing is communicated: ranks that change the same part alike have
-changed the whole.
-
-A change through `.data` leaves no trace in the tensor. It is looked for in the first forward of a unit, the second, the
-fourth, the eighth and so on, and refused.
+A forward computes with copies of its parameters, which are dropped. So a change of one is refused, at every stage, when the
+forward ends: torch counts changes in place. It counts none through `.data`, which are lost (docs/limits.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import local_of
-from zero_fn.runtime.gathered import Gathered
-from zero_fn.runtime.kind import Lifetime
-from zero_fn.runtime.saved import Changes
+from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Probe", "changed_in", "require_untouched_casts"]
-
-
-def changed_in(
-    gathered: Gathered | None, slots: Sequence[Slot], times: Sequence[int], changes: Changes
-) -> dict[Slot, Tensor]:
-    """What was changed in gathered parameters, and has to be written back to rest before they are freed.
-
-    Args:
-        gathered: The parameters of a unit, still gathered.
-        slots: Its parameters.
-        times: How often each was changed.
-        changes: Takes note of them.
-
-    Raises:
-        PlacementError: What was changed is a copy in another dtype.
-    """
-    changed: dict[Slot, Tensor] = {}
-    for number, slot in enumerate(slots):
-        if not times[number]:
-            continue
-        _require_same_dtype(slot)
-        if not _is_copy(slot):
-            continue
-        assert gathered is not None, "the unit is at rest"
-        changes.note(gathered.place(slot), slot.path.numel, times[number])
-        slot.initial = None
-        changed[slot] = gathered.whole(number)
-        gathered.write_back_inner(slot)
-    return changed
+__all__ = ["require_unchanged"]
 
 
 @uncompiled
-def require_untouched_casts(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> None:
-    """Refuses changes of copies in another dtype, which would be lost.
+def require_unchanged(unit: str, slots: Sequence[Slot], shown: Shown, tensors: Sequence[Tensor]) -> None:
+    """Refuses changes of what modules see under the names of parameters.
+
+    Tensors of the user may be changed: those of `functional_call`, and whole parameters that are registered for a while.
+
+    Args:
+        unit: Whose forward or backward has ended.
+        slots: Its parameters.
+        shown: What stands under their names.
+        tensors: What was seen, new or of version 0 when it began.
 
     Raises:
-        PlacementError: A forward changed one.
+        PlacementError: One was changed in place.
     """
-    for slot, tensor in zip(slots, tensors, strict=True):
-        if tensor._version:
-            _require_same_dtype(slot)
-
-
-def _require_same_dtype(slot: Slot) -> None:
-    if slot.kind.compute_dtype != slot.dtype:
+    is_registered = shown.unsharded_values is not None or shown.leaves is not None
+    for number, tensor in enumerate(tensors):
+        if number in shown.swapped or (is_registered and tensor.is_inference()) or not tensor._version:
+            continue
+        slot = slots[number]
+        if is_registered and slot.kind.compute_dtype == slot.dtype:
+            continue
         raise PlacementError(
-            f"The forward changed {slot.fqn!r} in place, in its copy in {slot.kind.compute_dtype}.",
+            f"The forward changed {slot.fqn!r} in place.",
             parameter=slot,
-            why="the copy is dropped, and the parameter would stay as it was",
-            fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); or leave this module out of "
-            "zf.precision (where=)",
+            unit=unit or "root",
+            why="a forward computes with copies of what rests, and each rank with its own",
+            fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); keep running means in a buffer; "
+            "instead of max_norm: with zf.unsharded(model, writeback=True), torch.no_grad(): weight.renorm_(2, 0, 1.0)",
         )
-
-
-class Probe:
-    """What gathered parameters were when a forward began."""
-
-    __slots__ = ("_before", "_gathered", "_slots", "_unit")
-
-    def __init__(self, unit: str, slots: Sequence[Slot], gathered: Gathered) -> None:
-        self._unit, self._slots, self._gathered = unit, slots, gathered
-        self._before = [
-            (_sum_of_bits(whole) if _is_copy(slot) else 0, whole.data_ptr())
-            for slot, whole in zip(slots, self._wholes(), strict=True)
-        ]
-
-    @uncompiled
-    def check(self, gathered: Gathered | None, tensors: Sequence[Tensor], swapped: Collection[int]) -> None:
-        """Looks at them again when it ends.
-
-        Args:
-            gathered: The memory of the unit now.
-            tensors: Under the names of the parameters.
-            swapped: Numbers of those that tensors of the user stand in for.
-
-        Raises:
-            PlacementError: A parameter was changed through `.data`.
-        """
-        if gathered is not self._gathered:
-            return
-        for number, (slot, whole) in enumerate(zip(self._slots, self._wholes(), strict=True)):
-            if number in swapped:
-                continue
-            digest, address = self._before[number]
-            shown = tensors[number]
-            is_changed = shown._version == 0 and _is_copy(slot) and _sum_of_bits(whole) != digest
-            if is_changed or local_of(shown).data_ptr() != address:
-                raise PlacementError(
-                    f"The forward changed {slot.fqn!r} through `.data`.",
-                    parameter=slot,
-                    unit=self._unit or "root",
-                    why="the values are a copy, and a change through `.data` leaves no trace in it: it would be lost",
-                    fix="in the forward: with torch.no_grad(): parameter.copy_(values), or clamp_(), mul_(), ...",
-                )
-
-    def _wholes(self) -> list[Tensor]:
-        return [self._gathered.whole(number) for number in range(len(self._slots))]
-
-
-def _sum_of_bits(whole: Tensor) -> int:
-    """Of eight bytes at a time: sums of smaller integers would take memory for the larger ones they are added up in."""
-    flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)  # parameters are dense
-    start = -flat.storage_offset() % 8
-    end = start + (flat.numel() - start) // 8 * 8
-    if end <= start:
-        return int(flat.sum(dtype=torch.int64).item())
-    sums = (
-        flat[start:end].view(torch.int64).sum(),
-        flat[:start].sum(dtype=torch.int64),
-        flat[end:].sum(dtype=torch.int64),
-    )
-    return int(torch.stack(sums).sum().item())
-
-
-def _is_copy(slot: Slot) -> bool:
-    """Whether the gathered parameter has other memory than the resting one, and is dropped after use."""
-    return slot.kind.compute_dtype != slot.dtype or slot.kind.whole is Lifetime.USE

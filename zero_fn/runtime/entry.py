@@ -21,7 +21,8 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import get_ident
 from types import ModuleType
@@ -29,13 +30,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.access import explain
-from zero_fn.runtime.changes import Probe, require_untouched_casts
 from zero_fn.runtime.gather import gather
-from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
 from zero_fn.runtime.selective import outside_selection
@@ -45,14 +43,26 @@ from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
 from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
 
-__all__ = ["Attached", "Method", "attach", "attached_below", "detach", "methods_of", "runs_of", "units_of"]
+__all__ = [
+    "Attached",
+    "Method",
+    "attach",
+    "attached_below",
+    "detach",
+    "methods_of",
+    "require_idle",
+    "runs_of",
+    "units_of",
+    "with_parameters",
+]
 
 
 _ATTACHED = "_zero_fn_attached"  # in the `__dict__` of a module: the units that are entered at it, in this order
 
 _EXPORT = (
-    "export the plain module with the whole values: plain.load_state_dict(get_model_state_dict(model, options="
-    "StateDictOptions(full_state_dict=True))), of torch.distributed.checkpoint.state_dict; or torch.compile the model"
+    "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
+    "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
+    "plain.load_state_dict(whole) on rank 0, which has them; or torch.compile the model"
 )
 
 
@@ -65,18 +75,15 @@ class _Begun:
         error_before: The exception that was being handled when it began.
         has_backward: Whether what autograd saves is packed, and the output is watched.
         is_packing: Whether that was begun here.
-        is_watched: Whether changes of `tensors` are kept.
-        probe: What finds such changes.
     """
 
-    __slots__ = ("error_before", "has_backward", "is_packing", "is_watched", "probe", "tensors", "use")
+    __slots__ = ("error_before", "has_backward", "is_packing", "tensors", "use")
 
     def __init__(self, use: UnitUse | None) -> None:
         self.use = use
         self.tensors: list[Tensor] = []
         self.error_before = sys.exception()
-        self.has_backward = self.is_packing = self.is_watched = False
-        self.probe: Probe | None = None
+        self.has_backward = self.is_packing = False
 
 
 class Attached:
@@ -93,7 +100,6 @@ class Attached:
     __slots__ = (
         "__weakref__",
         "_begun",
-        "_calls",
         "_depth",
         "_module",
         "attribute",
@@ -119,7 +125,7 @@ class Attached:
         self.attribute, self.is_anchor = attribute, is_anchor
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._begun: _Begun | None = None
-        self._depth = self._calls = 0  # calls of the module inside the one that has begun; that entered the unit
+        self._depth = 0  # calls of the module inside the one that has begun
         if is_anchor:
             unit.anchor = self._module
 
@@ -153,8 +159,6 @@ class Attached:
             _take_hooks_inside(unit, self._module())
             begun.tensors = gather(use)
             unit.shown.show(begun.tensors)
-            if unit.in_flight.memory is not None and not is_transforming():
-                begun.is_watched, begun.probe = True, self._probe(unit.in_flight.memory)
         begun.has_backward = (
             torch.is_grad_enabled() and not (unit.shown.swapped and unit.shown.is_replaced) and not is_transforming()
         )
@@ -181,7 +185,7 @@ class Attached:
             end_packing()
         failed = error is not begun.error_before
         if failed:
-            explain(error, self.unit)
+            _explain(error, self.unit, self.run)
         if begun.use is None:
             return self._end_with_leaves(begun, output, failed=failed)
         is_done = False
@@ -192,7 +196,8 @@ class Attached:
         finally:
             self.unit.shown.hide()
             with outside_selection():
-                self._leave(begun.use, begun.tensors if begun.is_watched else None, failed=not is_done)
+                begun.tensors.clear()  # memory that somebody holds a part of is not used again
+                called_outside(self.run.leave, begun.use, failed=not is_done)
         return output
 
     def _finished(self, begun: _Begun, use: UnitUse, output: Any) -> Any:
@@ -203,29 +208,9 @@ class Attached:
             _watch(output, use)
         elif use.node is not None:
             use.has_graph = True
-        if begun.probe is not None:
-            with outside_selection():
-                begun.probe.check(use.unit.in_flight.memory, begun.tensors, use.unit.shown.swapped)
+        if not is_transforming():
+            use.unit.require_unchanged(begun.tensors)
         return output
-
-    def _probe(self, memory: Gathered) -> Probe | None:
-        """What finds changes through `.data` in the forward that begins, if it is one of those that are looked at."""
-        self._calls += 1
-        if self._calls & (self._calls - 1) or not memory.is_readable:
-            return None
-        return Probe(self.unit.name, self.unit.slots, memory)
-
-    def _leave(self, use: UnitUse, tensors: list[Tensor] | None, *, failed: bool) -> None:
-        """Ends the forward of a unit; what it changed in its `tensors`, if they are gathered ones, is kept."""
-        is_kept = False
-        try:
-            if tensors is not None:
-                use.unit.keep_changes(tensors)
-            is_kept = True
-        finally:
-            if tensors is not None:
-                tensors.clear()  # memory that somebody holds a part of is not used again
-            called_outside(self.run.leave, use, failed=failed or not is_kept)
 
     def _begin_with_leaves(self) -> None:
         """A forward of the plain module that the unit is for a while. (whole_step.py)"""
@@ -240,7 +225,7 @@ class Attached:
         try:
             if failed:
                 return output
-            require_untouched_casts(unit.slots, begun.tensors)
+            unit.require_unchanged(begun.tensors)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
             show_in_backward(unit, begun.tensors, _tensors_in(output))
@@ -251,16 +236,9 @@ class Attached:
 
     def _require_run(self) -> None:
         """Raises where a call would be recorded, rather than run."""
-        if torch._C._is_tracing():
+        if torch._C._is_tracing() or torch.compiler.is_exporting():
             raise StateError(
-                "A transformed module cannot be traced by torch.jit.",
-                module=type(self.module).__name__,
-                why="the trace would hold gathered parameters as constants",
-                fix=_EXPORT,
-            )
-        if torch.compiler.is_exporting():
-            raise StateError(
-                "A transformed module cannot be exported.",
+                "A transformed module cannot be traced by torch.jit, or exported.",
                 module=type(self.module).__name__,
                 why="its forward gathers parameters from other ranks, which no file can hold",
                 fix=_EXPORT,
@@ -294,7 +272,7 @@ class Attached:
         twin._module = weakref.ref(module)
         twin.attribute, twin.is_anchor = self.attribute, self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._begun, twin._depth, twin._calls = None, 0, 0
+        twin._begun, twin._depth = None, 0
         twin.unit = copy.deepcopy(self.unit, memo)
         if twin.is_anchor:
             twin.unit.anchor = twin._module
@@ -450,6 +428,11 @@ def units_of(module: nn.Module) -> list[Unit]:
     return list({id(attached.unit): attached.unit for _, attached in attached_below(module)}.values())
 
 
+def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those of the modules that have parameters: other parts of a model belong to no unit."""
+    return [module for module in modules if next(module.parameters(), None) is not None]
+
+
 def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
     """The running states of transformed modules, each once.
 
@@ -469,10 +452,54 @@ def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
     return list(runs.values())
 
 
+def require_idle(units: Iterable[Unit], verb: str) -> None:
+    """Puts units at rest whose last pass raised, and refuses what is under way.
+
+    Raises:
+        StateError: A forward runs, gradients wait, or a block of the user is open.
+    """
+    for unit in units:
+        run_of(unit).recover()
+        if unit.is_in_use or run_of(unit).module.accumulating:
+            raise StateError(
+                f"{verb} was called while the module is in use.",
+                unit=unit.name or "root",
+                fix=f"call {verb} outside forward, accumulate() and unsharded()",
+            )
+
+
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    leaves, spec = tree_flatten(tree)
-    return tree_unflatten(
-        [leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf for leaf in leaves], spec
+    """With floating point tensors in a dtype, also those in dataclasses, of which torch makes no pytrees."""
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(dtype) if leaf.is_floating_point() else leaf
+        if not is_dataclass(leaf) or isinstance(leaf, type | nn.Module):
+            return leaf
+        before = {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+        after = {name: _cast(value, dtype) for name, value in before.items()}
+        if all(one is other for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True)):
+            return leaf  # a configuration
+        twin = copy.copy(leaf)
+        for name, value in after.items():
+            object.__setattr__(twin, name, value)  # frozen ones, too
+        return twin
+
+    return tree_map(cast, tree)
+
+
+def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
+    """Adds a note with the fix to torch's error about a resting parameter beside a plain tensor in a forward: torch raises it
+    in C++, and knows nothing of units."""
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    if hasattr(error, "__notes__") or any(other.has_model_axes for other in run.module.live_units()):
+        return  # under tensor parallelism torch's own words fit: activations are DTensors too
+    error.add_note(
+        "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
+        f"  inside : the forward of {unit}\n"
+        "  fix    : call the module that owns the weight, put both modules in one unit (units=), or read it inside "
+        "`with zf.unsharded(module):`"
     )
 
 

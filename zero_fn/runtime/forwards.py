@@ -9,10 +9,12 @@ import torch
 
 from zero_fn.errors import StorageError
 from zero_fn.runtime.first_use import agree_on_units
+from zero_fn.runtime.members import forget_if_changed, refuse_new
 from zero_fn.runtime.passes import ForwardPass
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unwritten import require_written_buffers
 from zero_fn.runtime.use import UnitUse
 from zero_fn.schedule import (
     Action,
@@ -168,6 +170,7 @@ class Forwards:
         """
         is_swapped, present = False, 0
         must_expire = not self._module.accumulating or self.is_fresh
+        forget_if_changed(self._module)
         for unit in self._module.live_units():
             if unit.at_rest.is_gone:
                 continue
@@ -176,6 +179,7 @@ class Forwards:
                 unit.expire()
             unit.readopt()
             is_swapped |= bool(unit.shown.swapped)
+        refuse_new(self._module)
         if present != self._present:
             self._forget_gone(present)
         if not self.has_agreed:
@@ -196,8 +200,10 @@ class Forwards:
 
     def _agree(self) -> None:
         """Ranks compare what they hold, once, and again after loading."""
-        self.has_agreed = True
         module = self._module
+        if (root := module.root()) is not None:
+            require_written_buffers(root)
+        self.has_agreed = True
         if module.assignment.axis is not None:
             agree_on_units(module.transport, [unit for unit in module.live_units() if not unit.at_rest.is_gone])
             self.statistics.begin()

@@ -23,9 +23,10 @@ from zero_fn.collectives import Segment
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
-from zero_fn.runtime.hooks import defer_hooks, watch_nodes
+from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
-from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
+from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse, UseInBackward, will_execute
@@ -78,10 +79,11 @@ def gather(use: UnitUse) -> list[Tensor]:
         return _gathered(use)
     with outside_transforms():  # [Note: torch.func sees whole tensors]
         tensors = _gathered(use) if not unit.shown.is_replaced else []
-    return [
-        whole_value(unit.run.transport, slot, swapped[i]) if i in swapped else tensors[i]
-        for i, slot in enumerate(unit.slots)
-    ]
+    return [_in_compute_dtype(slot, swapped[i]) if i in swapped else tensors[i] for i, slot in enumerate(unit.slots)]
+
+
+def _in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
+    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
 
 
 def _gathered(use: UnitUse) -> list[Tensor]:
@@ -97,10 +99,6 @@ def _gathered(use: UnitUse) -> list[Tensor]:
     node = outputs[trained.index(True)].grad_fn
     assert node is not None
     use.node = weakref.ref(node)
-    for slot, flag in zip(unit.slots, trained, strict=True):
-        if flag and slot.node is None:
-            watch_nodes(unit.slots, node)
-            break
     return placed(unit.slots, outputs) if unit.has_model_axes else list(outputs)
 
 

@@ -83,7 +83,6 @@ class Gathered:
         "_away",
         "_copied",
         "_freed",
-        "_groups",
         "_views",
         "buffers",
         "lent",
@@ -113,8 +112,8 @@ class Gathered:
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
-        self._groups = [group for group in groups if group.whole is not None]
-        for number, (group, buffer) in enumerate(zip(self._groups, self.buffers, strict=True)):
+        gathered = [group for group in groups if group.whole is not None]
+        for number, (group, buffer) in enumerate(zip(gathered, self.buffers, strict=True)):
             if not group.is_transient:
                 continue
             remember_buffer(buffer, self, source, number)
@@ -173,15 +172,6 @@ class Gathered:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
         return [view.data for view in self._views]
 
-    @property
-    def is_readable(self) -> bool:
-        """Whether its values can be read: they are not those of a simulated tensor, or on no device."""
-        return all(type(view) is Tensor and view.device.type != "meta" for view in self._views)
-
-    def whole(self, number: int) -> Tensor:
-        """The whole parameter of one slot of the unit, on the buffers."""
-        return self._views[number]
-
     def lend(self, lent: Lent | None) -> None:
         """Keeps tensors on the buffers to be shown again, in place of those there were."""
         for sign, other in ((-1, self.lent), (1, lent)):
@@ -204,22 +194,6 @@ class Gathered:
         for storage, _, _ in self._freed:
             storage.resize_(0)
         return True
-
-    def place(self, slot: Slot) -> tuple[int, int]:
-        """Where a gathered parameter lies: the number of its buffer, and its first element there."""
-        for number, group in enumerate(self._groups):
-            if group.kind is slot.kind and group.whole is not None:
-                return number, group.whole.starts[slot]
-        raise AssertionError(f"{slot.fqn} is not gathered")
-
-    def write_back_inner(self, slot: Slot) -> None:
-        """Writes this rank's part of a gathered parameter back to where it is kept between two axes, if it is."""
-        number, start = self.place(slot)
-        inner, layout = self._groups[number].inner, slot.path.layout
-        if inner is not None and layout is not None:
-            part = self.buffers[number].narrow(0, start + slot.path.rank * layout.shard_numel, slot.path.inner_numel)
-            with torch.no_grad():
-                inner.range(slot, 0, slot.path.inner_numel).copy_(part)
 
     @property
     def lends(self) -> bool:

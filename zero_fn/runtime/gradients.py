@@ -25,7 +25,7 @@ from zero_fn.errors import PlacementError
 from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
-from zero_fn.runtime.hooks import gradient_hooks, node_hooks, parameter_hooks
+from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, on_host
@@ -413,6 +413,3 @@ def settle(slot: Slot, grad: Tensor) -> None:
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)
-    if slot.node_hooks:
-        for node_hook in node_hooks(slot):
-            node_hook((), (grad,))

@@ -40,7 +40,8 @@ def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
         read_by=f"the rank at {list(ours)}",
         why="one rank called torch.save on a sharded state_dict, so the file has the shards of that rank only",
         fix="save with torch.distributed.checkpoint, every rank its part; or whole tensors: sd = get_state_dict(model, "
-        "optimizer, options=StateDictOptions(full_state_dict=True)) on every rank, torch.save(sd) on one",
+        "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, torch.save(sd) on "
+        "rank 0",
     )
 
 

@@ -11,12 +11,17 @@ it would be lost. So its local tensor is one that refuses to be written.
 [Note: parts that are no terms] Norms along a dim that is cut, and `any`, are parts of a result, but not terms of a sum.
 DTensor goes on with them as if they were: `p.norm(dim=0).sum()` adds up norms of shards. They are brought together at once.
 
+[Note: whole tensors in a forward] `weight.full_tensor()` gives the whole tensor, and a gradient of it counts as the same on
+every rank. That of what a forward computes is not: each rank has other inputs. So it is refused where a forward runs, also
+where `module.forward(x)` was called in place of `module(x)`: then no unit was entered.
+
 [Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
-another first whether a disk has failed. DTensor has no table for redistributions; their one function is replaced.
+another first whether a disk has failed. DTensor has no table for redistributions; what does them is replaced.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -24,7 +29,7 @@ from math import inf, prod
 from typing import Any, NamedTuple, NoReturn, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -37,6 +42,8 @@ from zero_fn.errors import PlacementError, ShardedAccessError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import detached, local_of, on_spec
 from zero_fn.runtime.everywhere import done_along
+from zero_fn.runtime.run import Run, run_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
 
 __all__ = ["ROWS", "Row", "agree_in_tiers", "note_mesh"]
@@ -440,6 +447,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
     """From now on tensors of this mesh are ours. The first time the rows are put in place."""
     if not _meshes:
         _install(ROWS)
+        DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
     _meshes.add(mesh)
 
 
@@ -518,6 +526,43 @@ def _places_of(operation: Any) -> dict[str, tuple[int, tuple[Any, ...]]]:
     arguments = operation._schema.arguments
     defaults = tuple(argument.default_value for argument in arguments)
     return {argument.name: (at, defaults[: at + 1]) for at, argument in enumerate(arguments)}
+
+
+# -- whole tensors in a forward ----------------------------------------------------------------------------------------
+
+_stock_method = DTensor.redistribute
+
+
+def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    """[Note: whole tensors in a forward]"""
+    slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
+    unit: Any = slot.owner() if slot is not None else None
+    if slot is not None and unit is not None and (run_of(unit).forwards.are_open or _is_past_call(run_of(unit))):
+        raise ShardedAccessError(
+            f"{slot.fqn!r} was made whole by hand in a forward, where its gradient would be that of one rank.",
+            parameter=slot,
+            unit=unit.name or "root",
+            fix="read it under its name, where it is whole while its unit runs: call the module that owns it, as module(x) "
+            "and not as module.forward(x), or put both modules in one unit (units=); or with torch.no_grad() if no gradient "
+            "is wanted",
+        )
+    return _stock_method(self, *args, **kwargs)
+
+
+def _is_past_call(run: Run) -> bool:
+    """Whether the forward of a module of the transformed model is on the stack."""
+    anchors = [unit.anchor() for unit in run.module.live_units()]
+    members = {id(module) for anchor in anchors if anchor is not None for module in anchor.modules()}
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+        if isinstance(module, nn.Module) and id(module) in members:
+            forward: object = module.forward
+            if getattr(getattr(forward, "__func__", forward), "__code__", None) is code:
+                return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ unpacking in backward finds the buffer gathered again, or gathers it.
 
 [Note: changed after it was saved] Without hooks autograd refuses, in backward, a saved tensor that was changed in place
 since. Where hooks are pushed it looks no longer (torch 2.13), so it is done here: the version is packed with the tensor.
-What goes to hooks around the unit is theirs to check, as without a unit.
+What goes to hooks around the unit is theirs to check, as without a unit; of gathered parameters a change is refused anyway.
 """
 
 from __future__ import annotations
@@ -26,44 +26,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Changes", "Source", "begin_packing", "drop_packing", "end_packing", "remember_buffer"]
+__all__ = ["Source", "begin_packing", "drop_packing", "end_packing", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class Changes:
-    """How often forwards and backwards have changed the gathered parameters of a unit in place.
-
-    Attributes:
-        are_none: Whether none ever did.
-    """
-
-    __slots__ = ("_by_place", "are_none")
-
-    def __init__(self) -> None:
-        self.are_none = True
-        self._by_place: dict[tuple[int, int], tuple[int, int]] = {}  # by group and first element: end, times
-
-    def note(self, place: tuple[int, int], numel: int, times: int) -> None:
-        """A parameter of `numel` elements, which begins at `place` (group and first element), was changed some times."""
-        end = place[1] + numel
-        self._by_place[place] = (end, self._by_place.get(place, (end, 0))[1] + times)
-        self.are_none = False
-
-    def before(self, group: int, element: int) -> int:
-        """How often the parameter with this element of a group was changed so far, what runs now not counted."""
-        places = self._by_place.items()
-        return sum(times for (number, start), (end, times) in places if number == group and start <= element < end)
-
-
 class Source(Protocol):
     """Who gathers a buffer again when backward needs it. (unit.py)"""
-
-    @property
-    def changes(self) -> Changes:
-        """What forwards have changed in the gathered parameters."""
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer of a group, gathered again if it was freed."""
@@ -85,7 +56,7 @@ def remember_buffer(buffer: Tensor, owner: object, source: Source, group: int) -
 class _Packed:
     """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
 
-    __slots__ = ("group", "place", "source", "spec", "version")
+    __slots__ = ("group", "place", "source", "spec")
 
     def __init__(
         self,
@@ -93,16 +64,12 @@ class _Packed:
         group: int,
         place: tuple[Sequence[int], Sequence[int], Any],
         spec: DTensorSpec | None,
-        version: int,
     ) -> None:
         self.source, self.group, self.place, self.spec = source, group, place, spec
-        changes = source.changes
-        self.version: int | None = version if changes.are_none else version + changes.before(group, place[2])
 
 
 def _find(tensor: Tensor) -> _Packed | None:
     spec: DTensorSpec | None = None
-    version = tensor._version
     if isinstance(tensor, DTensor):
         spec = tensor._spec
         tensor = tensor._local_tensor
@@ -115,7 +82,7 @@ def _find(tensor: Tensor) -> _Packed | None:
     source = entry[0]()
     if source is None:
         return None
-    return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec, version)
+    return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
 _Kept = tuple[Tensor, int]  # with its version
@@ -141,11 +108,6 @@ def _unpack(packed: _Kept | _Packed) -> Tensor:
     assert isinstance(packed, _Packed)
     buffer = packed.source.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
-    changes = packed.source.changes
-    if not changes.are_none and packed.version is not None:
-        version = changes.before(packed.group, packed.place[2])
-        if version != packed.version:
-            raise _changed(view, packed.version, version)
     return view if packed.spec is None else on_spec(view, packed.spec)
 
 
@@ -201,10 +163,8 @@ class _PackOr:
 
     @uncompiled
     def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
-        if (packed := _find(tensor)) is None:
-            return _Delegated(self._outer(tensor))
-        packed.version = None  # below hooks of others torch looks at no version either: a checkpoint changes it again
-        return packed
+        packed = _find(tensor)
+        return _Delegated(self._outer(tensor)) if packed is None else packed
 
 
 class _UnpackOr:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -147,7 +146,6 @@ class Slot:
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
         owner: Its unit, weakly.
         deferred_in: The last backward (its graph task) that gave autograd no gradient, as it is reduced later. (hooks.py)
-        node, node_hooks: What accumulates gradients of the resting parameter, and hooks on it. [Note: hooks on the node]
     """
 
     def __init__(
@@ -174,8 +172,6 @@ class Slot:
         self.initial: int | None = None
         self.owner: Callable[[], object] = _no_owner
         self.deferred_in: int | None = None
-        self.node: Node | None = None
-        self.node_hooks: dict[int, Any] | None = None
         self.parameter: nn.Parameter
         self.local: Tensor
         self.flat: Tensor
@@ -218,7 +214,6 @@ class Slot:
         """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
-        self.node, self.node_hooks = None, None
         # Held, so that no other storage comes to have its address.
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         key = id(parameter)
@@ -286,7 +281,7 @@ class Slot:
         """The same slot in deep-copied modules; it adopts its parameter later."""
         twin = copy.copy(self)
         twin.places = [place.twin(memo) for place in self.places]
-        twin.parameter, twin.node, twin.node_hooks, twin.deferred_in = _NO_PARAMETER, None, None, None
+        twin.parameter, twin.deferred_in = _NO_PARAMETER, None
         return twin
 
     def __repr__(self) -> str:

@@ -1,11 +1,10 @@
 """Tensors in place of parameters for one forward: what `torch.func.functional_call` registers.
 
-Whole plain tensors are used as they are, and gradients with respect to them are those of this rank. Resting tensors
-(DTensors placed as the parameter, such as `parameter - lr * grad`) are gathered, and gradients with respect to them are
-the mean over ranks, resting.
+Whole plain tensors are used as they are, and gradients with respect to them are those of this rank. Resting tensors (such
+as `parameter - lr * grad`) are refused.
 
 [Note: torch.func sees whole tensors] `grad` and `vmap` of torch.func wrap tensors, and know no saved-tensor hooks. Inside
-them nothing is packed, parameters are gathered outside the wrappers, and resting tensors are refused.
+them nothing is packed, and parameters are gathered outside the wrappers.
 """
 
 from __future__ import annotations
@@ -20,13 +19,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.links import Links
-from zero_fn.resting import local_of
-from zero_fn.runtime.gradients import GradientMemory, Reduction
-from zero_fn.runtime.on_model_axes import placed
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values", "whole_value"]
+__all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,6 +52,7 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
     """By slot, the tensors registered in place of parameters: of the shape of the whole, and no Parameters.
 
     Raises:
+        StateError: A tensor rests in parts on several ranks.
         PlacementError: The places of a tied parameter hold several tensors, or a tensor has another shape.
     """
     found: dict[int, Tensor] = {}
@@ -76,68 +72,22 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
                 f"{slot.fqn!r} was replaced by a tensor of another shape.",
                 expected=slot,
                 got=f"{type(swapped[0]).__name__} of {list(swapped[0].shape)}",
-                fix="functional_call(model, values, args) with whole tensors, or resting ones placed as the parameter",
+                fix="functional_call(model, values, args) with whole tensors",
+            )
+        if _is_resting(swapped[0], slot):
+            raise StateError(
+                f"functional_call was given a resting tensor in place of {slot.fqn!r}.",
+                parameter=slot,
+                why="a forward computes with whole tensors, and this rank holds a part",
+                fix="values = {name: p.full_tensor().detach().requires_grad_() for name, p in model.named_parameters()}; or "
+                "read whole parameters in `with zf.unsharded(model):`. Gradients of these are those of this rank",
             )
         found[i] = swapped[0]
     return found
 
 
-def whole_value(transport: Links, slot: Slot, value: Tensor) -> Tensor:
-    """A swapped tensor as the forward sees it: whole, in the compute dtype."""
-    if isinstance(value, DTensor) and slot.model is not None and value.device_mesh == slot.model.mesh:
-        pass  # a whole one on its model axes, as the forward takes it
-    elif isinstance(value, DTensor):
-        assert slot.spec is not None, f"{slot.fqn} rests on no axis"
-        if value.placements != slot.spec.placements:
-            value = value.redistribute(placements=slot.spec.placements)
-        value = _Whole.apply(transport, slot, value)  # type: ignore[no-untyped-call]
-        (value,) = placed([slot], [value])
-    elif is_transforming() and isinstance(_unwrapped(value), DTensor):
-        raise StateError(
-            "torch.func was given a resting parameter: its transforms take whole tensors.",
-            parameter=slot,
-            fix="values = {name: p.full_tensor().detach() for name, p in model.named_parameters()}, or torch.autograd.grad",
-        )
-    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
-
-
-def _unwrapped(tensor: Tensor) -> Tensor:
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
-    return tensor
-
-
-class _Whole(torch.autograd.Function):
-    """A resting tensor to the whole one. Its transpose is the mean over ranks, and that of the mean is this gather."""
-
-    @staticmethod
-    def forward(ctx: Any, transport: Links, slot: Slot, value: Tensor) -> Tensor:
-        ctx.transport, ctx.slot = transport, slot
-        local = local_of(value)
-        if slot.path.layout is None:
-            return local.clone()
-        flat = torch.empty(slot.path.layout.padded_numel, dtype=local.dtype, device=local.device)
-        flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(local.permute(slot.path.layout.order).reshape(-1))
-        transport.all_gather([slot.path.segment(flat)], f"{slot.fqn!r} for functional_call").wait()
-        return slot.path.whole_view(flat)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _Mean.apply(ctx.transport, ctx.slot, grad)  # type: ignore[no-untyped-call]
-
-
-class _Mean(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, transport: Links, slot: Slot, grad: Tensor) -> Tensor:
-        ctx.transport, ctx.slot = transport, slot
-        reduction = Reduction([slot], GradientMemory([slot]), [grad], transport, "a swapped tensor", exact=True)
-        reduction.wait()
-        reduction.regather()
-        reduction.wait_regathered()
-        resting = reduction.resting(slot)
-        assert resting is not None
-        return resting
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
-        return None, None, _Whole.apply(ctx.transport, ctx.slot, grad)  # type: ignore[no-untyped-call]
+def _is_resting(value: Tensor, slot: Slot) -> bool:
+    """Whether it is a DTensor other than one on the model axes of the parameter, which a forward takes as it is."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(value):
+        value = torch._C._functorch.get_unwrapped(value)
+    return isinstance(value, DTensor) and (slot.model is None or value.device_mesh != slot.model.mesh)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from torch import nn
+
 from zero_fn.assignment import Assignment
 from zero_fn.links import Links
 from zero_fn.runtime.away import Away
@@ -52,6 +54,11 @@ class Transformed:
     def live_units(self) -> list[Unit]:
         """All units, in order."""
         return [unit for reference in self.units if (unit := reference()) is not None]
+
+    def root(self) -> nn.Module | None:
+        """The module that was transformed; None in a copy of a part of it."""
+        unit = self.units[0]()
+        return unit.anchor() if unit is not None else None
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
         """What comes next is gathered, and before that fetched, beside what is computed."""

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from zero_fn.links import Links
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
-from zero_fn.runtime.changes import changed_in
+from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.in_flight import InFlight, Phase
-from zero_fn.runtime.saved import Changes
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
@@ -72,7 +71,6 @@ class Unit:
         in_flight: The gathered parameters.
         shown: What modules see under their names.
         gradients: Local sums that are not reduced yet.
-        changes: What forwards have changed in gathered parameters.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
         open: Forwards of the unit that are running (more than one when a module calls itself).
         has_model_axes: Whether any of its parameters is a DTensor in flight.
@@ -84,7 +82,6 @@ class Unit:
         self.name, self.index, self.run = name, index, run
         self.generation = self.open = 0
         self.has_model_axes = False
-        self.changes = Changes()
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
 
@@ -189,22 +186,19 @@ class Unit:
         return memory.buffers[group]
 
     def leave_backward(self) -> None:
-        """Modules no longer see what backward has shown them; what it changed in that is kept."""
+        """Modules no longer see what backward has shown them."""
         if self.shown.backward_entry is not None:
             tensors = self.shown.leave_backward()
             if self.in_flight.phase is Phase.GATHERED and self.shown.leaves is None:
-                self.keep_changes(tensors)
+                self.require_unchanged(tensors)
 
-    def keep_changes(self, tensors: Sequence[Tensor]) -> None:
-        """Writes what a forward or backward has changed in the gathered `tensors` back to rest. They are still gathered.
+    def require_unchanged(self, tensors: Sequence[Tensor]) -> None:
+        """Refuses what a forward or backward has changed in the tensors that stood under the names of parameters.
 
         Raises:
-            PlacementError: What was changed is a copy in another dtype.
+            PlacementError: One was changed in place.
         """
-        swapped = self.shown.swapped  # tensors of the user, which may count no changes
-        times = [0 if i in swapped else tensor._version for i, tensor in enumerate(tensors)]
-        if any(times):
-            self.at_rest.scatter(changed_in(self.in_flight.memory, self.slots, times, self.changes))
+        require_unchanged(self.name, self.slots, self.shown, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from zero_fn.errors import StateError
 from zero_fn.runtime.accumulation import begin_accumulation, end_accumulation
-from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.entry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
@@ -45,7 +44,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     those of stage 3 in each forward and backward, or once with `unshard`.
 
     Args:
-        *modules: Transformed modules.
+        *modules: Transformed modules; parts without parameters are passed over.
         unshard: Gather once, at the beginning.
 
     Returns:
@@ -56,9 +55,9 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         StateError: A module was not transformed, or `unshard` inside a block that has begun; or, inside the block, from
             `optimizer.step()` and, without `unshard`, whatever reads `.grad`.
     """
-    runs = runs_of(*modules, verb="accumulate")
+    runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:
-        _require_idle(runs)
+        require_idle((unit for run in runs for unit in run.module.live_units()), "accumulate(unshard=True)")
     for run in runs:
         begin_accumulation(run)
     failed = True
@@ -76,18 +75,6 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for run in reversed(runs):
                 ends.callback(end_accumulation, run, failed=failed)
-
-
-def _require_idle(runs: list[Run]) -> None:
-    for run in runs:
-        run.recover()
-        busy = [unit for unit in run.module.live_units() if unit.is_in_use]
-        if run.module.accumulating or busy:
-            raise StateError(
-                "accumulate(unshard=True) was entered while a unit is in use.",
-                **({"unit": busy[0].name or "root"} if busy else {"open": "another accumulate() block of the module"}),
-                fix="open it outside forward, unsharded() and other accumulate() blocks",
-            )
 
 
 def _take_over(run: Run, *, failed: bool) -> None:

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
-from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.entry import require_idle, units_of
 from zero_fn.runtime.everywhere import everywhere
-from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.pipeline import each_chunk
 from zero_fn.streamed.store import Store
@@ -74,19 +73,6 @@ class _Parcel:
     is_stored: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Form:
-    """What a tensor was like."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    def empty(self) -> Tensor:
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
 class Evicted:
     """A model and an optimizer that are out of memory; made by `evict`. Printed, it says where they are."""
 
@@ -102,7 +88,7 @@ class Evicted:
         self._stays = isinstance(tier, Cpu) and all(p.device.type == "cpu" for p in self._parameters)
         self._store: Store | None = None
         self._parcels: list[_Parcel] = []
-        self._forms: list[_Form] = []
+        self._forms: list[tuple[Tensor, torch.device]] = []  # without memory, and where it was
         if not self._stays:
             everywhere(module.parameters(), self._put, "Evicting a model")
             self._release()
@@ -162,7 +148,7 @@ class Evicted:
         flats = []
         for source in self._sources():
             dense = source if is_dense(source) else source.contiguous()
-            self._forms.append(_Form(tuple(dense.shape), tuple(dense.stride()), dense.dtype, dense.device))
+            self._forms.append((torch.empty_like(dense, device="meta"), dense.device))
             flats.append(_bytes_of(dense))
         store = Store(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
@@ -199,7 +185,7 @@ class Evicted:
 
     def _fetched(self) -> list[Tensor]:
         assert self._store is not None
-        tensors = [form.empty() for form in self._forms]
+        tensors = [torch.empty_like(form, device=device) for form, device in self._forms]
         flats = [_bytes_of(tensor) for tensor in tensors]
 
         def take(parcel: _Parcel, buffer: Tensor) -> None:
@@ -247,14 +233,7 @@ def _require_idle(module: nn.Module) -> None:
             module=type(module).__name__,
             fix="evict it once, and bring it back with restore() of what evict() returned",
         )
-    for unit in units_of(module):
-        run_of(unit).recover()
-        if unit.is_in_use:
-            raise StateError(
-                "evict() was called while a unit is in use.",
-                unit=unit.name or "root",
-                fix="evict between steps, outside forward, accumulate() and unsharded()",
-            )
+    require_idle(units_of(module), "evict")
 
 
 def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], str]]:

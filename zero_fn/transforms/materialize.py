@@ -21,13 +21,11 @@ from zero_fn.grid import local_part
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
+from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 
 __all__ = ["materialize"]
 
 M = TypeVar("M", bound=nn.Module)
-
-_UNWRITTEN = 0xFB  # each byte of memory that nobody has written: -2.6e36 in float32, no value that anybody draws
-_SHOWN = 8
 
 
 def materialize(module: M, device: torch.device | str) -> M:
@@ -68,7 +66,7 @@ def materialize(module: M, device: torch.device | str) -> M:
     for name, child in _owners(module):
         for attribute, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
-                child._buffers[attribute] = unwritten = _filled(torch.empty_like(buffer, device=target))
+                child._buffers[attribute] = unwritten = filled(torch.empty_like(buffer, device=target))
                 buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
@@ -85,12 +83,12 @@ def materialize(module: M, device: torch.device | str) -> M:
         for key in late:
             ways[key]()
     missed += [
-        name for name, child, attribute, empty in buffers if child._buffers[attribute] is empty and _is_filled(empty)
+        name for name, child, attribute, empty in buffers if child._buffers[attribute] is empty and is_filled(empty)
     ]
     if missed:
         raise StateError(
             f"{len(missed)} parameters and buffers on meta were given memory, and nobody gave them values.",
-            first=", ".join(missed[:_SHOWN]),
+            first=", ".join(missed[:SHOWN]),
             why="reset_parameters() or _init_weights() of their modules leaves them out",
             fix="set them there; or, as they have memory now, write them, and load the rest with load_state_dict()",
         )
@@ -103,7 +101,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     Returns:
         The names of those that they did not write.
     """
-    wholes = [nn.Parameter(_filled(_empty(slot, device)), slot.parameter.requires_grad) for slot in unit.slots]
+    wholes = [nn.Parameter(filled(_empty(slot, device)), slot.parameter.requires_grad) for slot in unit.slots]
     for slot, whole in zip(unit.slots, wholes, strict=True):
         for place in slot.places:
             place.register(whole)
@@ -111,7 +109,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
         for way in ways:
             way()
             for slot, whole in zip(unit.slots, wholes, strict=True):
-                if len(slot.places) > 1 and not _is_filled(whole):
+                if len(slot.places) > 1 and not is_filled(whole):
                     whole._is_hf_initialized = True  # type: ignore[attr-defined]  # a tied one is drawn by its first name
     finally:
         for slot in unit.slots:
@@ -121,7 +119,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, whole in zip(unit.slots, wholes, strict=True):
         slot.initial = content_digest(whole)
-    return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if _is_filled(whole)]
+    return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if is_filled(whole)]
 
 
 def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -173,8 +171,8 @@ def _require_ways(module: nn.Module, ways: dict[int, Callable[[], None]]) -> Non
     own = "; then `with torch.no_grad(): model.init_weights()`" if hasattr(module, "init_weights") else ""
     raise StateError(
         "A module on meta has no reset_parameters(): its values would be garbage.",
-        module=", ".join(list(kinds)[:_SHOWN]),
-        **({"not_in_files": ", ".join(lost[:_SHOWN])} if lost else {}),
+        module=", ".join(list(kinds)[:SHOWN]),
+        **({"not_in_files": ", ".join(lost[:SHOWN])} if lost else {}),
         fix="give it a reset_parameters() that sets its parameters and buffers; or model.to_empty(device=...)"
         + (own or " and load values")
         + (f", and set the buffers that no state_dict holds: {lost[0]}, ..." if lost else ""),
@@ -202,21 +200,3 @@ def _empty(slot: Slot, device: torch.device) -> Tensor:
     if slot.model is not None:
         return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
     return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.dtype, device=device)
-
-
-def _filled(memory: Tensor) -> Tensor:
-    """The same memory with the pattern of what nobody has written."""
-    _bytes_of(memory).fill_(_UNWRITTEN)
-    return memory
-
-
-def _is_filled(tensor: Tensor) -> bool:
-    """Whether nobody has written any of it."""
-    own = _bytes_of(tensor)
-    return own.numel() > 0 and bool(own[0] == _UNWRITTEN) and bool((own == _UNWRITTEN).all())
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that begins and ends with it, which other dims may lie in."""
-    memory = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
-    return memory.view(torch.uint8)

@@ -31,7 +31,7 @@ def precision(
 
     The resting parameters keep their dtype and are the masters that the optimizer updates. Gathers move the compute dtype.
     Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their parameter. Floating
-    point inputs of each unit are cast to its compute dtype; buffers are left alone.
+    point inputs of each unit are cast to its compute dtype, also in dataclasses; buffers are left alone.
 
     Communicates: what the placements say, with b the bytes of `compute`. A gradient of a single backward travels in
     `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`.
@@ -40,7 +40,7 @@ def precision(
         module: Any module, transformed or not, in any order.
         compute: Dtype of parameters and inputs in flight.
         reduce: Dtype of gradient sums.
-        output: Floating point outputs of the whole module are cast to this; None leaves them.
+        output: Floating point outputs of the whole module, whatever `where` selects, are cast to this; None leaves them.
         where: Which parameters; only floating point ones are ever cast.
 
     Returns:

@@ -1,5 +1,15 @@
 """The four transforms over a mesh axis, each one requirement joined to what the module already satisfies.
 
+What a rank holds between steps, of Ψ parameters of b bytes over n ranks, and what it sends in a step:
+
+    verb               parameters   gradients               optimizer states   bytes sent
+    replicate          whole        whole                   whole              2 (n - 1)/n Ψ b
+    shard_optimizer    whole        1/n, a whole buffer     1/n                2 (n - 1)/n Ψ b
+    shard_grads        whole        1/n                     1/n                2 (n - 1)/n Ψ b
+    shard_params       1/n          1/n                     1/n                3 (n - 1)/n Ψ b, at most
+
+Each implies those above it. Optimizers see shards of what is sharded: of `rows` rows of a parameter, ceil(rows / n).
+
 [Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
 Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.links`): where the inner axis shards
 parameters, the outer one carries 1/n of them. A transform over a second axis gathers, unit by unit, what the first has cut
@@ -41,32 +51,12 @@ def replicate(
 ) -> M:
     """Trains replicas of a module over one mesh axis (data parallelism, ZeRO stage 0).
 
-    Every rank holds all parameters, gradients and optimizer states; gradients are averaged while backward runs.
+    A parameter rests whole, as a DTensor with placement `Replicate`; so does its gradient, averaged while backward runs.
+    Every rank holds all optimizer states.
 
-    Shapes: a parameter rests whole, as a DTensor with placement `Replicate`; so does its gradient.
+    Communicates a reduce-scatter and an all-gather of gradients: 2 (n - 1)/n Ψ b bytes sent per rank and step.
 
-    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks:
-        reduce-scatter + all-gather of gradients    2 (n - 1)/n Ψ b
-
-    Args:
-        module: Any module. On `meta`, the parameters rest on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
-        units: What is reduced together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
-        where: Which parameters; the others rest as they do in `module`, or replicated.
-        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
-            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
-        donate: Free each parameter as soon as it was copied; `module` can no longer run.
-
-    Returns:
-        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
-        (unless donated).
-
-    Raises:
-        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
-        PlacementError: A parameter is sharded over `mesh` already, by others.
-        UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
-            copied.
+    Args, Returns, Raises: as `shard_params`.
     """
     return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, buffers, donate)
 
@@ -83,37 +73,15 @@ def shard_optimizer(
 ) -> M:
     """Shards the optimizer state of a module over one mesh axis (ZeRO stage 1).
 
-    The resting parameter is this rank's shard, so the states that any torch optimizer makes for it are shards too. The
-    whole parameters stay in memory for compute, gathered again once the step has changed them.
-
-    Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
-        at rest     "s ..."                  a view of the kept whole parameter
-        gradient    "s ..."                  a view of a whole gradient buffer
+    The resting parameter is this rank's shard, so the states that any torch optimizer makes for it are shards too. It is a
+    view of the whole parameter, which stays in memory for compute and is gathered again once the step has changed it. The
+    gradient is a view of a whole gradient buffer.
 
     Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
         reduce-scatter of gradients    (n - 1)/n Ψ b
         all-gather of parameters       (n - 1)/n Ψ b    before a forward, also in evaluation; once in `accumulate`
 
-    Args:
-        module: Any module. On `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
-        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
-        where: Which parameters; the others rest as they do in `module`, or replicated.
-        persist_below: Parameters of fewer bytes rest replicated.
-        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
-            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
-        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
-
-    Returns:
-        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
-        (unless donated).
-
-    Raises:
-        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
-        PlacementError: A parameter is sharded over `mesh` already, by others.
-        UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
-            copied.
+    Args, Returns, Raises: as `shard_params`.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.1 (P_os) and 7.2.1 (volume 2Ψ).
@@ -133,36 +101,9 @@ def shard_grads(
 ) -> M:
     """Shards gradients and optimizer state of a module over one mesh axis (ZeRO stage 2).
 
-    As `shard_optimizer`, but a whole gradient lives only until its unit is reduced. Implies `shard_optimizer`.
+    As `shard_optimizer`, and communicates as that does; but a whole gradient lives only until its unit is reduced.
 
-    Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
-        at rest     "s ..."                  a view of the kept whole parameter
-        gradient    "s ..."
-
-    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
-        reduce-scatter of gradients    (n - 1)/n Ψ b
-        all-gather of parameters       (n - 1)/n Ψ b    before a forward, also in evaluation; once in `accumulate`
-
-    Args:
-        module: Any module. On `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
-        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
-        where: Which parameters; the others rest as they do in `module`, or replicated.
-        persist_below: Parameters of fewer bytes rest replicated.
-        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
-            "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
-        donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
-
-    Returns:
-        A new module with the type, the parameter names and the outputs of `module`. `module` is unchanged and still runs
-        (unless donated).
-
-    Raises:
-        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
-        PlacementError: A parameter is sharded over `mesh` already, by others.
-        UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
-            copied.
+    Args, Returns, Raises: as `shard_params`.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.2 (P_os+g) and 7.2.1 (volume 2Ψ).
@@ -252,5 +193,5 @@ def _join(
         for parameter in selected(shared, where)
     }
     anchors = None if units is None else tuple(anchors_of(module, units))
-    request = Assignment(axis, homes, anchors, buffers=buffers)
+    request = Assignment(over=((axis, homes),), anchors=anchors, buffers=buffers)
     return substitute(module, assignment_of(module).join(request), verb=verb, donate=donate)

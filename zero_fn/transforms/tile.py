@@ -141,7 +141,7 @@ def _whole(parts: list[Tensor], name: str) -> Tensor:
             raise CheckpointError(
                 f"The parts of {name} are shards, and the whole would have to be gathered.",
                 placements=part.placements,
-                fix="get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) of "
+                fix="get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) of "
                 "torch.distributed.checkpoint.state_dict has whole tensors",
             )
     return torch.cat([part._local_tensor if isinstance(part, DTensor) else part for part in parts])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zero_fn.agreement import agree_along, content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_parameters
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
@@ -37,7 +37,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     leave together.
 
     Args:
-        *modules: Transformed modules or modules inside them; the whole unit of each is gathered.
+        *modules: Transformed modules or modules inside them; the whole unit of each is gathered. Parts
+            without parameters are passed over.
         writeback: Put edits back into the resting parameters. Every rank must have made the same edits.
 
     Returns:
@@ -48,17 +49,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    for run in runs_of(*modules, verb="unsharded"):
-        run.recover()
+    runs_of(*with_parameters(modules), verb="unsharded")
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
+    require_idle(units, "unsharded")
     for unit in units:
         unit.readopt()
-        if unit.is_in_use:
-            raise StateError(
-                "unsharded() was called while a unit is in use.",
-                unit=unit.name or "root",
-                fix="open it outside forward, accumulate() and other unsharded() blocks of the same unit",
-            )
     for unit in units:
         unit.expire()
         wholes = unit.at_rest.gather_whole()

@@ -1,0 +1,107 @@
+"""Memory that nobody has written: filled with a pattern when a module on `meta` gets it, and found by that.
+
+[Note: emptied buffers] `to_empty()` gives memory to buffers, too, and those that no state_dict holds, such as the frequencies
+of rotary embeddings, are easily forgotten. It goes through `_apply` of each module. So modules that have buffers on `meta`
+when they are transformed get one that fills such memory; the first forward looks whether somebody wrote it.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_fn.errors import StateError
+
+__all__ = ["SHOWN", "filled", "is_filled", "note_emptied_buffers", "require_written_buffers"]
+
+SHOWN = 8
+"""How many names an error gives at most."""
+
+_UNWRITTEN = 0xFB  # each byte: -2.6e36 in float32, no value that anybody draws
+
+
+def filled(memory: Tensor) -> Tensor:
+    """The same memory with the pattern of what nobody has written."""
+    _bytes_of(memory).fill_(_UNWRITTEN)
+    return memory
+
+
+def is_filled(tensor: Tensor) -> bool:
+    """Whether nobody has written any of it."""
+    own = _bytes_of(tensor)
+    return own.numel() > 0 and bool(own[0] == _UNWRITTEN) and bool((own == _UNWRITTEN).all())
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The memory of a tensor that begins and ends with it, which other dims may lie in."""
+    memory = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
+    return memory.view(torch.uint8)
+
+
+class _Apply:
+    """`_apply` of one module. [Note: emptied buffers]
+
+    Attributes:
+        emptied: Names of the buffers that it gave memory to.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self.emptied: set[str] = set()
+
+    def __call__(self, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None, "a module is called that is gone"
+        before = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
+        type(module)._apply(module, function, recurse)  # type: ignore[no-untyped-call]
+        for name in before:
+            buffer = module._buffers[name]
+            if buffer is not None and not buffer.is_meta:
+                filled(buffer)
+                self.emptied.add(name)
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Apply:
+        twin = memo[id(self)] = _Apply(copy.deepcopy(self._module(), memo))  # type: ignore[arg-type]
+        twin.emptied = set(self.emptied)
+        return twin
+
+
+def note_emptied_buffers(root: nn.Module) -> None:
+    """From now on buffers on `meta`, of a module and of those below it, are noted when they get memory."""
+    for module in root.modules():
+        if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
+            module.__dict__.setdefault("_apply", _Apply(module))
+
+
+def require_written_buffers(root: nn.Module) -> None:
+    """Looks whether buffers that got memory have got values too.
+
+    Raises:
+        StateError: Some have not.
+    """
+    missed = list(_missed(root))
+    if missed:
+        raise StateError(
+            f"to_empty() gave memory to {len(missed)} buffers, and nobody gave them values.",
+            first=", ".join(missed[:SHOWN]),
+            why="what they hold is what was in that memory, and no state_dict has buffers that are not persistent",
+            fix="write them, as the module computes them; or model = zf.materialize(model, device), which calls "
+            "reset_parameters() and the _init_weights() of transformers",
+        )
+    for module in root.modules():
+        if isinstance(found := module.__dict__.get("_apply"), _Apply):
+            found.emptied.clear()
+
+
+def _missed(root: nn.Module) -> Iterator[str]:
+    for name, module in root.named_modules():
+        found = module.__dict__.get("_apply")
+        for attribute, buffer in module._buffers.items() if isinstance(found, _Apply) else ():
+            if attribute in found.emptied and buffer is not None and not buffer.is_meta and is_filled(buffer):
+                yield f"{name}.{attribute}".lstrip(".")
