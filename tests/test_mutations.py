@@ -6,16 +6,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutations.bugs import BUGS, Bug
+from tests.mutations.bugs import BUGS, Bug, planted
 
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_fn"
 
 
-@pytest.mark.parametrize("bug", BUGS, ids=[bug.name for bug in BUGS])
-def test_the_text_of_a_bug_stands_once_in_its_file(bug: Bug) -> None:
-    assert (PACKAGE / bug.file).read_text().count(bug.old) == 1
-    assert bug.new != bug.old
-    assert Path(__file__).resolve().parents[1].joinpath(bug.likely.partition("::")[0]).exists()
+def test_the_text_of_a_bug_stands_once_in_its_function() -> None:
+    for bug in BUGS:
+        path, text = planted(bug, PACKAGE)
+        assert text != path.read_text(), bug.name
+        assert PACKAGE.parent.joinpath(bug.likely.partition("::")[0]).exists(), bug.name
+
+
+@pytest.mark.parametrize(
+    ("where", "old", "complaint"),
+    [
+        ("Unit.reshard", "no such text", "stands 0 times"),
+        ("Unit.no_such_method", "self", "0 functions"),
+        ("__init__", "self", "0 functions"),
+    ],
+)
+def test_a_bug_without_its_place_is_told(where: str, old: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        planted(Bug("a-bug", where, "nothing", old, ""), PACKAGE)
 
 
 def test_bugs_have_names_of_their_own_and_are_many() -> None:

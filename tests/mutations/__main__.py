@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutations.bugs import BUGS, Bug
+from tests.mutations.bugs import BUGS, Bug, planted
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = [
@@ -56,13 +56,13 @@ def main() -> int:
     unknown = set(arguments.only or ()) - {bug.name for bug in BUGS}
     if unknown or not chosen:
         sys.exit(f"no such bug: {', '.join(sorted(unknown))}")
-    print(f"{'bug':<38} {'file':<30} {'seconds':>7}  caught by", flush=True)
+    print(f"{'bug':<38} {'function':<40} {'seconds':>7}  caught by", flush=True)
     with ThreadPoolExecutor(arguments.jobs) as pool:
         verdicts = []
         for verdict in pool.map(lambda bug: _judge(bug, arguments.limit_s, arguments.likely), chosen):
             verdicts.append(verdict)
             caught = verdict.caught_by or f"SURVIVED {verdict.note}".strip()
-            print(f"{verdict.bug.name:<38} {verdict.bug.file:<30} {verdict.seconds:7.1f}  {caught}", flush=True)
+            print(f"{verdict.bug.name:<38} {verdict.bug.where:<40} {verdict.seconds:7.1f}  {caught}", flush=True)
     survivors = [verdict for verdict in verdicts if verdict.caught_by is None]
     print(f"{len(verdicts) - len(survivors)} of {len(verdicts)} bugs were caught")
     for verdict in survivors:
@@ -79,25 +79,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def plant(bug: Bug, root: Path) -> None:
-    """Writes the bug into the copy at `root`.
-
-    Raises:
-        ValueError: The text is not there, or not once.
-    """
-    path = root / "zero_fn" / bug.file
-    text = path.read_text()
-    if text.count(bug.old) != 1:
-        raise ValueError(f"{bug.name}: its text stands {text.count(bug.old)} times in {bug.file}: {bug.old!r}")
-    path.write_text(text.replace(bug.old, bug.new))
-
-
 def _judge(bug: Bug, limit_s: float, only_likely: bool) -> Verdict:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         root = Path(folder)
         _copy(root)
-        plant(bug, root)
+        path, text = planted(bug, root / "zero_fn")
+        path.write_text(text)
         runs = [[bug.likely]] if only_likely else [[bug.likely], ORDER]
         for tests in runs:
             left_s = limit_s - (time.monotonic() - began)
