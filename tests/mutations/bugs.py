@@ -841,7 +841,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "host-collectives-for-a-device",
-        "collectives/__init__.py",
+        "links.py",
         "memory of an accelerator is moved by the collectives of its backend",
         'if axis.device_type == "cpu" else Native',
         "if axis.size else Native",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.collectives import Contribution, Segment
+from zero_fn.collectives.segment import Contribution, Segment
 from zero_fn.errors import StorageError
 from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
