@@ -16,7 +16,6 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "collectives": 1810,
     "deepspeed": 1240,
     "kernels": 1000,
     "local": 1320,
@@ -25,7 +24,8 @@ BUDGET = {
     "storage": 1680,
     "streamed": 2560,
     "transforms": 1680,
-    "": 4990,
+    "transport": 2320,
+    "": 4170,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
 Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote."""

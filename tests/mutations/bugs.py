@@ -106,7 +106,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "sum-in-another-order",
-        "collectives/segment.py",
+        "transport/segment.py",
         "sums in the order of ranks, from 3 ranks on",
         "for rank in sorted(addends)]",
         "for rank in sorted(addends, reverse=True)]",
@@ -130,7 +130,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "missed-wait-for-bytes",
-        "collectives/segment.py",
+        "transport/segment.py",
         "a collective is finished before its bytes are there",
         "        for work, peer in works:",
         "        for work, peer in works[1:]:",
@@ -138,7 +138,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "finish-forgotten",
-        "collectives/segment.py",
+        "transport/segment.py",
         "what a collective does with the bytes",
         "if finish is not None:\n            finish()",
         "if finish is not None and works:\n            finish()",
@@ -146,7 +146,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "last-piece-not-cut",
-        "collectives/segment.py",
+        "transport/segment.py",
         "the piece of the last rank, where rows do not divide",
         "return start, min(self.piece_numel, self.numel - start)",
         "return start, self.piece_numel",
@@ -154,7 +154,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "sum-dtypes-packed-together",
-        "collectives/segment.py",
+        "transport/segment.py",
         "small gradients of one dtype with sums of two",
         "return self.rows.dtype, self.sum_dtype",
         "return self.rows.dtype, torch.float32",
@@ -162,7 +162,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "any-is-all",
-        "collectives/exchange.py",
+        "transport/exchange.py",
         "which gradients exist on some rank",
         "torch.amax(rows, 0, out=bits)",
         "torch.amin(rows, 0, out=bits)",
@@ -170,7 +170,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "own-message-left-out",
-        "collectives/exchange.py",
+        "transport/exchange.py",
         "agreement: the own bits",
         "rows[self._rank] = bits",
         "rows[self._rank] = 0",
@@ -178,7 +178,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "packed-pieces-in-reverse",
-        "collectives/exchange.py",
+        "transport/exchange.py",
         "small pieces over sockets",
         "pieces = [segment.piece(source) for segment in run]",
         "pieces = [segment.piece(source) for segment in reversed(run)]",
@@ -186,7 +186,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "block-freed-early",
-        "collectives/shared.py",
+        "transport/one_host/shared.py",
         "a message that not all peers have read",
         "read_by_all = min(",
         "read_by_all = max(",
@@ -194,7 +194,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "block-freed-at-once",
-        "collectives/shared.py",
+        "transport/one_host/shared.py",
         "a message that nobody has read",
         "        self._numbers[channel] += 1\n",
         "        self._numbers[channel] += 1\n        self.arena.free(start or 0)\n",
@@ -202,7 +202,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "acknowledgement-lost",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "the arena: blocks are never given out again",
         "while count in early:",
         "while count in early and channel:",
@@ -210,7 +210,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "full-arena-forgotten",
-        "collectives/same_host.py",
+        "transport/one_host/same_host.py",
         "messages that find no room in the arena",
         "if not self._has_room:",
         "if False:",
@@ -218,7 +218,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-counted-wrong",
-        "collectives/same_host.py",
+        "transport/one_host/same_host.py",
         "bytes sent against the plan",
         "self.nbytes += sum(",
         "self.nbytes += 2 * sum(",
@@ -226,7 +226,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "blocks-unaligned",
-        "collectives/arena.py",
+        "transport/one_host/arena.py",
         "the alignment of messages",
         "start = max(start, -(-end // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)",
         "start = max(start, end)",
@@ -234,7 +234,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "file-left-open",
-        "collectives/shared.py",
+        "transport/one_host/shared.py",
         "descriptors: every process group leaves one",
         "        arena.close_file()\n",
         "        pass\n",
@@ -242,7 +242,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "native-wrong-divisor",
-        "collectives/native.py",
+        "transport/native.py",
         "the mean over ranks, on other backends than gloo",
         "torch._foreach_div_(sums, self._size)",
         "torch._foreach_div_(sums, max(self._size - 1, 1))",
@@ -250,7 +250,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "native-swapped-rank",
-        "collectives/messages.py",
+        "transport/messages.py",
         "whose piece a rank sends, on other backends than gloo",
         "else rows[rank]",
         "else rows[size - 1 - rank]",
@@ -361,7 +361,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "own-shard-not-copied",
-        "collectives/segment.py",
+        "transport/segment.py",
         "the own part of a gathered parameter",
         "apart = [segment for segment in segments if segment.source is not None]",
         "apart: list[Segment] = []",
@@ -552,7 +552,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "agreement-with-rank-0-only",
-        "agreement.py",
+        "transport/agreement.py",
         "ranks that disagree with a later rank",
         "for rank in range(len(digests)):",
         "for rank in range(2):",
@@ -841,7 +841,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "host-collectives-for-a-device",
-        "links.py",
+        "transport/links.py",
         "memory of an accelerator is moved by the collectives of its backend",
         'if axis.device_type == "cpu" else Native',
         "if axis.size else Native",
@@ -948,7 +948,7 @@ BUGS: tuple[Bug, ...] = (
     # -- ranks that part or are lost --------------------------------------------------------------------------------
     Bug(
         "out-of-step-ignored",
-        "collectives/same_host.py",
+        "transport/one_host/same_host.py",
         "bytes of another collective are used",
         "if mark != self._mark:",
         "if False:",
@@ -956,7 +956,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "deadline-ignored",
-        "collectives/waiting.py",
+        "transport/waiting.py",
         "a stopped rank is waited for until the timeout of the group",
         "work.wait(_limit)",
         "work.wait()",
@@ -964,7 +964,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "farewell-unsent",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "a rank that gave up is found at the deadline only",
         "self._own[self._out + _GONE] = _code_of(failure)",
         "pass",
@@ -972,7 +972,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "mailbox-deadline-ignored",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "a stopped rank is waited for without end",
         "if time.monotonic() >= end_s:",
         "if False:",
@@ -980,7 +980,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "death-unnoticed",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "a killed rank is found at the deadline only",
         "if self._death.poll(0):",
         "if False:",
@@ -988,7 +988,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "last-header-of-the-dead-unread",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "a rank that wrote its message and ended is lost",
         "if loss is not None and not self._receive(number):",
         "if loss is not None:",
@@ -996,7 +996,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "ring-overrun",
-        "collectives/mailbox.py",
+        "transport/one_host/mailbox.py",
         "headers that the peer has not taken are overwritten",
         ">= _SLOTS:\n            self._make_room()",
         "> _SLOTS:\n            self._make_room()",
@@ -1004,7 +1004,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "dropped-messages-kept",
-        "collectives/same_host.py",
+        "transport/one_host/same_host.py",
         "the arena: blocks of a failed model are never given out again",
         "        for source in self._unread:\n",
         "        for source in ():\n",
@@ -1012,7 +1012,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "failure-forgotten",
-        "guarded.py",
+        "transport/guarded.py",
         "collectives go on after a failure",
         "        if history.failure is not None:\n            raise history.failure\n        event",
         "        event",
@@ -1020,7 +1020,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "sizes-not-in-the-mark",
-        "guarded.py",
+        "transport/guarded.py",
         "messages of other lengths are taken",
         "(self._marks[text] ^ check ^ numel * 0x9E3779B1)",
         "(self._marks[text] ^ check)",
@@ -1036,7 +1036,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "comparison-forgotten",
-        "guarded.py",
+        "transport/guarded.py",
         "guard(compare=True) compares nothing",
         "        if _compares:\n",
         "        if False:\n",
@@ -1077,7 +1077,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "second-axis-not-summed",
-        "links.py",
+        "transport/links.py",
         "gradients that the second axis does not cut",
         "yield from self._last_hops([room.segment for room in rooms], what)",
         "yield from self._last_hops([], what)",

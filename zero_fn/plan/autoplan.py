@@ -28,7 +28,6 @@ from torch.optim import AdamW, Optimizer
 from zero_fn.errors import MeshError, StateError, TierError
 from zero_fn.held import Held
 from zero_fn.home import Home
-from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.plan.choices import choices, ordered
 from zero_fn.plan.counted import Moved
@@ -39,6 +38,7 @@ from zero_fn.runtime.entry import units_of
 from zero_fn.streamed import Link
 from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, bytes_text, is_accelerator, nbytes_of_text
 from zero_fn.transforms.offload import offloaded
+from zero_fn.transport.links import Links
 
 __all__ = ["autoplan"]
 

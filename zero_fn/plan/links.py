@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.collectives.segment import Contribution, Segment
 from zero_fn.errors import StorageError
-from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Slab, Spill, chosen_carrier
 from zero_fn.tiers import cpu, is_accelerator, nbytes_of_text, nvme
+from zero_fn.transport.links import Links
+from zero_fn.transport.segment import Contribution, Segment
 
 __all__ = ["LinkSpeeds", "measure_links"]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
-from zero_fn.links import Links
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.gradients import settle
@@ -21,6 +20,7 @@ from zero_fn.runtime.record import Form, Record, record_nbytes, record_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.tiers import Tier
+from zero_fn.transport.links import Links
 
 if TYPE_CHECKING:
     from zero_fn.runtime.slot import Slot

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zero_fn.collectives.segment import Segment
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
@@ -27,6 +26,7 @@ from zero_fn.runtime.hooks import defer_hooks, watch_nodes
 from zero_fn.runtime.on_model_axes import arrived, in_flight
 from zero_fn.runtime.swapped import is_transforming, outside_transforms, whole_value
 from zero_fn.runtime.uncompiled import uncompiled
+from zero_fn.transport.segment import Segment
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
-from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.buffers import Buffers
 from zero_fn.runtime.control import Control
@@ -60,6 +59,7 @@ from zero_fn.schedule import (
     legs,
     prefetch,
 )
+from zero_fn.transport.links import Links
 
 if TYPE_CHECKING:
     from zero_fn.runtime.unit import Unit

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError, StateError, StorageError
 from zero_fn.home import ReshardAfter
-from zero_fn.links import Links, Waits
 from zero_fn.mesh import Axis
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.changes import Changes
@@ -48,6 +47,7 @@ from zero_fn.runtime.swapped import swapped_values
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.tiled import is_tile
+from zero_fn.transport.links import Links, Waits
 
 if TYPE_CHECKING:
     from zero_fn.runtime.step import Step

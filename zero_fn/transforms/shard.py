@@ -1,7 +1,7 @@
 """The four transforms over a mesh axis, each one requirement joined to what the module already satisfies.
 
 [Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
-Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.links`): where the inner axis shards
+Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.transport.links`): where the inner axis shards
 parameters, the outer one carries 1/n of them. A transform over a second axis gathers, unit by unit, what the first has cut
 in another way than both together do.
 
