@@ -21,11 +21,11 @@ BUDGET = {
     "kernels": 1000,
     "local": 1320,
     "plan": 1300,
-    "runtime": 8960,
+    "runtime": 8262,
     "storage": 1680,
     "streamed": 2560,
-    "transforms": 1680,
-    "": 4990,
+    "transforms": 1547,
+    "": 4838,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
 Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote."""
