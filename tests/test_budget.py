@@ -21,16 +21,14 @@ BUDGET = {
     "kernels": 910,
     "local": 545,
     "plan": 1040,
-    "runtime": 8790,
+    "runtime": 8425,
     "storage": 1415,
     "streamed": 2560,
-    "transforms": 1680,
+    "transforms": 1555,
     "transport": 2330,
     "": 4180,
 }
-"""Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
-Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote;
-runtime, where `Step` and `Unit` became classes of one concept each, without a circle."""
+"""Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 
 MOST = 15
 """Attributes, and methods, of one class."""
