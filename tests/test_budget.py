@@ -45,7 +45,6 @@ SHARED_NAMES = {
     "Message": "collectives/messages.py, collectives/same_host.py",
     "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
-    "Row": "describe.py, runtime/refused.py",
     "Shared": "collectives/shared.py, units.py",
 }
 """Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
