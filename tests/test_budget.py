@@ -21,7 +21,7 @@ BUDGET = {
     "kernels": 910,
     "local": 545,
     "plan": 1040,
-    "runtime": 8425,
+    "runtime": 8430,
     "storage": 1415,
     "streamed": 2560,
     "transforms": 1555,
@@ -43,7 +43,6 @@ SHARED_NAMES = {
     "Message": "transport/messages.py, transport/one_host/same_host.py",
     "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
-    "Row": "describe.py, runtime/refused.py",
     "Shared": "transport/one_host/shared.py, units.py",
 }
 """Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
