@@ -19,7 +19,7 @@ BUDGET = {
     "collectives": 1810,
     "deepspeed": 1240,
     "kernels": 1000,
-    "local": 1320,
+    "local": 544,
     "plan": 1300,
     "runtime": 8960,
     "storage": 1680,
