@@ -83,7 +83,8 @@ def test_what_rank_0_prints_appears_as_it_comes(capsys: pytest.CaptureFixture[st
         print("a warning", file=sys.stderr)
 
     launch(chatter, 2)
-    assert capsys.readouterr().out == "\rstep ü of rank 0a warning\n"
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("\rstep ü of rank 0", "a warning\n")
 
 
 def test_an_error_is_raised_with_its_type_while_a_peer_waits_in_a_collective() -> None:

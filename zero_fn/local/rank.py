@@ -39,18 +39,18 @@ class Report:
     """Of an exception: whether it is that of a lost rank, and when. The least is to blame."""
 
 
-def live(connection: Connection, rank: int, n: int, output: str) -> None:
+def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) -> None:
     """Runs functions as one of n ranks, and sends a `Report` on each, until the connection ends.
 
-    A message is a pickled function with its arguments, and whether it is the last one. The file `output` takes what the rank
-    prints and, on SIGUSR1, where it is.
+    A message is a pickled function with its arguments, and whether it is the last one. The files `outputs` take what the
+    rank writes to stdout and to stderr, there on SIGUSR1 where it is.
     """
     global place
     place = rank, n
     os.setpgid(0, 0)  # Ctrl-C reaches the parent only, and what the rank starts can be killed with it
     gc.freeze()  # what the server has imported is never garbage: collections need not look at it
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    for fd in (1, 2):
+    for fd, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
     # By line, which may end with the "\r" of a progress bar.
     sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115

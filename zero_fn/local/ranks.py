@@ -139,7 +139,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
                 for peer in late:
                     peer.ask_where()
                 time.sleep(_STACKS_S)
-                raise blame.hung({peer.rank: peer.output.read() for peer in late}, self.n, timeout_s)
+                raise blame.hung({peer.rank: peer.errors.read() for peer in late}, self.n, timeout_s)
             reports = [answer for _, answer in sorted(answers.items()) if isinstance(answer, Report)]
             return [pickle.loads(report.pickled) for report in reports]
         except BaseException:
@@ -157,6 +157,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         for peer in self._peers:
             peer.connection.close()
             peer.output.close()
+            peer.errors.close()
         self._peers.clear()
         self._shown.clear()
         self._folder.cleanup()
@@ -182,6 +183,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def _show(self) -> None:
         for peer in self._shown:
             print(peer.output.read(), end="", flush=True)  # a notebook has no file that a rank could write
+            print(peer.errors.read(), end="", flush=True, file=sys.stderr)
 
 
 def _ensure_server() -> None:
@@ -207,11 +209,13 @@ class _Peer:
     process: BaseProcess
     pid: int
     connection: Connection
-    output: TextIO  # the file in which it prints, read up to what is shown or belongs to earlier functions
+    output: TextIO  # the file of its stdout, read up to what is shown or belongs to earlier functions
+    errors: TextIO  # that of its stderr
 
     def ask(self, message: tuple[bytes, bool]) -> None:
         """Sends a function, unless the rank is dead, which its process tells. What it has printed is forgotten."""
         self.output.read()
+        self.errors.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
@@ -225,14 +229,14 @@ class _Peer:
         return exit_code
 
     def ask_where(self) -> None:
-        """Has it write its stacks to its output, from which all that comes before is taken."""
-        self.output.read()
+        """Has it write its stacks to its stderr, from which all that comes before is taken."""
+        self.errors.read()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def printed(self) -> str:
         """The last lines that were not read yet, and how the report of a fault in compiled code begins."""
-        before, fatal, stack = self.output.read().partition("Fatal Python error")
+        before, fatal, stack = (self.output.read() + self.errors.read()).partition("Fatal Python error")
         return "\n".join(before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES])
 
     def kill(self) -> None:
@@ -245,10 +249,11 @@ class _Peer:
 
 def _peer(rank: int, n: int, folder: str) -> _Peer:
     context = multiprocessing.get_context("forkserver")
-    output = open(f"{folder}/{rank}.output", "w+", encoding="utf-8", errors="replace", newline="")  # noqa: SIM115
+    names = f"{folder}/{rank}.output", f"{folder}/{rank}.errors"
+    output, errors = (open(name, "w+", encoding="utf-8", errors="replace", newline="") for name in names)  # noqa: SIM115
     ours, theirs = context.Pipe()
-    process = context.Process(target=live, args=(theirs, rank, n, output.name))
+    process = context.Process(target=live, args=(theirs, rank, n, names))
     process.start()
     theirs.close()
     assert process.pid is not None, "it was started"
-    return _Peer(rank, process, process.pid, ours, output)
+    return _Peer(rank, process, process.pid, ours, output, errors)
