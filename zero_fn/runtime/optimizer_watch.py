@@ -10,6 +10,7 @@ cost a dictionary look-up per parameter, and refuse steps that would be silently
     a step with states that another rank had written (`loaded.py`)
     a step after a compiled graph changed buffers that should be those of rank 0
     a step of an optimizer that is not streamed over parameters in another tier
+    a step in a backward, by a hook on the node that accumulates a gradient
     a backward, after the step, of a forward before it (through `Unit.generation`)
 """
 
@@ -37,6 +38,9 @@ from zero_fn.runtime.unit import Unit, unit_of
 __all__ = ["watch_optimizers"]
 
 _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for states that are loaded
+_STEPS_IN_BACKWARD = (
+    "_in_backward_optimizers"  # where `_apply_optimizer_in_backward` of torch puts those of a parameter
+)
 
 _installed: list[Any] = []
 
@@ -61,6 +65,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             unit = unit_of(slot) if slot is not None else None
+            if slot is not None and hasattr(parameter, _STEPS_IN_BACKWARD):
+                raise _on_node(slot)
             if slot is not None and slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
             if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
@@ -86,6 +92,15 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 def _has_local_gradients(unit: Unit) -> bool:
     return unit.shown.leaves is not None or unit.gradients.has_pending()
+
+
+def _on_node(slot: Slot) -> StateError:
+    return StateError(
+        "An optimizer steps in backward by a hook on the node that accumulates a gradient.",
+        parameter=slot,
+        why="the node runs before the gradient is reduced: the step would take that of the backward before",
+        fix="step in p.register_post_accumulate_grad_hook(...), which is called with the reduced gradient",
+    )
 
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
