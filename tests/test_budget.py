@@ -24,7 +24,7 @@ BUDGET = {
     "runtime": 8262,
     "storage": 1680,
     "streamed": 2560,
-    "transforms": 1547,
+    "transforms": 1555,
     "": 4838,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
