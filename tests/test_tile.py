@@ -432,10 +432,10 @@ def test_what_users_put_on_other_parameters_stays_with_the_copy(donate: bool) ->
 def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate: bool) -> None:
     model: Any = Language()
     model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
-    with pytest.raises(zf.LayoutError, match="'head._forward_pre_hooks' is, or holds, a function"):
+    with pytest.raises(zf.LayoutError, match=r"'head._forward_pre_hooks' is, or holds, a function"):
         zf.tile(model, where=TILED, parts=3, donate=donate)
     model = Language()
     weight = model.head.weight
     model.blocks[0].act = lambda x: x * weight.sum()
-    with pytest.raises(zf.PlacementError, match="holds the parameter 'head.weight' itself"):
+    with pytest.raises(zf.PlacementError, match=r"holds the parameter 'head.weight' itself"):
         zf.tile(model, where=TILED, parts=3, donate=donate)
