@@ -413,3 +413,31 @@ def test_a_tiled_model_is_compiled() -> None:
         found.square().sum().backward()
         assert torch.equal(found, expected)
         assert all(torch.equal(whole(p.grad), g) for p, g in zip(model.parameters(), grads, strict=True))
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_what_users_put_on_other_parameters_stays_with_the_copy(donate: bool) -> None:
+    """`copy.deepcopy` of a parameter drops it."""
+    model: Any = Language()
+    seen: list[object] = []
+    weight = model.blocks[0].norm.weight
+    weight.no_decay = True
+    weight.register_hook(lambda grad: seen.append("hook"))
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append("after"))
+    tiled: Any = zf.tile(model, where=TILED, parts=3, donate=donate)
+    tiled(tokens(0)).sum().backward()
+    assert seen == ["hook", "after"]
+    assert tiled.blocks[0].norm.weight.no_decay
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_functions_that_hold_a_part_of_what_is_tiled_are_refused(donate: bool) -> None:
+    model: Any = Language()
+    model.head.register_forward_pre_hook(lambda _, args: args[0] + model.blocks[0].norm.weight)
+    with pytest.raises(zf.LayoutError, match=r"'head._forward_pre_hooks' is, or holds, a function"):
+        zf.tile(model, where=TILED, parts=3, donate=donate)
+    model = Language()
+    weight = model.head.weight
+    model.blocks[0].act = lambda x: x * weight.sum()
+    with pytest.raises(zf.PlacementError, match=r"holds the parameter 'head.weight' itself"):
+        zf.tile(model, where=TILED, parts=3, donate=donate)

@@ -46,7 +46,7 @@ from zero_fn.transport.links import Links
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
 
-__all__ = ["Donated", "assignment_of", "substitute"]
+__all__ = ["Donated", "assignment_of", "carry_over", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -161,7 +161,7 @@ def _substitute(
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.output if not anchor else None)
         for parameter, slot in zip(chosen, unit.slots, strict=True):
-            _carry_over(parameter.parameter, slot.parameter, memo)
+            carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
                 _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
@@ -412,7 +412,7 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
     return type(module).__name__
 
 
-def _carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
+def carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
     """Hooks and attributes that users put on a parameter stay with it."""
     for attribute, value in attributes_of(old).items():
         setattr(new, attribute, value)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zero_fn.captured import refuse_captured
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement
-from zero_fn.substitute import Donated
+from zero_fn.substitute import Donated, carry_over
 from zero_fn.tiled import Tiled, TiledEmbedding, TiledLinear, is_tile
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.units import Shared, shared_parameters
@@ -90,8 +91,15 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     for name, child in chosen.items():
         memo[id(child)] = _tiled(name, child, parts, site, donate=donate)
     for child in chosen.values():
-        _carry_over(child, memo[id(child)], memo)
+        _keep_written(child, memo[id(child)], memo)
     twin: M = copy.deepcopy(module, memo)
+    shared = shared_parameters(module)
+    tiled = {id(parameter) for child in chosen.values() for parameter in child.parameters(recurse=False)}
+    stale = shared if not donate else [each for each in shared if id(each.parameter) in tiled]
+    refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, stale)
+    for each in stale:
+        if id(each.parameter) not in tiled:
+            carry_over(each.parameter, memo[id(each.parameter)], memo)
     if donate:
         module.__dict__["forward"] = Donated(site)
     return twin
@@ -251,7 +259,7 @@ _HOOKS_OF_STATE = (
 )  # fmt: skip
 
 
-def _carry_over(child: nn.Module, made: Tiled, memo: dict[int, Any]) -> None:
+def _keep_written(child: nn.Module, made: Tiled, memo: dict[int, Any]) -> None:
     """What users wrote on the module, and the hooks they gave it, stay with it."""
     for attribute, value in child.__dict__.items():
         if attribute in _HOOKS or attribute not in made.__dict__:
