@@ -17,11 +17,12 @@ from torch import Tensor
 
 from tests import reference
 from tests.ranks import Ranks, axis
-from zero_fn.collectives import Alone, Contribution, Pending, Segment, Transport, transport
+from zero_fn import links
 from zero_fn.collectives import segment as sizes
-from zero_fn.collectives.exchange import Exchange
+from zero_fn.collectives.exchange import Alone, Exchange
 from zero_fn.collectives.native import Native
 from zero_fn.collectives.same_host import SameHost
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Transport
 from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
 from zero_fn.traffic import traffic
@@ -70,7 +71,7 @@ def open_transport(kind: str) -> Transport:
     own = mesh_axis(axis(), verb="test")
     kinds: dict[str, type[Exchange | Native]] = {"shared": SameHost, "sockets": Exchange, "native": Native}
     chosen = kinds[kind](own.group, own.rank, own.size)
-    assert kind != "shared" or type(transport(own)) is SameHost
+    assert kind != "shared" or type(links.open_transport(own)) is SameHost
     return chosen
 
 
@@ -394,15 +395,15 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        links = Links([mesh_axis(axis(), verb="test")])
+        own = Links([mesh_axis(axis(), verb="test")])
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
-            links.all_gather([segment], "a test").wait()
+            own.all_gather([segment], "a test").wait()
             contribution = Contribution(
                 segment.whole, segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
             )
-            links.reduce_scatter([contribution], "a test").wait()
-            links.exchange(torch.zeros(16, dtype=torch.uint8))
+            own.reduce_scatter([contribution], "a test").wait()
+            own.exchange(torch.zeros(16, dtype=torch.uint8))
             assert counted.by_axis == {"dp": counted.nbytes}
         return dict(counted.by_collective)
 

@@ -27,7 +27,7 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.agreement import agree
-from zero_fn.collectives import Pending, Transport
+from zero_fn.collectives.segment import Pending, Transport
 from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
 from zero_fn.mesh import Axis

@@ -41,7 +41,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
-from zero_fn.collectives import Pending
+from zero_fn.collectives.segment import Pending
 from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
@@ -990,7 +990,7 @@ def step_that_failed_on_another_rank() -> object:
         axis = dataclasses.replace(mesh_axis(mesh, verb="test"), size=2)
         patch.setattr("zero_fn.runtime.everywhere._meshes", lambda _: [mesh])
         patch.setattr("zero_fn.runtime.everywhere.mesh_axis", lambda *_, **__: axis)
-        patch.setattr("zero_fn.links.transport", lambda _: Peer())
+        patch.setattr("zero_fn.links.open_transport", lambda _: Peer())
         return zf.streamed(stepped()[1], zf.cpu())
 
 

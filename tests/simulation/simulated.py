@@ -29,9 +29,10 @@ from tests.simulation.turns import RankKilled, Turns
 from tests.simulation.wires import Fault, Timing, Wires
 from tests.simulation.world import own_world, worlds_by_thread
 from zero_fn import guarded
-from zero_fn.collectives import BY_BACKEND, Transport
 from zero_fn.collectives.exchange import Exchange
 from zero_fn.collectives.native import Native
+from zero_fn.collectives.segment import Transport
+from zero_fn.links import BY_BACKEND
 
 __all__ = ["Case", "Desync", "Outcome", "Report", "Simulated", "axis"]
 

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Pending, Segment, Transport
+from zero_fn.collectives.segment import Contribution, Pending, Segment, Transport
 from zero_fn.collectives.waiting import Failure
 
 __all__ = ["Recorded", "Traces"]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.collectives import Contribution, Segment
+from zero_fn.collectives.segment import Contribution, Segment
 from zero_fn.errors import StorageError
 from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis

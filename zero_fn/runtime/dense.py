@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from zero_fn.collectives import PACKED_NBYTES
+from zero_fn.collectives.segment import PACKED_NBYTES
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.slot import Slot
 

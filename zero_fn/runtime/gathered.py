@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Segment
+from zero_fn.collectives.segment import Segment
 from zero_fn.links import Links
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group, Groups

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Contributions
+from zero_fn.collectives.segment import Contribution, Contributions
 from zero_fn.errors import PlacementError
 from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone

@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from zero_fn.agreement import agree, content_digest
-from zero_fn.collectives import Segment
+from zero_fn.collectives.segment import Segment
 from zero_fn.errors import StorageError, TierError
 from zero_fn.links import Links
 from zero_fn.runtime.entry import units_of

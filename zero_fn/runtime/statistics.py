@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from zero_fn.agreement import agree, content_digest, differ
-from zero_fn.collectives import Segment
+from zero_fn.collectives.segment import Segment
 from zero_fn.links import Links
 
 __all__ = ["Statistics"]
