@@ -17,15 +17,15 @@ from torch import Tensor
 
 from tests import reference
 from tests.ranks import Ranks, axis
-from zero_fn import links
-from zero_fn.collectives import segment as sizes
-from zero_fn.collectives.exchange import Alone, Exchange
-from zero_fn.collectives.native import Native
-from zero_fn.collectives.same_host import SameHost
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Transport
-from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
-from zero_fn.traffic import traffic
+from zero_fn.transport import links
+from zero_fn.transport import segment as sizes
+from zero_fn.transport.exchange import Alone, Exchange
+from zero_fn.transport.links import Links
+from zero_fn.transport.native import Native
+from zero_fn.transport.one_host.same_host import SameHost
+from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
+from zero_fn.transport.traffic import traffic
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -296,7 +296,7 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
 @pytest.mark.parametrize("n", [2, 3])
 def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) -> None:
     def without_room() -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
-        from zero_fn.collectives.arena import Arena
+        from zero_fn.transport.one_host.arena import Arena
 
         allocate = Arena.allocate
         Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign, assignment]

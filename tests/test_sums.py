@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Sum
+from zero_fn.transport.segment import Contribution, Sum
 
 SIZE = 4
 

@@ -384,11 +384,11 @@ def test_deepcopy_keeps_what_the_memo_names() -> None:
     assert twin.bias is not linear.bias
 
 
-# -- waiting (collectives/waiting.py, guarded.py) ----------------------------------------------------------------------
+# -- waiting (transport/waiting.py, guarded.py) ------------------------------------------------------------------------
 
 
 def test_gloo_waits_no_longer_than_it_is_told_and_says_so() -> None:
-    """`zero_fn.collectives.waiting` tells a late peer from a lost one by these words."""
+    """`zero_fn.transport.waiting` tells a late peer from a lost one by these words."""
 
     def words() -> tuple[str, float]:
         group = c10d._get_default_group()

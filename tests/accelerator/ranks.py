@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import Net, adamw, all_away, batches, net, trained
-from zero_fn.collectives.native import Native
-from zero_fn.links import open_transport
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.mesh import mesh_axis
 from zero_fn.tiers import Tier
+from zero_fn.transport.links import open_transport
+from zero_fn.transport.native import Native
 
 __all__ = ["CASES"]
 

@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.exchange import Alone
-from zero_fn.collectives.native import Native
-from zero_fn.collectives.same_host import SameHost
-from zero_fn.collectives.segment import Contribution, Contributions, Pending, Route, Segment, Transport
 from zero_fn.errors import DisagreementError, LostRankError
-from zero_fn.guarded import Guarded, Watched
 from zero_fn.mesh import Axis
+from zero_fn.transport.exchange import Alone
+from zero_fn.transport.guarded import Guarded, Watched
+from zero_fn.transport.native import Native
+from zero_fn.transport.one_host.same_host import SameHost
+from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
 
 __all__ = ["BY_BACKEND", "Links", "Waits", "open_transport"]
 
