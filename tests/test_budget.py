@@ -42,7 +42,6 @@ WIDE = {
 """Classes above that, each with a reason. HOUSE.md allows five."""
 
 SHARED_NAMES = {
-    "Message": "transport/messages.py, transport/one_host/same_host.py",
     "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
     "Row": "describe.py, runtime/refused.py",
