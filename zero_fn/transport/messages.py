@@ -43,13 +43,13 @@ class Gathering(list[Segment]):
             rows = segment.by_rank(size)
             # Of an even piece the backend itself writes this rank's into `whole`.
             self.apart.append((segment, rows.view(-1), segment.own(rank) if rests_apart else rows[rank]))
-        self.packs = [_Message(run, rank, size) for run in together.values()]
+        self.packs = [_Pack(run, rank, size) for run in together.values()]
         self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
         dtypes = {segment.kind for segment in segments}
         self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
 
 
-class _Message:
+class _Pack:
     """Segments that are gathered in one message. It has memory from the all-gather until its pieces are in their places.
 
     Attributes:
