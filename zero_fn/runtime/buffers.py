@@ -52,7 +52,7 @@ class Buffers:
         self._anchors.append(weakref.ref(anchor))
 
     def begin(self, device: torch.device) -> None:
-        """The first forward: finds the buffers, compares their layout over ranks and sends them where values differ.
+        """The first forward, and the first after loading: finds the buffers, compares their layout over ranks and sends them where values differ.
 
         Communicates 32 bytes to each peer if there are buffers.
 
@@ -65,7 +65,6 @@ class Buffers:
             if anchor is not None:
                 found.update((id(module), module) for module in anchor.modules() if _buffers(module))
         self._owners = [weakref.ref(module) for module in found.values()]
-        self._anchors = []
         self._changed = [False] * len(self._owners)
         self._due = [False] * len(self._owners)
         self._seen = [_version(owner()) for owner in self._owners]
