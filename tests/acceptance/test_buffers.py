@@ -285,7 +285,7 @@ def test_g15_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
 
 
 def test_g15_buffers_are_those_of_rank_0_also_after_loading(ranks: Ranks) -> None:
-    """The first forward after `load_state_dict` looked for buffers anew, and found none: ranks kept their own from then on."""
+    """The first forward after `load_state_dict` looked for buffers anew, and found none: ranks kept their own."""
 
     def case() -> Tensor:
         torch.manual_seed(0)

@@ -52,7 +52,8 @@ class Buffers:
         self._anchors.append(weakref.ref(anchor))
 
     def begin(self, device: torch.device) -> None:
-        """The first forward, and the first after loading: finds the buffers, compares their layout over ranks and sends them where values differ.
+        """The first forward, and the first after loading: finds the buffers, compares their layout over ranks and sends
+        them where values differ.
 
         Communicates 32 bytes to each peer if there are buffers.
 

@@ -1,0 +1,51 @@
+"""One message of each rank to every rank, on a group of its own: what ranks agree by that are not training."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero_fn.errors import LostRankError
+
+__all__ = ["meet", "meeting_group"]
+
+_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def meeting_group() -> dist.ProcessGroup | None:
+    """A group of all ranks that nothing else uses, so that a thread may wait in it; None of one rank alone. Made at first
+    use, which all ranks have to take part in."""
+    world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if world is None or world.size() == 1:
+        return None
+    if world not in _groups:
+        backend = dist.get_backend(world)
+        _groups[world] = dist.new_group(backend="gloo" if dist.is_gloo_available() and backend == "nccl" else backend)
+    return _groups[world]
+
+
+def meet(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
+    """The messages of all ranks, one row each: a collective, that waits.
+
+    Args:
+        group: What `meeting_group` returned.
+        message: uint8 in memory of the host, of one length on all ranks.
+        seconds: How long to wait for the others.
+
+    Raises:
+        LostRankError: A rank has ended, or did not come.
+    """
+    rows = message.repeat(group.size(), 1)
+    try:
+        work = dist.all_gather_into_tensor(rows.view(-1), message, group=group, async_op=True)
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise LostRankError(
+            "Ranks that save or load a checkpoint have lost one of them.",
+            why=str(error).splitlines()[0],
+            fix="call save and load on every rank; see what the others say, and start all again from the last checkpoint",
+        ) from error
+    return rows
