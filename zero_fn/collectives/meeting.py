@@ -40,7 +40,8 @@ def meet(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
     """
     rows = message.repeat(group.size(), 1)
     try:
-        work = dist.all_gather_into_tensor(rows.view(-1), message, group=group, async_op=True)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
+        work = gather(rows.view(-1), message, group=group, async_op=True)
         work.wait(timedelta(seconds=seconds))
     except RuntimeError as error:
         raise LostRankError(
