@@ -118,7 +118,10 @@ class Piece:
         digests = entry["xxh3"]
         box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
-        return Piece(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
+        found = Piece(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
+        if len(each) != -(-found.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{name} has {len(each)} digests")
+        return found
 
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:

@@ -126,10 +126,14 @@ def newest(folder: Path) -> Path:
     """The checkpoint that was committed last.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: There is none; or one is damaged, which may be the newest.
         StorageError: The folder cannot be read.
     """
     found = checkpoints(folder)
+    for checkpoint in found:
+        if not checkpoint.is_complete and not checkpoint.path.name.endswith(_LEFT):
+            for file in (MANIFEST, *map(part_name, range(checkpoint.ranks))):
+                read_json(checkpoint.path / file)
     complete = [checkpoint for checkpoint in found if checkpoint.is_complete]
     if not complete:
         raise CheckpointError(

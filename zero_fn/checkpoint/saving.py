@@ -27,6 +27,7 @@ from zero_fn.checkpoint.files import Piece, TensorFile, require_dtype, write_jso
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, prune, tensors_name
 from zero_fn.checkpoint.leaves import Leaf, Named, Window, leaves_of_groups, named_tensors, options_of, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
+from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together, digest_of
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
@@ -302,11 +303,11 @@ def _begun(
     except BaseException:
         draft.drop()
         raise
+    is_of_one_kind = all(row.kind == rows[0].kind for row in rows)
     alike = [rank for rank, row in enumerate(rows) if row.kind == digest_of(names)]
     kind = (alike.index(together.rank), len(alike))
-    writing = _Writing(
-        together, draft, plan, _shared_out(plan, kind), rows[0].text, lambda: prune(target, keep, keep_every)
-    )
+    own, save_id = _shared_out(plan, kind), rows[0].text
+    writing = _Writing(together, draft, plan, own, save_id, is_of_one_kind, lambda: prune(target, keep, keep_every))
     writing.attempt(writing.open)
     writing.attempt(writing.write_away)
     if copies:
@@ -350,6 +351,7 @@ class _Writing:
         plan: What this rank has.
         own: What it writes of that, by kind and file.
         id: Of this save.
+        is_of_one_kind: Whether all ranks have tensors of the same names.
         prune: What to do after the commit, on rank 0.
         failure: What went wrong on this rank: the others hear of it when they meet.
     """
@@ -359,6 +361,7 @@ class _Writing:
     plan: _Plan
     own: dict[str, list[list[_Own]]]
     id: str
+    is_of_one_kind: bool
     prune: Callable[[], None]
     failure: Exception | None = None
     files: dict[str, list[TensorFile]] = field(default_factory=lambda: defaultdict(list))
@@ -480,4 +483,6 @@ class _Writing:
                 "made_by": {"torch": torch.__version__, "python": platform.python_version()},
             },
         )
+        if not self.is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
+            Source(self.draft.path, lambda name: name)
         self.draft.commit()

@@ -82,7 +82,7 @@ class Source:
                     self.options.setdefault(rename(name), (rank, group["options"]))
             for name, value in part.get("values", {}).items():
                 self._values.setdefault(rename(name), (rank, value))
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise damaged(self.path / part_name(rank), why=f"it says what no version has said: {error!r}") from error
 
     def _add(self, kind: str, rename: Callable[[str], str], piece: Piece) -> None:
