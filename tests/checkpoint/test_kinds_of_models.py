@@ -178,7 +178,7 @@ BUFFER = 64 << 20
 
 
 def _peaks(where: str, folder: str) -> tuple[int, int]:
-    """By how many bytes a save and a load make the memory of a process grow, of 128 MiB of parameters and as many of states."""
+    """By how many bytes a save and a load make a process grow, of 128 MiB of parameters and as many states."""
     torch.set_num_threads(1)
     with alone() as mesh:
         model: nn.Module = nn.Sequential(*(nn.Linear(2048, 4096, bias=False) for _ in range(4)))
@@ -206,3 +206,21 @@ def test_no_more_than_a_buffer_beside_what_rests(where: str, tmp_path: Path) -> 
     saving, loading = in_new_process(_peaks, where, str(tmp_path))
     assert saving < 1.25 * BUFFER
     assert loading < 2.25 * BUFFER
+
+
+def _tiled_and_streamed(folder: Path) -> bool:
+    seed_generator(0)
+    model = zf.tile(nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3)), parts=3, where="0.*")
+    model = zf.zero3(model, axis())
+    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(str(folder)))
+    _trained(model, optimizer, 0)
+    zf.save(folder / "tiled", model, optimizer)
+    expected = [full(states["exp_avg"]) for states in optimizer.state_dict()["state"].values()]
+    _trained(model, optimizer, 1)
+    zf.load(folder / "tiled", model, optimizer)
+    found = [full(states["exp_avg"]) for states in optimizer.state_dict()["state"].values()]
+    return all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_states_of_tiles_are_streamed(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_tiled_and_streamed, tmp_path) == [True, True]

@@ -170,13 +170,11 @@ class Named:
         leaves: One for each. Tiles of one tensor have one name.
         parameters: The same by the identity of the tensor: what optimizers hold.
         aliases: Further names of tied parameters, and the names they are saved by.
-        own_states: What modules say of themselves (`get_extra_state`), by name.
     """
 
     leaves: list[Leaf]
     parameters: dict[int, Leaf]
     aliases: dict[str, str]
-    own_states: dict[str, nn.Module]
 
 
 def name_in_file(name: str) -> str:
@@ -190,7 +188,7 @@ def named_tensors(module: nn.Module, where: Where) -> Named:
     Raises:
         CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files lack.
     """
-    found = Named([], {}, {}, {})
+    found = Named([], {}, {})
     tiles: dict[str, tuple[str, int, Tiled]] = {}
     known: dict[int, str] = {}
     seen: set[int] = set()
@@ -221,14 +219,12 @@ def named_tensors(module: nn.Module, where: Where) -> Named:
             found.leaves.append(leaf)
             found.parameters[id(tensor)] = leaf
     for key in sorted(keys):
-        prefix, _, last = key.rpartition(".")
-        if last != "_extra_state":
-            raise CheckpointError(
-                f"{type(module.get_submodule(prefix)).__name__} writes {key!r} into its state_dict in its own way.",
-                why="a checkpoint has parameters and buffers under their names, and would lose it",
-                fix="leave the module to torch.distributed.checkpoint, or register a buffer for what it adds",
-            )
-        found.own_states[name_in_file(key)] = module.get_submodule(prefix)
+        owner = module.get_submodule(key.rpartition(".")[0])
+        raise CheckpointError(
+            f"{type(owner).__name__} writes {key!r} into its state_dict in its own way.",
+            why="a checkpoint has parameters and buffers under their names, and would lose it",
+            fix="register a buffer for what it adds, or save its state_dict as extra=",
+        )
     return found
 
 

@@ -97,7 +97,7 @@ def load(
             "verify or only names nothing.", verify=verify, only=only, fix='verify="first", only=("model", "optimizer")'
         )
     together = Together()
-    path, named, chosen, failure = Path(os.path.abspath(folder)), Named([], {}, {}, {}), "", None
+    path, named, chosen, failure = Path(os.path.abspath(folder)), Named([], {}, {}), "", None
     try:
         if model is not None:
             named = named_tensors(model, where)
@@ -179,7 +179,6 @@ class _Fit:
         states: States of an optimizer in memory, by parameter.
         chunks: Of a streamed one, by the identity of the parameter: its leaf, dtypes of states by name, and others.
         options: Options of groups, in their order.
-        own_states: What modules said of themselves, by name.
         objects: What to load values of `extra` into.
         values: Those values.
         wrong: What does not fit, in words.
@@ -192,7 +191,6 @@ class _Fit:
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     chunks: dict[int, tuple[Leaf, dict[str, torch.dtype], dict[str, Any]]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
-    own_states: dict[str, Any] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -209,19 +207,6 @@ class _Fit:
         if self.model is not None:
             for leaf in self.named.leaves:
                 self._match_leaf(source, ("model", self._name_of(source, leaf.name)), leaf, is_strict=is_strict)
-            for name in self.named.own_states:
-                found = next(
-                    (
-                        (r, p["own_states"][name])
-                        for r, p in _own_first(source, together)
-                        if name in p.get("own_states", {})
-                    ),
-                    None,
-                )
-                if found is not None:
-                    self.own_states[name] = source.value(*found)
-                elif is_strict:
-                    self.wrong.append(f"{name}: not in the checkpoint")
         if self.optimizer is not None:
             self._match_optimizer(source, self.optimizer, is_strict=is_strict)
         if extra is not None:
@@ -414,8 +399,6 @@ class _Fit:
                         torch.autograd.graph.increment_version(room)  # it was written behind the back of torch
         if self.optimizer is not None:
             self._put_states(source, self.optimizer)
-        for name, value in self.own_states.items():
-            self.named.own_states[name].set_extra_state(value)
         if self.model is not None:
             _tell(self.model)
         for name, taker in self.objects.items():
@@ -440,12 +423,6 @@ class _Fit:
                 values.copy_(read)
 
         fill_states(optimizer, lambda parameter: self.chunks.get(id(parameter), (None, {}, {}))[1:], fill)
-
-
-def _own_first(source: Source, together: Together) -> list[tuple[int, dict[str, Any]]]:
-    """What ranks say, that of this one first where as many have saved as load."""
-    own = together.rank if source.ranks == together.size else 0
-    return [(rank % source.ranks, source.parts[rank % source.ranks]) for rank in range(own, own + source.ranks)]
 
 
 def _tell(model: nn.Module) -> None:

@@ -181,24 +181,22 @@ class _Plan:
         leaves: Tensors, by kind.
         says: What its part of the manifest says beside them.
         streamed: The optimizer whose states come by themselves.
-        names: Of each parameter by its identity, for those.
+        chunks: Those of each parameter, by its identity and the name of the state.
     """
 
     leaves: dict[str, list[Leaf]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     says: dict[str, Any] = field(default_factory=dict)
     streamed: Streamed | None = None
-    names: dict[int, str] = field(default_factory=dict)
+    chunks: dict[tuple[int, str], Leaf] = field(default_factory=dict)
 
 
 def _planned(model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> _Plan:
     plan = _Plan()
     tensors: dict[str, Tensor] = {}
-    named = Named([], {}, {}, {})
+    named = Named([], {}, {})
     if model is not None:
         named = named_tensors(model, where)
         plan.leaves["model"] = named.leaves
-        states = {name: module.get_extra_state() for name, module in named.own_states.items()}
-        plan.says["own_states"] = encoded(states, "get_extra_state()", tensors)
         plan.says["aliases"] = named.aliases
         plan.says["homes"] = _homes(model, named)
     if optimizer is not None:
@@ -233,13 +231,14 @@ def _add_states(plan: _Plan, optimizer: Optimizer, named: Named, tensors: dict[s
         options = encoded(options_of(group), f"optimizer.param_groups[{number}]", tensors)
         says.append({"params": [leaf.name for leaf in leaves], "options": options})
         for parameter, own in zip(group["params"], leaves, strict=True):
-            plan.names[id(parameter)] = own.name
             dtypes: dict[str, torch.dtype] = {}
             if plan.streamed is None:
                 states = dict(optimizer.state.get(parameter, {}))
             else:
                 dtypes, states = chunks.get(id(parameter), ({}, {}))
-            found: list[Leaf | None] = [leaf_in_chunks(own, name, dtype) for name, dtype in dtypes.items()]
+            here = {(id(parameter), name): leaf_in_chunks(own, name, dtype) for name, dtype in dtypes.items()}
+            plan.chunks |= here
+            found: list[Leaf | None] = list(here.values())
             for name, value in states.items():
                 if isinstance(value, Tensor):
                     found.append(state_leaf(name, value, parameter, own))
@@ -270,6 +269,11 @@ class _Own:
     first: int
     file: TensorFile | None = None
     copy: Tensor | None = None
+
+    def append(self, values: Tensor) -> None:
+        """Writes the next elements."""
+        assert self.file is not None, "no file was made"
+        self.file.append(self.piece, values)
 
 
 def _begun(
@@ -308,10 +312,7 @@ def _begun(
     kind = (alike.index(together.rank), len(alike))
     own, save_id = _shared_out(plan, kind), rows[0].text
     writing = _Writing(together, draft, plan, own, save_id, is_of_one_kind, lambda: prune(target, keep, keep_every))
-    writing.attempt(writing.open)
-    writing.attempt(writing.write_away)
-    if copies:
-        writing.attempt(writing.copy)
+    writing.attempt(lambda: writing.begin(copies=copies))
     return writing
 
 
@@ -375,8 +376,8 @@ class _Writing:
             except Exception as error:
                 self.failure = error
 
-    def open(self) -> None:
-        """Makes the files of this rank."""
+    def begin(self, *, copies: bool) -> None:
+        """Makes the files, and writes everything; or, of what is in memory, copies it to the host."""
         for kind, files in self.own.items():
             for number, each in enumerate(files):
                 path = self.draft.path / tensors_name(kind, self.together.rank, number)
@@ -384,44 +385,41 @@ class _Writing:
                 self.files[kind].append(file)
                 for one in each:
                     one.file = file
-
-    def write_away(self) -> None:
-        """Writes what does not rest in memory, from its tier."""
+        copied = []
         with Window() as window:
             for one in self._each():
-                if one.leaf.is_away:
+                if copies and one.leaf.local is not None and not one.leaf.is_away:
+                    copied.append(one)
+                elif one.leaf.local is not None:
                     self._write(one, window)
-        optimizer = self.plan.streamed
-        if optimizer is None:
-            return
-        owns: dict[str, list[_Own]] = defaultdict(list)
-        for one in self._each():
-            if one.leaf.local is None:
-                owns[one.piece.name].append(one)
+        if self.plan.streamed is not None:
+            self._write_chunks(self.plan.streamed)
+        self._copy(copied)
+
+    def _write_chunks(self, optimizer: Streamed) -> None:
+        by_leaf = {id(one.leaf): one for one in self._each()}
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
-            for one in owns[f"{self.plan.names[id(parameter)]}/{name}"]:
-                low = max(first, one.first)
-                high = min(first + values.numel(), one.first + one.piece.box.numel)
-                if low < high and one.file is not None:
-                    one.file.append(one.piece, values[low - first : high - first])
+            one = by_leaf.get(id(self.plan.chunks[id(parameter), name]))
+            if one is None:  # another rank writes it
+                return
+            low, high = max(first, one.first), min(first + values.numel(), one.first + one.piece.box.numel)
+            if low < high:
+                one.append(values[low - first : high - first])
 
         each_state(optimizer, take)
 
-    def copy(self) -> None:
-        """Copies what rests in memory to the host."""
-        here = [one for one in self._each() if one.leaf.local is not None and not one.leaf.is_away]
-        sizes = [-(-one.piece.nbytes // 64) * 64 for one in here]
-        is_on_device = any(one.leaf.local is not None and one.leaf.local.device.type != "cpu" for one in here)
+    def _copy(self, owns: list[_Own]) -> None:
+        sizes = [-(-one.piece.nbytes // 64) * 64 for one in owns]
+        is_on_device = any(one.leaf.local is not None and one.leaf.local.device.type != "cpu" for one in owns)
         memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_on_device)
-        window = Window()
-        for one, part in zip(here, torch.split(memory, sizes), strict=True):
+        for one, part in zip(owns, torch.split(memory, sizes), strict=True):
             one.copy = part[: one.piece.nbytes].view(one.piece.dtype)
             local, count = one.leaf.local, one.piece.box.numel
             if local is not None and local.is_contiguous() and local.device.type != "cpu":
                 one.copy.copy_(local.view(-1)[one.first : one.first + count], non_blocking=True)
             else:
-                one.copy.copy_(one.leaf.read(one.first, one.first + count, window))
+                one.copy.copy_(one.leaf.read(one.first, one.first + count, Window()))
         if is_on_device:
             torch.accelerator.synchronize()
 
@@ -454,19 +452,13 @@ class _Writing:
         return [one for files in self.own.values() for each in files for one in each]
 
     def _write(self, one: _Own, window: Window) -> None:
-        assert one.file is not None
-        most = BUFFER_NBYTES // one.piece.dtype.itemsize
-        for first, last in ranges(one.piece.box.sizes, most):
-            if one.copy is not None:
-                one.file.append(one.piece, one.copy[first:last])
-            else:
-                one.file.append(one.piece, one.leaf.read(one.first + first, one.first + last, window))
+        for first, last in ranges(one.piece.box.sizes, BUFFER_NBYTES // one.piece.dtype.itemsize):
+            one.append(one.leaf.read(one.first + first, one.first + last, window))
 
     def _write_rest(self) -> None:
-        with Window() as window:
-            for one in self._each():
-                if one.leaf.local is not None and not one.leaf.is_away:
-                    self._write(one, window)
+        for one in self._each():
+            if one.copy is not None:
+                one.append(one.copy)
         files = {kind: [file.finish() for file in files] for kind, files in self.files.items()}
         says = {"id": self.id, "rank": self.together.rank, "files": files, **self.plan.says}
         write_json(self.draft.path / part_name(self.together.rank), says)
