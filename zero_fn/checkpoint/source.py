@@ -82,6 +82,8 @@ class Source:
                     self.options.setdefault(rename(name), (rank, group["options"]))
             for name, value in part.get("values", {}).items():
                 self._values.setdefault(rename(name), (rank, value))
+        except CheckpointError:
+            raise
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise damaged(self.path / part_name(rank), why=f"it says what no version has said: {error!r}") from error
 
