@@ -27,6 +27,8 @@ class Run:
         model: nn.Module = nn.Sequential(Tower(dropout=0.2), nn.BatchNorm1d(WIDTH)).to(dtype)
         if stage == "away":
             model = zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.nvme(path))
+        elif stage == "local buffers":
+            model = zf.zero3(model, axis(), buffers="local")
         else:
             model = STAGES[stage](model, axis())
         self.model, self.dtype = model, dtype
@@ -98,6 +100,7 @@ def _resumed(folder: str, stage: str, dtype: torch.dtype) -> dict[str, Tensor]:
         ("away", 2, torch.float32, "sync"),
         ("away", 3, torch.float32, "async"),
         ("zero3", 1, torch.float32, "async"),
+        ("local buffers", 2, torch.float32, "async"),
     ],
 )
 def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(

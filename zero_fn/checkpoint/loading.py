@@ -179,6 +179,7 @@ class _Fit:
         states: States of an optimizer in memory, by parameter.
         chunks: Of a streamed one, by the identity of the parameter: its leaf, dtypes of states by name, and others.
         options: Options of groups, in their order.
+        buffers: Those that each rank has saved for itself, by name.
         objects: What to load values of `extra` into.
         values: Those values.
         wrong: What does not fit, in words.
@@ -191,6 +192,7 @@ class _Fit:
     states: dict[Tensor, dict[str, Any]] = field(default_factory=dict)
     chunks: dict[int, tuple[Leaf, dict[str, torch.dtype], dict[str, Any]]] = field(default_factory=dict)
     options: list[dict[str, Any]] = field(default_factory=list)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
@@ -207,6 +209,9 @@ class _Fit:
         if self.model is not None:
             for leaf in self.named.leaves:
                 self._match_leaf(source, ("model", self._name_of(source, leaf.name)), leaf, is_strict=is_strict)
+            if source.ranks == together.size:  # of buffers="local"
+                own = source.parts[together.rank].get("buffers", {})
+                self.buffers = {name: source.value(together.rank, value) for name, value in own.items()}
         if self.optimizer is not None:
             self._match_optimizer(source, self.optimizer, is_strict=is_strict)
         if extra is not None:
@@ -397,6 +402,9 @@ class _Fit:
                         leaf.write(first, values, window)
                     else:
                         torch.autograd.graph.increment_version(room)  # it was written behind the back of torch
+        for leaf in self.named.leaves:
+            if leaf.local is not None and leaf.name in self.buffers:
+                leaf.local.copy_(self.buffers[leaf.name])
         if self.optimizer is not None:
             self._put_states(source, self.optimizer)
         if self.model is not None:

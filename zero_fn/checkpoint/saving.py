@@ -31,6 +31,7 @@ from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together, digest_of
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
+from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where
@@ -199,6 +200,9 @@ def _planned(model: nn.Module | None, optimizer: Optimizer | None, extra: Mappin
         plan.leaves["model"] = named.leaves
         plan.says["aliases"] = named.aliases
         plan.says["homes"] = _homes(model, named)
+        if any(unit.step.assignment.buffers == "local" for unit in units_of(model)):
+            own = {leaf.name: leaf.local for leaf in named.leaves if leaf.is_buffer and leaf.place.alike is None}
+            plan.says["buffers"] = encoded(own, "buffers", tensors)
     if optimizer is not None:
         _add_states(plan, optimizer, named, tensors)
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
