@@ -198,13 +198,13 @@ class TensorFile:
             StorageError: The disk refused.
         """
         view, written, hasher = bytes_of(values), self._written[piece.name], self._hashers[piece.name]
-        with disk(self._path, f"Writing {piece.name}"):
-            _write(self._fd, view, self._begin + piece.offset + written)
-        while view:
+        while view:  # block by block, so that a block is in the cache of the processor when it is written
             part = view[: BLOCK_NBYTES - written % BLOCK_NBYTES]
-            hasher.update(part)
-            written += len(part)
             view = view[len(part) :]
+            hasher.update(part)
+            with disk(self._path, f"Writing {piece.name}"):
+                _write(self._fd, part, self._begin + piece.offset + written)
+            written += len(part)
             if written % BLOCK_NBYTES == 0 or written == piece.nbytes:
                 piece.digests.append(hasher.hexdigest())
                 hasher.reset()
@@ -254,6 +254,7 @@ class TensorReader:
             CheckpointError: It has another size, or another header.
         """
         self._path, self._begin = path, info["begin"]
+        self._scratch = memoryview(bytearray(BLOCK_NBYTES))
         with disk(path, "Reading a checkpoint"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             nbytes = os.fstat(self._fd).st_size
@@ -264,36 +265,36 @@ class TensorReader:
         if xxhash.xxh3_64_hexdigest(header) != info["xxh3"]:
             raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
 
-    def read(self, piece: Piece, first: int, last: int, out: Tensor) -> None:
+    def read(self, piece: Piece, first: int, last: int, out: Tensor | None) -> None:
         """Reads some elements of a piece, and verifies the blocks they are in.
 
         Args:
             piece: Which.
             first, last: From which element to which, in its own order.
-            out: Where to, contiguous, on the host.
+            out: Where to, contiguous, on the host; None: they are only verified.
 
         Raises:
             StorageError: The disk refused.
             CheckpointError: A block is not what was written.
         """
-        begin, end, size = first * piece.dtype.itemsize, last * piece.dtype.itemsize, piece.nbytes
-        low, high = begin // BLOCK_NBYTES * BLOCK_NBYTES, min(-(-end // BLOCK_NBYTES) * BLOCK_NBYTES, size)
-        is_direct = (low, high) == (begin, end)
-        view = bytes_of(out) if is_direct else memoryview(bytearray(high - low))
-        self._fill(view, self._begin + piece.offset + low)
-        for at in range(low, high, BLOCK_NBYTES):
-            number = at // BLOCK_NBYTES
-            found = xxhash.xxh3_64_hexdigest(view[at - low : at - low + BLOCK_NBYTES])
-            if found != piece.digests[number]:
+        begin, end = first * piece.dtype.itemsize, last * piece.dtype.itemsize
+        target = None if out is None else bytes_of(out)
+        for at in range(begin // BLOCK_NBYTES * BLOCK_NBYTES, end, BLOCK_NBYTES):
+            stop = min(at + BLOCK_NBYTES, piece.nbytes)
+            is_direct = target is not None and begin <= at and stop <= end
+            view = target[at - begin : stop - begin] if target is not None and is_direct else self._scratch[: stop - at]
+            self._fill(view, self._begin + piece.offset + at)
+            if xxhash.xxh3_64_hexdigest(view) != piece.digests[at // BLOCK_NBYTES]:
                 raise damaged(
                     self._path,
                     tensor=piece.name,
                     rank=piece.rank,
-                    where=f"bytes {at} to {min(at + BLOCK_NBYTES, size)} of its part",
+                    where=f"bytes {at} to {stop} of its part",
                     why="their digest is not that of the manifest",
                 )
-        if not is_direct:
-            bytes_of(out)[:] = view[begin - low : end - low]
+            if target is not None and not is_direct:
+                low, high = max(at, begin), min(stop, end)
+                target[low - begin : high - begin] = view[low - at : high - at]
 
     def close(self) -> None:
         """Lets go of the file."""

@@ -185,13 +185,12 @@ class Source:
         reader, inside = self._reader(key[0].partition(" ")[0], piece), box.within(piece.box)
         for first, last, part in _runs(inside, piece.box.sizes):
             target = None if room is None else part.within(inside).of(room)
-            if target is not None and target.is_contiguous() and target.numel() == last - first:
-                reader.read(piece, first, last, target.view(-1))
+            if target is None or (target.is_contiguous() and target.numel() == last - first):
+                reader.read(piece, first, last, None if target is None else target.view(-1))
                 continue
             read = torch.empty(last - first, dtype=piece.dtype)
             reader.read(piece, first, last, read)
-            if target is not None:
-                target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
+            target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
 
     def _reader(self, kind: str, piece: Piece) -> TensorReader:
         key = (kind, piece.rank, piece.file)
