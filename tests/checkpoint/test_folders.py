@@ -157,6 +157,24 @@ def test_ranks_that_name_different_folders_are_told(ranks: Ranks, tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def _alone(folder: Path) -> str:
+    if dist.get_rank() == 1:
+        time.sleep(6)  # it never calls save, and ends
+        return ""
+    with zf.guard(deadline_s=2), pytest.raises(zf.LostRankError) as caught:
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+    return str(caught.value)
+
+
+def test_a_save_that_one_rank_alone_calls_ends_at_the_deadline(tmp_path: Path) -> None:
+    fresh = Ranks()
+    try:
+        said, _ = fresh(2).run(_alone, tmp_path)
+    finally:
+        fresh.close()
+    assert "call save and load on every rank" in said
+
+
 def _stages(folder: Path, names: tuple[str, str]) -> list[str]:
     """Two stages of a pipeline, of which each rank has one: other names, other buffers."""
     rank = dist.get_rank()

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint.boxes import ranges
 from zero_fn.checkpoint.folders import KINDS, newest
 from zero_fn.checkpoint.leaves import Leaf, Named, Window, leaves_of_groups, named_tensors, state_leaf
-from zero_fn.checkpoint.passing import fill_states, room_of_states
+from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
 from zero_fn.checkpoint.saving import BUFFER_NBYTES, wait_for_saving
 from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.together import Together
@@ -391,6 +391,8 @@ class _Fit:
             CheckpointError: A block is not what was written.
             StorageError: A disk refused.
         """
+        if isinstance(self.optimizer, Streamed):
+            end_step(self.optimizer)
         with Window() as window:
             for key, leaf in self.todo:
                 dtype, box = source.first(key).dtype, leaf.place.box

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.leaves import Leaf
-from zero_fn.errors import CheckpointError
+from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.resting import local_of
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, Cut
 from zero_fn.streamed.pipeline import each_chunk
 
-__all__ = ["each_state", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
+__all__ = ["each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
 
 Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
 
@@ -50,6 +51,13 @@ def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
     for cut, parameter in _cuts(optimizer):
         found.setdefault(id(parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
     return found
+
+
+def end_step(optimizer: Streamed) -> None:
+    """Lets no step wait any more: what is loaded comes after it. One that fails is mended by what is loaded."""
+    with suppress(StorageError, StateError):
+        optimizer._steps.finish()
+    optimizer._steps.waiting = None
 
 
 def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], None]) -> None:
@@ -89,7 +97,7 @@ def fill_states(
         StorageError: The disk failed. `step` of the optimizer raises until it was loaded.
     """
     states, steps = optimizer.states, optimizer._steps
-    steps.waiting, steps.failed = None, "states could not be loaded"
+    steps.failed = "states could not be loaded"
 
     def visit(chunk: Chunk, buffer: Tensor) -> None:
         for cut in chunk.cuts:

@@ -33,7 +33,9 @@ from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import slot_of
+from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
+from zero_fn.tiers import Cpu
 from zero_fn.transforms.selection import Where
 
 __all__ = ["BUFFER_NBYTES", "Saving", "save", "save_async", "wait_for_saving"]
@@ -153,6 +155,7 @@ class Saving:
 
         Raises:
             StorageError: A disk refused, on this rank or another. There is no such checkpoint.
+        TierError: The host has no memory for the copies, on this rank or another.
             LostRankError: A rank has ended.
         """
         self._thread.join()
@@ -416,8 +419,10 @@ class _Writing:
     def _copy(self, owns: list[_Own]) -> None:
         sizes = [-(-one.piece.nbytes // 64) * 64 for one in owns]
         is_on_device = any(one.leaf.local is not None and one.leaf.local.device.type != "cpu" for one in owns)
-        memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=is_on_device)
-        for one, part in zip(owns, torch.split(memory, sizes), strict=True):
+        if not sum(sizes):
+            return
+        memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False).memory
+        for one, part in zip(owns, torch.split(memory[: sum(sizes)], sizes), strict=True):
             one.copy = part[: one.piece.nbytes].view(one.piece.dtype)
             local, count = one.leaf.local, one.piece.box.numel
             if local is not None and local.is_contiguous() and local.device.type != "cpu":

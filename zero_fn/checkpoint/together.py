@@ -9,15 +9,13 @@ from hashlib import blake2b
 import torch
 
 from zero_fn import errors
-from zero_fn.collectives.meeting import meet, meeting_group
+from zero_fn.collectives.meeting import LONGEST_S, meet, meeting_group
 from zero_fn.collectives.waiting import deadline
 from zero_fn.errors import CheckpointError, DisagreementError, ZeroError
 
 __all__ = ["Row", "Together", "digest_of"]
 
 _MESSAGE_NBYTES = 640
-_DISK_S = 3600.0
-"""How much longer than that of this rank the disk of another may take."""
 
 
 def digest_of(values: object) -> bytes:
@@ -87,7 +85,7 @@ class Together:
             own = Row(own.same, own.kind, f"{type(failure).__name__}\n{failure}")
         raw = bytes([failure is not None]) + own.same + own.kind + own.text.encode()[: _MESSAGE_NBYTES - 33]
         message = torch.frombuffer(bytearray(raw.ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8)
-        found = meet(self._group, message, _DISK_S if waits_for_disks else deadline())
+        found = meet(self._group, message, LONGEST_S if waits_for_disks else deadline())
         rows = [bytes(row.tolist()) for row in found]
         if failure is not None:
             raise failure
