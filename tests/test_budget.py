@@ -17,6 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
+    "checkpoint": 2670,
     "deepspeed": 1170,
     "kernels": 910,
     "local": 555,

@@ -1,6 +1,6 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
-    6 surface       recipes, describe, check, held, plan, launch, local, deepspeed
+    6 surface       recipes, describe, check, held, plan, launch, local, deepspeed, checkpoint
     5 verbs         transforms, substitute, loading, saving, wrapped, streamed
     4 execution     runtime
     3 bytes         transport, resting, path, grid, storage, kernels
@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("transport", "resting", "path", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
-    ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed"),
+    ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed", "checkpoint"),
 )
 
 

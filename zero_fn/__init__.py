@@ -5,6 +5,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its state
 """
 
 from zero_fn.check import check
+from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, save, save_async
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.describe import Description, describe
 from zero_fn.errors import (
@@ -44,6 +45,7 @@ from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.units import by_size
 
 __all__ = [
+    "Checkpoint",
     "CheckpointError",
     "ConfigError",
     "DeepSpeedSetup",
@@ -59,6 +61,7 @@ __all__ = [
     "Plan",
     "Proposal",
     "Proposals",
+    "Saving",
     "Sent",
     "ShardedAccessError",
     "StaleError",
@@ -73,6 +76,7 @@ __all__ = [
     "by_size",
     "check",
     "checkpoint_activations",
+    "checkpoints",
     "cpu",
     "describe",
     "evict",
@@ -82,6 +86,7 @@ __all__ = [
     "held",
     "hybrid",
     "launch",
+    "load",
     "materialize",
     "measure_links",
     "nvme",
@@ -90,6 +95,8 @@ __all__ = [
     "precision",
     "refresh",
     "replicate",
+    "save",
+    "save_async",
     "shard_grads",
     "shard_optimizer",
     "shard_params",

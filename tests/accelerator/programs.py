@@ -11,6 +11,7 @@ import copy
 import io
 import json
 import sys
+import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -539,6 +540,23 @@ def copied(tier: Tier) -> None:
     model = copy.deepcopy(model)
     model(next(batches()))
     require_same(model, zf.streamed(adamw(model), tier), plain, adamw(plain))
+
+
+@program
+def checkpoints(tier: Tier) -> None:
+    """What is on the device while it is copied may change as soon as `save_async` has returned."""
+    for is_away in (False, True):
+        plain, model = net(), all_away(net(), tier) if is_away else net()
+        plain_optimizer, optimizer = adamw(plain), zf.streamed(adamw(model)) if is_away else adamw(model)
+        require_same(model, optimizer, plain, plain_optimizer)
+        with tempfile.TemporaryDirectory() as folder:
+            zf.save_async(f"{folder}/step-1", model, optimizer)
+            zf.save(f"{folder}/step-2", plain, plain_optimizer)
+            trained(model, optimizer, batches(2))
+            trained(plain, plain_optimizer, batches(1))
+            zf.load(f"{folder}/step-1", plain, plain_optimizer)
+            zf.load(f"{folder}/step-2", model, optimizer)
+        require_same(model, optimizer, plain, plain_optimizer)
 
 
 def main(library: Path, folder: str) -> None:

@@ -13,8 +13,10 @@ import copy
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import importlib
 import io
+import json
 import os
 import pickle
 import re
@@ -41,6 +43,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
+from zero_fn.checkpoint import files
 from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
@@ -50,6 +53,7 @@ from zero_fn.errors import (
     ConfigError,
     DisagreementError,
     LayoutError,
+    LostRankError,
     MeshError,
     PlacementError,
     ShardedAccessError,
@@ -91,6 +95,7 @@ def normalized(text: str) -> str:
     """A message without what differs from one machine or one edit of a test to the next."""
     text = re.sub(r"(\w+\.py):\d+", r"\1:LINE", text)
     text = re.sub(r"checksum [0-9a-f]{16}", "checksum DIGEST", text)
+    text = re.sub(rf"{re.escape(tempfile.gettempdir())}/zero_fn_\w+", "FOLDER", text)
     return re.sub(r"0x[0-9a-f]+", "0xADDRESS", text)
 
 
@@ -1405,6 +1410,202 @@ def scale_of_the_loss_is_at_its_least() -> None:
     scaler.update()
 
 
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_folder() -> Iterator[Path]:
+    """One whose name messages do not show."""
+    with tempfile.TemporaryDirectory(prefix="zero_fn_") as folder:
+        yield Path(folder)
+
+
+def saved_and_changed(act: Callable[[Path], object]) -> object:
+    """Saves a small model, changes the checkpoint, and loads it."""
+    with a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2), extra={"x": 1})
+        act(folder / "step-1")
+        return zf.load(folder / "step-1", nn.Linear(2, 2))
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes JSON of a checkpoint, with a digest that is right."""
+    body = json.loads(path.read_text())["body"]
+    change(body)
+    path.write_bytes(files._signed(json.dumps(body)))
+
+
+def checkpoint_is_nowhere() -> object:
+    with a_folder() as folder:
+        return zf.load(folder, nn.Linear(2, 2))
+
+
+def checkpoint_is_damaged() -> object:
+    def flip(path: Path) -> None:
+        whole = bytearray((path / "model" / "00000-0.safetensors").read_bytes())
+        whole[-1] ^= 1
+        (path / "model" / "00000-0.safetensors").write_bytes(bytes(whole))
+
+    return saved_and_changed(flip)
+
+
+def checkpoint_is_of_a_later_version() -> object:
+    return saved_and_changed(lambda path: forged(path / "manifest.json", lambda body: body.update(version=99)))
+
+
+def checkpoint_does_not_fit() -> object:
+    with a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+        return zf.load(folder, nn.Linear(3, 2, bias=False, dtype=torch.bfloat16))
+
+
+def checkpoint_of_two_tensors_of_one_name() -> object:
+    def twice(path: Path) -> None:
+        def add(body: dict[str, Any]) -> None:
+            entry = body["files"]["model"][0]["tensors"]["bias"]
+            other = {**entry, "shape": [3], "sizes": [3]}
+            body["files"]["model"].append({**body["files"]["model"][0], "tensors": {"bias": other}})
+
+        forged(path / "rank-00000.json", add)
+
+    return saved_and_changed(twice)
+
+
+def checkpoint_is_there_already() -> object:
+    with a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_is_being_saved() -> object:
+    with a_folder() as folder:
+        (folder / ".step-1.saving").mkdir()
+        lock = os.open(folder / ".step-1.saving", os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            return zf.save(folder / "step-1", nn.Linear(2, 2))
+        finally:
+            os.close(lock)
+
+
+def checkpoint_without_a_name() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / ".step-1", nn.Linear(2, 2))
+
+
+def checkpoint_of_no_place() -> object:
+    with a_folder() as folder:
+        return zf.load(folder / "runs")
+
+
+def checkpoint_keeps_none() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", keep=0)
+
+
+def checkpoint_of_what_has_no_form() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", extra={"state": [{"noise": print}]})
+
+
+def checkpoint_of_an_odd_dtype() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", extra={"z": torch.zeros(2, dtype=torch.complex128)})
+
+
+def checkpoint_of_meta() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", nn.Linear(2, 2, device="meta"))
+
+
+def checkpoint_of_another_optimizer() -> object:
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))
+
+
+def checkpoint_of_a_state_of_its_own() -> object:
+    class Counting(nn.Linear):
+        def get_extra_state(self) -> int:
+            return 1
+
+    with a_folder() as folder:
+        return zf.save(folder / "step-1", Counting(2, 2))
+
+
+def checkpoint_of_a_partial_value() -> object:
+    with pretended(2) as mesh, a_folder() as folder:
+        model = nn.Linear(2, 2)
+        model.weight = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
+        return zf.save(folder / "step-1", model)
+
+
+def checkpoint_of_a_state_in_parts() -> object:
+    with pretended(2) as mesh, a_folder() as folder:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state[model.weight] = {"rows": torch.zeros(3)}
+        return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_loads_nothing() -> object:
+    return zf.load("runs", only="weights")
+
+
+def checkpoint_of_a_late_state() -> object:
+    with alone() as mesh, a_folder() as folder:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        optimizer = zf.streamed(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), zf.cpu())
+        model(batch()).sum().backward()
+        optimizer.step()
+        optimizer.states.chunks[0].cuts[0].resident["late"] = torch.zeros(4, 4)
+        return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_of_states_in_another_order() -> object:
+    with alone() as mesh, a_folder() as folder:
+        model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), mesh)
+        optimizer = zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu(), buffer="64KiB")
+        model(torch.ones(1, 64, 3, 3)).sum().backward()
+        optimizer.step()
+        return zf.save(folder / "step-1", model, optimizer)
+
+
+def checkpoint_of_ranks_that_differ() -> object:
+    with pretended(2), a_folder() as folder:
+
+        def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+            rows = message.repeat(2, 1)
+            rows[1, 1:17] ^= 1
+            return rows
+
+        with mock.patch("zero_fn.checkpoint.together.meet", other):
+            return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_failed_on_another_rank() -> object:
+    with pretended(2), a_folder() as folder:
+
+        def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
+            rows = message.repeat(2, 1)
+            text = (
+                b"StorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
+            )
+            rows[1, 0] = 1
+            rows[1, 33 : 33 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            return rows
+
+        with mock.patch("zero_fn.checkpoint.together.meet", other):
+            return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
+def checkpoint_lost_a_rank() -> object:
+    def refuse(*_: object, **__: object) -> object:
+        raise RuntimeError("Connection closed by peer")
+
+    with pretended(2), a_folder() as folder, mock.patch.object(dist, "all_gather_single", refuse, create=True):
+        return zf.save(folder / "step-1", nn.Linear(2, 2))
+
+
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MissingStateError: (streamed_state_is_in_its_tier,),
     MeshError: (
@@ -1421,7 +1622,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ),
     LayoutError: (
         closure_over_a_module,
-        streamed_until_no_moment,
+        streamed_until_no_moment, checkpoint_loads_nothing,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
         reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
@@ -1453,6 +1654,12 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_state_of_another_shape,
         entry_of_another_rank,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
+        checkpoint_is_nowhere, checkpoint_is_damaged, checkpoint_is_of_a_later_version, checkpoint_does_not_fit,
+        checkpoint_of_two_tensors_of_one_name, checkpoint_is_there_already, checkpoint_is_being_saved,
+        checkpoint_without_a_name, checkpoint_keeps_none, checkpoint_of_what_has_no_form, checkpoint_of_an_odd_dtype,
+        checkpoint_of_meta, checkpoint_of_another_optimizer, checkpoint_of_a_state_of_its_own,
+        checkpoint_of_a_partial_value, checkpoint_of_a_state_in_parts, checkpoint_of_a_late_state,
+        checkpoint_of_states_in_another_order,
     ),
     ConfigError: (
         config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
@@ -1493,8 +1700,10 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         values_in_a_tier_are_read_in_a_fork,
         disk_has_no_such_path, disk_takes_no_more_open_files, disk_cannot_reserve, step_that_failed_on_another_rank,
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
-        disk_is_missing_on_another_rank,
+        disk_is_missing_on_another_rank, checkpoint_of_no_place, checkpoint_failed_on_another_rank,
     ),
+    DisagreementError: (checkpoint_of_ranks_that_differ,),
+    LostRankError: (checkpoint_lost_a_rank,),
     ShardedAccessError: (
         weight_is_made_whole_in_a_forward,
         resting_parameter_is_drawn, row_of_a_resting_parameter_is_written,

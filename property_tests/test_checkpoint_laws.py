@@ -1,0 +1,137 @@
+"""Laws of checkpoints: boxes cover what they say, and what any boxes were written to is read in any others."""
+
+from __future__ import annotations
+
+import tempfile
+from itertools import accumulate, product
+from math import prod
+from pathlib import Path
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import zero_fn as zf
+from zero_fn.checkpoint.boxes import Box, Place, ranges, spans, whole_box
+from zero_fn.checkpoint.files import Piece, TensorFile, write_json
+from zero_fn.checkpoint.folders import MANIFEST, part_name, tensors_name
+from zero_fn.checkpoint.source import Source
+
+SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
+FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
+
+
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(prod(shape), dtype=torch.int32).view(shape)
+
+
+@given(SHAPES, st.data())
+def test_spans_are_the_elements_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    first = data.draw(st.integers(0, prod(shape)))
+    last = data.draw(st.integers(first, prod(shape)))
+    found = [box.of(numbered(shape)).reshape(-1) for box in spans(shape, first, last)]
+    assert torch.cat([torch.empty(0, dtype=torch.int32), *found]).tolist() == list(range(first, last))
+
+
+@given(SHAPES, st.integers(1, 40))
+def test_ranges_are_all_elements(shape: tuple[int, ...], most: int) -> None:
+    found = list(ranges(shape, most))
+    assert [i for first, last in found for i in range(first, last)] == list(range(prod(shape)))
+    assert all(0 < last - first <= most for first, last in found)
+
+
+@given(FULL, st.data())
+def test_what_two_boxes_share_is_what_both_have(shape: tuple[int, ...], data: st.DataObject) -> None:
+    def box() -> Box:
+        starts = [data.draw(st.integers(0, size - 1)) for size in shape]
+        return Box(tuple(starts), tuple(data.draw(st.integers(1, n - s)) for n, s in zip(shape, starts, strict=True)))
+
+    one, other = box(), box()
+    mine = set(one.of(numbered(shape)).reshape(-1).tolist()) & set(other.of(numbered(shape)).reshape(-1).tolist())
+    meet = one.meet(other)
+    assert mine == (set() if meet is None else set(meet.of(numbered(shape)).reshape(-1).tolist()))
+    if meet is not None:
+        assert one.around(meet.within(one)) == meet
+
+
+@given(SHAPES, st.integers(1, 5), st.integers(0, 9), st.sampled_from([1, 1 << 16]))
+def test_replicas_write_each_element_once(shape: tuple[int, ...], size: int, ordinal: int, itemsize: int) -> None:
+    written: list[int] = []
+    writers = 0
+    for rank in range(size):
+        own = Place(shape, whole_box(shape), (rank, size)).own(ordinal, itemsize, (0, 1))
+        if own is not None:
+            writers += 1
+            written += own.of(numbered(shape)).reshape(-1).tolist()
+    assert sorted(written) == list(range(prod(shape)))
+    assert writers >= 1, "a tensor without elements has a name, too"
+
+
+def _grid(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
+    """Boxes that make up a tensor."""
+    cuts = []
+    for size in shape:
+        parts = []
+        while sum(parts) < size:
+            parts.append(data.draw(st.integers(1, size - sum(parts))))
+        cuts.append(list(zip(accumulate([0, *parts[:-1]]), parts, strict=True)))
+    return [Box(tuple(s for s, _ in row), tuple(n for _, n in row)) for row in product(*cuts)]
+
+
+@given(FULL, st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool]), st.data())
+def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch.dtype, data: st.DataObject) -> None:
+    values = torch.randint(0, 2, shape).to(dtype) if dtype == torch.bool else torch.randn(shape).mul(9).to(dtype)
+    boxes = _grid(shape, data)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        (folder / "model").mkdir()
+        for rank, box in enumerate(boxes):
+            piece = Piece("w", dtype, shape, box)
+            file = TensorFile(folder / tensors_name("model", rank, 0), [piece], "id")
+            flat = box.of(values).contiguous().view(-1)
+            for first, last in ranges(box.sizes, data.draw(st.integers(1, 99))):
+                file.append(piece, flat[first:last])
+            write_json(folder / part_name(rank), {"id": "id", "rank": rank, "files": {"model": [file.finish()]}})
+        manifest = {"format": "zero_fn checkpoint", "version": 1, "id": "id", "ranks": len(boxes)}
+        write_json(folder / MANIFEST, manifest)
+        source = Source(folder, lambda name: name)
+        try:
+            for box in _grid(shape, data):
+                source.require_all(("model", "w"), box)
+                out = torch.empty(box.numel, dtype=dtype)
+                for first, last in ranges(box.sizes, data.draw(st.integers(1, 99))):
+                    source.fill(("model", "w"), box, first, out[first:last])
+                assert torch.equal(out.view(box.sizes), box.of(values))
+        finally:
+            source.close()
+
+
+@given(st.lists(FULL, min_size=1, max_size=4), st.integers(0, 3), st.booleans())
+def test_load_after_save_is_the_identity(shapes: list[tuple[int, ...]], steps: int, is_async: bool) -> None:
+    def run(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Module()
+        for number, shape in enumerate(shapes):
+            model.register_parameter(f"p{number}", nn.Parameter(torch.randn(shape)))
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1 + seed, amsgrad=bool(steps % 2))
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().sin()
+        optimizer.step()
+
+    model, optimizer = run(0)
+    for _ in range(steps):
+        step(model, optimizer)
+    other, its_optimizer = run(1)
+    with tempfile.TemporaryDirectory() as folder:
+        if is_async:
+            zf.save_async(f"{folder}/a", model, optimizer).wait()
+        else:
+            zf.save(f"{folder}/a", model, optimizer)
+        zf.load(folder, other, its_optimizer)
+    for _ in range(2):
+        step(model, optimizer)
+        step(other, its_optimizer)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))

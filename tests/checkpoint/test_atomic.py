@@ -1,0 +1,256 @@
+"""A save that is killed or fails has not begun: the checkpoint before is loaded, and nothing else passes for one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.ranks import Ranks, axis, sent_by_value
+from tests.storage.disks import small_disk
+from zero_fn.local import blame
+from zero_fn.local.blame import RankDied
+from zero_fn.local.ranks import LocalRanks
+
+CALLS = ("open", "pwrite", "fsync", "rename", "mkdir", "close")
+"""What a save asks of the system."""
+
+
+@contextmanager
+def before_each_call(act: Callable[[int, str], None]) -> Iterator[list[str]]:
+    """Inside, `act(number, name)` runs before every call of the system. Yields the names of the calls so far."""
+    seen: list[str] = []
+    real = {name: getattr(os, name) for name in CALLS}
+
+    def counted(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            act(len(seen), name)
+            return real[name](*args, **kwargs)
+
+        return call
+
+    for name in CALLS:
+        setattr(os, name, counted(name))
+    try:
+        yield seen
+    finally:
+        for name in CALLS:
+            setattr(os, name, real[name])
+
+
+def run_of(step: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model and its optimizer whose values say which step they are of."""
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(step)
+            optimizer.state[parameter] = {
+                "step": torch.tensor(float(step)),
+                "exp_avg": torch.full_like(parameter, step),
+            }
+    return model, optimizer
+
+
+def loaded_step(folder: Path) -> int:
+    """The step that is loaded, if all values are of it."""
+    model, optimizer = run_of(0)
+    step = zf.load(folder, model, optimizer)["step"]
+    values = [*model.parameters(), *(value for states in optimizer.state.values() for value in states.values())]
+    assert all(bool((value == step).all()) for value in values)
+    return int(step)
+
+
+def saved(folder: Path, step: int, how: str = "sync", **options: Any) -> None:
+    model, optimizer = run_of(step)
+    if how == "sync":
+        zf.save(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options)
+    else:
+        zf.save_async(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options).wait()
+
+
+def killed_at(point: int, folder: Path, how: str) -> bool:
+    """Saves step 3, and keeps two, in a child that is killed before that call; whether it was."""
+    child = os.fork()
+    if child == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with before_each_call(lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == point else None):
+                saved(folder, 3, how, keep=2)
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    saved(tmp_path, 2)
+    point, steps = 0, []
+    while killed_at(point := point + 1, tmp_path, how):
+        steps.append(loaded_step(tmp_path))
+        complete = [found.step for found in zf.checkpoints(tmp_path) if found.is_complete]
+        assert complete == ([1, 2] if steps[-1] == 2 else [1, 2, 3] if (tmp_path / "step-1").exists() else [2, 3])
+        if steps[-1] == 3:  # the name was there already: as if the next save had another one
+            (tmp_path / "step-3").rename(tmp_path / "other")
+            (tmp_path / "other" / "manifest.json").unlink()
+            for path in sorted((tmp_path / "other").rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+            (tmp_path / "other").rmdir()
+            if not (tmp_path / "step-1").exists():
+                break
+    assert point > 50
+    assert steps == sorted(steps)
+    assert set(steps) >= {2}
+    saved(tmp_path, 4)
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "the next save tidies up"
+
+
+def _failing(folder: Path, name: str, code: int, at: int, rank: int, how: str) -> str:
+    """What this rank is told when a call fails on one of two, and that all is well afterwards."""
+
+    def refuse(_: int, called: str) -> None:
+        nonlocal at
+        if called == name and dist.get_rank() == rank:
+            at -= 1
+            if at == 0:
+                raise OSError(code, os.strerror(code))
+
+    torch.manual_seed(0)
+    model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    zf.save(folder / "step-1", model, optimizer)
+    try:
+        with before_each_call(refuse):
+            if how == "sync":
+                zf.save(folder / "step-2", model, optimizer)
+            else:
+                zf.save_async(folder / "step-2", model, optimizer).wait()
+        told = "nothing"
+    except zf.StorageError as error:
+        told = str(error)
+    step()  # training goes on
+    dist.barrier()
+    assert [found.step for found in zf.checkpoints(folder)] == [1], "neither a checkpoint nor anything else is left"
+    zf.load(folder, model, optimizer)
+    zf.save(folder / "step-3", model, optimizer)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "at", "rank", "how"),
+    [
+        ("mkdir", errno.EROFS, 2, 0, "sync"),
+        ("open", errno.ENOENT, 1, 1, "sync"),
+        ("pwrite", errno.ENOSPC, 2, 1, "sync"),
+        ("pwrite", errno.EIO, 9, 0, "async"),
+        ("fsync", errno.EIO, 1, 1, "async"),
+        ("pwrite", errno.EDQUOT, 5, 0, "sync"),
+        ("rename", errno.EACCES, 1, 0, "sync"),
+    ],
+)
+def test_a_disk_that_fails_on_one_rank_is_told_on_every_rank(
+    ranks: Ranks, name: str, code: int, at: int, rank: int, how: str, tmp_path: Path
+) -> None:
+    said = ranks(2).run(_failing, tmp_path, name, code, at, rank, how)
+    assert errno.errorcode[code] in said[rank]
+    assert f"failed on rank {rank}" in said[1 - rank]
+    assert errno.errorcode[code] in said[1 - rank]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "size=256k") as disk:
+        saved(disk, 1)
+        model = nn.Linear(300, 300)
+        with pytest.raises(zf.StorageError, match="ENOSPC"):
+            zf.save(disk / "step-2", model)
+        assert loaded_step(disk) == 1
+        assert [path.name for path in disk.iterdir()] == ["step-1"]
+
+
+def test_a_read_only_disk_is_a_typed_error(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "ro,size=1m") as disk, pytest.raises(zf.StorageError, match="EROFS"):
+        zf.save(disk / "step-1", nn.Linear(2, 2))
+
+
+def test_what_another_process_is_saving_is_left_alone(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with before_each_call(lambda _, name: (os.write(write, b"x"), signal.pause()) if name == "fsync" else None):  # type: ignore[arg-type,return-value]
+            saved(tmp_path, 1)
+        os._exit(0)
+    try:
+        assert os.read(read, 1) == b"x"
+        with pytest.raises(zf.CheckpointError, match="Another process"):
+            saved(tmp_path, 1)
+        saved(tmp_path, 2)
+        assert (tmp_path / ".step-1.saving").exists()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(read)
+        os.close(write)
+    saved(tmp_path, 3)
+    assert not (tmp_path / ".step-1.saving").exists()
+
+
+def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
+    saved(tmp_path, 1)
+    with pytest.raises(zf.CheckpointError, match="something of this name already"):
+        saved(tmp_path, 1)
+    assert loaded_step(tmp_path) == 1
+
+
+def _killed(folder: Path, at: int, how: str) -> None:
+    """The second rank is killed while it saves; the first writes what it is told."""
+    model = zf.zero3(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), axis())
+    zf.save(folder / "step-1", model)
+
+    def kill(number: int, _: str) -> None:
+        if number == at and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    said = "nothing"
+    try:
+        with before_each_call(kill):
+            if how == "sync":
+                zf.save(folder / "step-2", model)
+            else:
+                zf.save_async(folder / "step-2", model).wait()
+    except zf.LostRankError:
+        said = "LostRankError"
+    (folder / f"rank{dist.get_rank()}").write_text(said)
+
+
+@pytest.mark.parametrize(("at", "how"), [(1, "sync"), (4, "async"), (9, "sync")])
+def test_a_rank_that_is_killed_in_a_save_is_a_typed_error_on_the_others(at: int, how: str, tmp_path: Path) -> None:
+    with (
+        LocalRanks(2) as ranks,
+        patch.object(blame, "GRACE_S", 20.0),
+        sent_by_value(_killed),
+        pytest.raises(RankDied),
+    ):
+        ranks.run(_killed, (tmp_path, at, how), timeout_s=60.0)
+    assert (tmp_path / "rank0").read_text() == "LostRankError"
+    assert [found.step for found in zf.checkpoints(tmp_path) if found.is_complete] == [1]
+    zf.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))

@@ -1,0 +1,117 @@
+"""A run that is saved, started anew in other processes and loaded goes on as if it had not stopped, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.distributed.training import STAGES
+from tests.ranks import Ranks, axis
+from tests.wholes import named_fulls
+from tests.worlds import WIDTH, Tower, noise
+
+STEPS = 3
+
+
+class Run:
+    """A model with dropout and batch statistics, its optimizer, schedule and random numbers."""
+
+    def __init__(self, stage: str, dtype: torch.dtype, path: str, seed: int) -> None:
+        torch.manual_seed(seed)
+        model: nn.Module = nn.Sequential(Tower(dropout=0.2), nn.BatchNorm1d(WIDTH)).to(dtype)
+        if stage == "away":
+            model = zf.offload(zf.zero3(model, axis()), params=zf.nvme(path), grads=zf.nvme(path))
+        elif stage == "local buffers":
+            model = zf.zero3(model, axis(), buffers="local")
+        else:
+            model = STAGES[stage](model, axis())
+        self.model, self.dtype = model, dtype
+        self.optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2, amsgrad=True)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 2 * STEPS)
+        if stage == "away":
+            self.optimizer = zf.streamed(self.optimizer, zf.nvme(path), buffer="16MiB", finish="forward")
+        torch.manual_seed(100 + dist.get_rank())
+        self.step = 0
+
+    def train(self, steps: int = STEPS) -> None:
+        for _ in range(steps):
+            self.model(noise(4, WIDTH, seed=self.step, dtype=self.dtype)).square().mean().backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.schedule.step()
+            self.step += 1
+
+    def save(self, folder: str, how: str) -> None:
+        extra = {"schedule": self.schedule, "random": torch.get_rng_state(), "step": self.step}
+        if how == "sync":
+            zf.save(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=extra)
+            return
+        saving = zf.save_async(f"{folder}/step-{self.step}", self.model, self.optimizer, extra=extra)
+        self.train()  # changes everything that is being saved
+        saving.wait()
+
+    def load(self, folder: str) -> None:
+        found = zf.load(folder, self.model, self.optimizer, extra={"schedule": self.schedule})
+        torch.set_rng_state(found["random"])
+        self.step = found["step"]
+
+    def result(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = dict(self.model.state_dict())
+        for number, states in self.optimizer.state_dict()["state"].items():
+            found |= {f"{number} {name}": value for name, value in states.items()}
+        found = named_fulls({name: value for name, value in found.items() if isinstance(value, Tensor)})
+        found["random"] = torch.get_rng_state()
+        found["lr"] = torch.tensor(self.schedule.get_last_lr())
+        return found
+
+
+def _uninterrupted(folder: str, stage: str, dtype: torch.dtype, how: str) -> dict[str, Tensor]:
+    run = Run(stage, dtype, folder, seed=0)
+    run.train()
+    run.save(folder, how)
+    if how == "sync":
+        run.train()
+    return run.result()
+
+
+def _resumed(folder: str, stage: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    run = Run(stage, dtype, folder, seed=7)
+    run.train(1)
+    run.load(folder)
+    run.train()
+    return run.result()
+
+
+@pytest.mark.parametrize(
+    ("stage", "n", "dtype", "how"),
+    [
+        ("replicate", 2, torch.float32, "sync"),
+        ("zero1", 2, torch.bfloat16, "async"),
+        ("zero2", 3, torch.float32, "async"),
+        ("zero3", 2, torch.float32, "sync"),
+        ("zero3", 3, torch.bfloat16, "async"),
+        ("away", 2, torch.float32, "sync"),
+        ("away", 3, torch.float32, "async"),
+        ("zero3", 1, torch.float32, "async"),
+        ("local buffers", 2, torch.float32, "async"),
+    ],
+)
+def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
+    ranks: Ranks, stage: str, n: int, dtype: torch.dtype, how: str, tmp_path: Path
+) -> None:
+    fresh = Ranks()  # other processes than those of the session
+    try:
+        expected = ranks(n).run(_uninterrupted, str(tmp_path), stage, dtype, how)
+        resumed = fresh(n).run(_resumed, str(tmp_path), stage, dtype)
+    finally:
+        fresh.close()
+    for one, other in zip(expected, resumed, strict=True):
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []

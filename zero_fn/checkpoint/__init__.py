@@ -1,0 +1,18 @@
+"""Checkpoints that cannot be torn: written by any ranks, read by any others. See docs/checkpoint-format.md.
+
+boxes      which elements a rank holds, and which it writes
+files      tensors and JSON in files, each byte under a digest
+values     numbers, strings, lists and dicts as JSON
+folders    what checkpoints there are; drafts, which become one by a rename
+together   what ranks agree on
+leaves     tensors of a model and an optimizer, with their way in and out
+passing    states of streamed optimizers
+saving     `save` and `save_async`
+loading    `load`
+"""
+
+from zero_fn.checkpoint.folders import Checkpoint, checkpoints
+from zero_fn.checkpoint.loading import load
+from zero_fn.checkpoint.saving import Saving, save, save_async
+
+__all__ = ["Checkpoint", "Saving", "checkpoints", "load", "save", "save_async"]

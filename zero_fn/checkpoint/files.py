@@ -1,0 +1,378 @@
+"""Files of a checkpoint: tensors in the safetensors format, all else in JSON, each byte under a digest.
+
+    tensors    8 bytes: length of the header | header, JSON | elements, tensor after tensor
+    JSON       {"xxh3": digest of the body, "body": {...}}
+
+Written by hand, and not by the library of that format, which takes whole tensors: here they pass through a buffer. Digests
+are xxh3 of 64 bits, of blocks of a MiB of each tensor, so that a part can be read and verified alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from zero_fn.checkpoint.boxes import Box
+from zero_fn.errors import CheckpointError, StorageError
+
+__all__ = [
+    "BLOCK_NBYTES",
+    "DTYPES",
+    "Piece",
+    "TensorFile",
+    "TensorReader",
+    "damaged",
+    "disk",
+    "read_json",
+    "require_dtype",
+    "sync_folder",
+    "write_json",
+]
+
+BLOCK_NBYTES = 1 << 20
+"""Bytes of a tensor that have a digest of their own."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+}  # fmt: skip
+"""What safetensors calls the dtypes it has."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@contextmanager
+def disk(path: str | Path, doing: str) -> Iterator[None]:
+    """Says what a disk refuses in the words of an error.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    try:
+        yield
+    except OSError as error:
+        code = errno.errorcode.get(error.errno or 0, str(error.errno))
+        raise StorageError(
+            f"{doing} failed.",
+            path=path,
+            why=f"{code}: {error.strerror}",
+            fix="see the disk (df, mount, permissions), which every rank must share; checkpoints before are as they were",
+        ) from error
+
+
+@dataclass(slots=True)
+class Piece:
+    """A box of a tensor in a file.
+
+    Attributes:
+        name: Of the tensor.
+        dtype: Of its elements.
+        shape: Of the whole tensor.
+        box: Which elements.
+        offset: The first byte, after the header.
+        digests: Of its blocks, 16 hexadecimal digits each.
+        rank, file: Which rank has written it, and in which of its files.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    box: Box
+    offset: int = 0
+    digests: list[str] = field(default_factory=list)
+    rank: int = 0
+    file: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.box.numel * self.dtype.itemsize
+
+    def entry(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {
+            "dtype": _NAMES[self.dtype],
+            "shape": self.shape,
+            "starts": self.box.starts,
+            "sizes": self.box.sizes,
+            "offset": self.offset,
+            "xxh3": "".join(self.digests),
+        }
+
+    @staticmethod
+    def of_entry(name: str, entry: Mapping[str, Any], rank: int, file: int) -> Piece:
+        """What `entry` has made."""
+        digests = entry["xxh3"]
+        box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
+        each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
+        found = Piece(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
+        if len(each) != -(-found.nbytes // BLOCK_NBYTES):
+            raise ValueError(f"{name} has {len(each)} digests")
+        return found
+
+
+def require_dtype(name: str, dtype: torch.dtype) -> None:
+    """For a tensor that is to be written.
+
+    Raises:
+        CheckpointError: The format has no such dtype.
+    """
+    if dtype not in _NAMES:
+        raise CheckpointError(
+            f"{name} is of a dtype that safetensors does not have.",
+            dtype=dtype,
+            fix="leave it out (where=), or keep its parts as tensors of other dtypes: torch.view_as_real(z)",
+        )
+
+
+def _header(pieces: list[Piece], saved_by: str) -> bytes:
+    """Lays pieces out, one after the other, and returns what the file begins with."""
+    table: dict[str, Any] = {
+        "__metadata__": {
+            "format": "pt",
+            "zero_fn": saved_by,
+            # For `HuggingFaceStorageReader` of torch.distributed.checkpoint: where each piece lies in its tensor.
+            "DCP_VERSION": "1.0",
+            "DCP_SHARDING_INFO": json.dumps({piece.name: {"saved_offsets": piece.box.starts} for piece in pieces}),
+        }
+    }
+    end = 0
+    for piece in pieces:
+        piece.offset, end = end, end + piece.nbytes
+        table[piece.name] = {
+            "dtype": _NAMES[piece.dtype],
+            "shape": piece.box.sizes,
+            "data_offsets": [piece.offset, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+class TensorFile:
+    """A file of tensors that is being written. The pieces may come in any order, the elements of each in their own.
+
+    Attributes:
+        nbytes: Of the whole file.
+    """
+
+    def __init__(self, path: Path, pieces: list[Piece], saved_by: str) -> None:
+        """Makes the file, and writes its header.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        self._path, self._pieces = path, pieces
+        pieces.sort(key=lambda piece: -piece.dtype.itemsize)  # so that elements are aligned
+        header = _header(pieces, saved_by)
+        self._begin = len(header)
+        self._digest = xxhash.xxh3_64_hexdigest(header)
+        self.nbytes = len(header) + sum(piece.nbytes for piece in pieces)
+        self._written = {piece.name: 0 for piece in pieces}
+        self._hashers = {piece.name: xxhash.xxh3_64() for piece in pieces}
+        with disk(path, "Making a file of a checkpoint"):
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            _write(self._fd, memoryview(header), 0)
+
+    def append(self, piece: Piece, values: Tensor) -> None:
+        """Writes the next elements of a piece.
+
+        Args:
+            piece: Which.
+            values: In memory of the host, contiguous.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        view, written, hasher = bytes_of(values), self._written[piece.name], self._hashers[piece.name]
+        while view:  # block by block, so that a block is in the cache of the processor when it is written
+            part = view[: BLOCK_NBYTES - written % BLOCK_NBYTES]
+            view = view[len(part) :]
+            hasher.update(part)
+            with disk(self._path, f"Writing {piece.name}"):
+                _write(self._fd, part, self._begin + piece.offset + written)
+            written += len(part)
+            if written % BLOCK_NBYTES == 0 or written == piece.nbytes:
+                piece.digests.append(hasher.hexdigest())
+                hasher.reset()
+        self._written[piece.name] = written
+
+    def finish(self) -> dict[str, Any]:
+        """Makes sure that all is on the disk; returns what a manifest says of the file.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        missing = [piece.name for piece in self._pieces if self._written[piece.name] != piece.nbytes]
+        assert not missing, f"not written: {missing}"
+        with disk(self._path, "Writing a checkpoint"):
+            os.fsync(self._fd)
+        self.close()
+        tensors = {piece.name: piece.entry() for piece in self._pieces}
+        return {"nbytes": self.nbytes, "begin": self._begin, "xxh3": self._digest, "tensors": tensors}
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    return memoryview(values.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _write(fd: int, view: memoryview, offset: int) -> None:
+    while view:
+        count = os.pwrite(fd, view, offset)
+        offset += count
+        view = view[count:]
+
+
+class TensorReader:
+    """A file of tensors that is read, block by block."""
+
+    def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
+        """Opens the file, of which a manifest says this.
+
+        Raises:
+            StorageError: The disk refused.
+            CheckpointError: It has another size, or another header.
+        """
+        self._path, self._begin = path, info["begin"]
+        self._scratch = memoryview(bytearray(BLOCK_NBYTES))
+        with disk(path, "Reading a checkpoint"):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            nbytes = os.fstat(self._fd).st_size
+        if nbytes != info["nbytes"]:
+            raise damaged(path, expected=f"{info['nbytes']} bytes", found=f"{nbytes} bytes")
+        header = memoryview(bytearray(self._begin))
+        self._fill(header, 0)
+        if xxhash.xxh3_64_hexdigest(header) != info["xxh3"]:
+            raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
+
+    def read(self, piece: Piece, first: int, last: int, out: Tensor | None) -> None:
+        """Reads some elements of a piece, and verifies the blocks they are in.
+
+        Args:
+            piece: Which.
+            first, last: From which element to which, in its own order.
+            out: Where to, contiguous, on the host; None: they are only verified.
+
+        Raises:
+            StorageError: The disk refused.
+            CheckpointError: A block is not what was written.
+        """
+        begin, end = first * piece.dtype.itemsize, last * piece.dtype.itemsize
+        target = None if out is None else bytes_of(out)
+        for at in range(begin // BLOCK_NBYTES * BLOCK_NBYTES, end, BLOCK_NBYTES):
+            stop = min(at + BLOCK_NBYTES, piece.nbytes)
+            is_direct = target is not None and begin <= at and stop <= end
+            view = target[at - begin : stop - begin] if target is not None and is_direct else self._scratch[: stop - at]
+            self._fill(view, self._begin + piece.offset + at)
+            if xxhash.xxh3_64_hexdigest(view) != piece.digests[at // BLOCK_NBYTES]:
+                raise damaged(
+                    self._path,
+                    tensor=piece.name,
+                    rank=piece.rank,
+                    where=f"bytes {at} to {stop} of its part",
+                    why="their digest is not that of the manifest",
+                )
+            if target is not None and not is_direct:
+                low, high = max(at, begin), min(stop, end)
+                target[low - begin : high - begin] = view[low - at : high - at]
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _fill(self, view: memoryview, offset: int) -> None:
+        with disk(self._path, "Reading a checkpoint"):
+            while view:
+                count = os.preadv(self._fd, [view], offset)
+                if not count:
+                    raise damaged(self._path, why="it ends too early")
+                offset += count
+                view = view[count:]
+
+
+def damaged(path: Path, **facts: object) -> CheckpointError:
+    """The error for a file that is not what was written."""
+    return CheckpointError(
+        "A file of a checkpoint is damaged.",
+        file=path,
+        **facts,
+        fix="load another one: zf.checkpoints(folder) lists those that there are",
+    )
+
+
+def write_json(path: Path, body: object) -> None:
+    """Writes values with their digest, and makes sure that they are on the disk.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    text = json.dumps(body, separators=(",", ":"), allow_nan=False)
+    with disk(path, "Writing a checkpoint"):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _write(fd, memoryview(_signed(text)), 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """What `write_json` has written.
+
+    Raises:
+        StorageError: The disk refused.
+        CheckpointError: The file is not as it was written.
+    """
+    with disk(path, "Reading a checkpoint"):
+        found = path.read_bytes()
+    try:
+        body: dict[str, Any] = json.loads(found)["body"]
+        is_whole = _signed(found.decode()[len(_BEFORE) + 16 + len(_BETWEEN) : -len(_AFTER)]) == found
+    except (ValueError, KeyError, TypeError, RecursionError):
+        is_whole = False
+    if not is_whole:
+        raise damaged(path, why="its digest is not that of its text")
+    return body
+
+
+_BEFORE, _BETWEEN, _AFTER = '{"xxh3":"', '","body":', "}\n"
+
+
+def _signed(text: str) -> bytes:
+    return f"{_BEFORE}{xxhash.xxh3_64_hexdigest(text.encode())}{_BETWEEN}{text}{_AFTER}".encode()
+
+
+def sync_folder(path: Path) -> None:
+    """Makes sure that the names in a folder are on the disk.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    with disk(path, "Writing a checkpoint"):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,258 @@
+"""Folders of checkpoints: what is there, what is left of saves that were killed, and what goes.
+
+runs/a/step-000120/             a checkpoint: it came under this name by one rename, whole
+runs/a/.step-000240.saving/     one that is being saved, by whoever holds its lock, or was
+runs/a/.step-000080.removing/   one that is being removed, or was
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zero_fn.checkpoint.files import disk, read_json, sync_folder
+from zero_fn.errors import CheckpointError, ZeroError
+from zero_fn.tiers import bytes_text
+
+__all__ = [
+    "KINDS",
+    "MANIFEST",
+    "VERSION",
+    "Checkpoint",
+    "Draft",
+    "checkpoints",
+    "newest",
+    "part_name",
+    "prune",
+    "tensors_name",
+]
+
+VERSION = 1
+MANIFEST = "manifest.json"
+KINDS = ("model", "optimizer", "extra")
+"""Folders of files of tensors in a checkpoint."""
+
+_LEFT = (".saving", ".removing")
+
+
+def part_name(rank: int) -> str:
+    """What a rank says of its files."""
+    return f"rank-{rank:05d}.json"
+
+
+def tensors_name(kind: str, rank: int, number: int) -> str:
+    """A file of tensors of a rank, in the folder of its kind."""
+    return f"{kind}/{rank:05d}-{number}.safetensors"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a checkpoint, or with what is left of one.
+
+    Attributes:
+        path: Where it is.
+        step: The number at the end of its name, if there is one.
+        nbytes: Of all its files.
+        is_complete: Whether `load` takes it.
+        saved_at_ns: When it was committed, in nanoseconds since 1970; 0 if it was not.
+        ranks: How many have written it.
+        made_by: Versions of libraries, by name.
+    """
+
+    path: Path
+    step: int | None
+    nbytes: int
+    is_complete: bool
+    saved_at_ns: int
+    ranks: int
+    made_by: Mapping[str, str]
+
+    def __str__(self) -> str:
+        state = "complete" if self.is_complete else "not complete"
+        return f"{self.path}  {bytes_text(self.nbytes)}, {state}, {self.ranks} ranks"
+
+
+def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
+    """What checkpoints there are in a folder, those that were saved first come first. Communicates nothing.
+
+    Args:
+        folder: With checkpoints in it, or one itself.
+
+    Returns:
+        All of them, also those whose save was interrupted, which are not complete.
+
+    Raises:
+        StorageError: The folder cannot be read.
+    """
+    folder = Path(folder)
+    with disk(folder, "Looking for checkpoints"):
+        if (folder / MANIFEST).exists():
+            return [_described(folder)]
+        inside = [path for path in folder.iterdir() if path.is_dir()]
+    is_one = [path for path in inside if (path / MANIFEST).exists() or path.name.endswith(_LEFT)]
+    return sorted(map(_described, is_one), key=lambda found: (found.saved_at_ns, found.path.name))
+
+
+def _described(path: Path) -> Checkpoint:
+    manifest: dict[str, Any] = {}
+    if not path.name.endswith(_LEFT):
+        with suppress(ZeroError):
+            manifest = read_json(path / MANIFEST)
+    ranks = int(manifest.get("ranks", 0))
+    is_complete = bool(ranks) and all((path / part_name(rank)).exists() for rank in range(ranks))
+    nbytes = 0
+    for file in path.rglob("*"):
+        with suppress(OSError):
+            nbytes += file.stat().st_size if file.is_file() else 0
+    saved_at = int(manifest.get("saved_at_ns", 0))
+    return Checkpoint(path, _number(path.name)[1], nbytes, is_complete, saved_at, ranks, manifest.get("made_by", {}))
+
+
+def _number(name: str) -> tuple[str, int | None]:
+    """A name without the number at its end, and that number."""
+    found = re.fullmatch(r"(.*?)(\d+)", name.removesuffix(".saving").removesuffix(".removing"))
+    return (found[1], int(found[2])) if found else (name, None)
+
+
+def newest(folder: Path) -> Path:
+    """The checkpoint that was committed last.
+
+    Raises:
+        CheckpointError: There is none; or one is damaged, which may be the newest.
+        StorageError: The folder cannot be read.
+    """
+    found = checkpoints(folder)
+    for checkpoint in found:
+        if not checkpoint.is_complete and not checkpoint.path.name.endswith(_LEFT):
+            for file in (MANIFEST, *map(part_name, range(checkpoint.ranks))):
+                read_json(checkpoint.path / file)
+    complete = [checkpoint for checkpoint in found if checkpoint.is_complete]
+    if not complete:
+        raise CheckpointError(
+            "There is no complete checkpoint.",
+            folder=folder,
+            found=", ".join(checkpoint.path.name for checkpoint in found) or "nothing that looks like one",
+            fix="give a folder that zf.save has written, or one with such folders in it",
+        )
+    return complete[-1].path
+
+
+class Draft:
+    """The folder of a checkpoint that is being saved. Rank 0 makes it, commits it and holds its lock.
+
+    Attributes:
+        path: Where it is until then.
+    """
+
+    def __init__(self, target: Path) -> None:
+        """One that is not made yet, of a checkpoint that is to be `target`."""
+        self.target, self.path = target, target.parent / f".{target.name}.saving"
+        self._lock = -1
+
+    def make(self) -> None:
+        """Makes the folder, and removes what other saves have left.
+
+        Raises:
+            CheckpointError: There is a checkpoint of this name, or somebody else is saving one.
+            StorageError: The disk refused.
+        """
+        parent = self.target.parent
+        if not self.target.name or self.target.name.startswith("."):
+            raise CheckpointError(
+                "This is no name for a checkpoint.", path=self.target, fix='a name without a dot: "runs/a/step-000120"'
+            )
+        with disk(self.path, "Making the folder of a checkpoint"):
+            parent.mkdir(parents=True, exist_ok=True)
+            if os.path.lexists(self.target):
+                raise CheckpointError(
+                    "There is something of this name already.",
+                    path=self.target,
+                    why="a checkpoint is never overwritten: a save that is killed would leave none",
+                    fix="save under another name (the step is a good one), or remove it before",
+                )
+            for left in parent.iterdir():
+                if left.name.startswith(".") and left.name.endswith(_LEFT) and left.is_dir():
+                    _remove_if_left(left)
+            if self.path.exists():
+                raise CheckpointError(
+                    "Another process is saving this checkpoint.", path=self.path, fix="save under another name"
+                )
+            self.path.mkdir()
+            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for kind in KINDS:
+                (self.path / kind).mkdir()
+
+    def commit(self) -> None:
+        """Gives it its name, once all that is in it is on the disk.
+
+        Raises:
+            StorageError: The disk refused.
+        """
+        for kind in KINDS:
+            sync_folder(self.path / kind)
+        sync_folder(self.path)
+        with disk(self.target, "Committing a checkpoint"):
+            if os.path.lexists(self.target):  # a rename would replace an empty folder
+                raise FileExistsError(17, "somebody made it meanwhile", str(self.target))
+            os.rename(self.path, self.target)
+        sync_folder(self.target.parent)
+        self._unlock()
+
+    def drop(self) -> None:
+        """Removes it, after a failure."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _remove_if_left(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # somebody is at it, or the file system has no locks
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path)
+    finally:
+        os.close(fd)
+
+
+def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
+    """Removes checkpoints beside the one that was just saved, of the same name but for its number.
+
+    Args:
+        target: That one, which stays.
+        keep: How many of the newest stay, with it; None: all.
+        keep_every: Those of steps that this divides stay, too.
+
+    What cannot be removed stays, with a warning: the save has succeeded.
+    """
+    if keep is None:
+        return
+    stem = _number(target.name)[0]
+    try:
+        beside = [
+            found for found in checkpoints(target.parent) if found.is_complete and _number(found.path.name)[0] == stem
+        ]
+        for found in beside[: max(len(beside) - keep, 0)]:
+            is_kept = keep_every is not None and found.step is not None and found.step % keep_every == 0
+            if is_kept or found.path.name == target.name:
+                continue
+            going = found.path.parent / f".{found.path.name}.removing"
+            os.rename(found.path, going)
+            shutil.rmtree(going)
+    except (OSError, ZeroError) as error:
+        warnings.warn(f"zero_fn could not remove an old checkpoint: {error}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,290 @@
+"""What there is to save and load: each tensor of a model and an optimizer with its name, its place, and its way in and out.
+
+memory      tensors of the device or the host
+Window      what rests in another tier: a parcel of it at a time
+streamed    the states of a streamed optimizer: see `passing.py`
+
+[Note: names of tiles] What `zf.tile` has cut is saved as if it were not: a tile is a box of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero_fn.checkpoint.boxes import Box, Place, place_of, spans, states_place
+from zero_fn.checkpoint.files import require_dtype
+from zero_fn.errors import CheckpointError
+from zero_fn.resting import local_of
+from zero_fn.runtime.record import Parcel, Record, record_of
+from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import Ring, wait_all
+from zero_fn.tiled import Tiled
+from zero_fn.transforms.selection import Where
+
+__all__ = ["Leaf", "Named", "Window", "leaves_of_groups", "name_in_file", "named_tensors", "options_of", "state_leaf"]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor of a model or an optimizer.
+
+    Attributes:
+        name: In the checkpoint.
+        dtype: Of its elements.
+        place: Which of them this rank holds.
+        local: What holds them; None: a streamed optimizer.
+        is_buffer: Whether it is a buffer of a module, which rank 0 decides where it is not sharded.
+    """
+
+    name: str
+    dtype: torch.dtype
+    place: Place
+    local: Tensor | None
+    is_buffer: bool = False
+
+    @property
+    def is_away(self) -> bool:
+        """Whether it rests in parcels of another tier, in the order of its elements."""
+        local = self.local
+        return isinstance(local, TierTensor) and local.moved is None and local.is_contiguous()
+
+    def read(self, first: int, last: int, window: Window) -> Tensor:
+        """Elements of what this rank holds, in order, in memory of the host."""
+        local = self.local
+        assert local is not None, "the states of a streamed optimizer come by themselves"
+        if isinstance(local, TierTensor) and self.is_away:
+            return window.read(local, first, last)
+        if local.is_contiguous() and not isinstance(local, TierTensor):
+            return local.view(-1)[first:last].cpu()
+        parts = [box.of(local).reshape(-1) for box in spans(self.place.box.sizes, first, last)]
+        return torch.cat(parts).cpu()
+
+    def room(self, first: int, last: int, dtype: torch.dtype) -> Tensor | None:
+        """The memory itself of these elements, if that is on the host, in order and of this dtype."""
+        local = self.local
+        if local is None or isinstance(local, TierTensor) or not local.is_contiguous():
+            return None
+        return local.view(-1)[first:last] if local.device.type == "cpu" and local.dtype == dtype else None
+
+    def write(self, first: int, values: Tensor, window: Window) -> None:
+        """Puts elements where this rank holds them, from the number `first` on."""
+        local = self.local
+        assert local is not None, "the states of a streamed optimizer go by themselves"
+        if isinstance(local, TierTensor) and self.is_away:
+            window.write(local, first, values)
+            return
+        at = 0
+        for box in spans(self.place.box.sizes, first, first + values.numel()):
+            box.of(local).copy_(values[at : at + box.numel].view(box.sizes))
+            at += box.numel
+
+
+class Window:
+    """One parcel of what rests in another tier, in memory. A context manager: what was written is there at its end."""
+
+    def __init__(self) -> None:
+        self._record: Record | None = None
+        self._parcel: Parcel | None = None
+        self._buffers = Ring()
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._is_changed = False
+
+    def __enter__(self) -> Window:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._close()
+
+    def read(self, tensor: TierTensor, first: int, last: int) -> Tensor:
+        """Elements of a tensor, in order.
+
+        Raises:
+            StorageError: The disk failed, or does not hold what was written to it.
+        """
+        out = torch.empty(last - first, dtype=tensor.dtype)
+        for at, count, room in self._rooms(tensor, first, last):
+            out[at : at + count] = room
+        return out
+
+    def write(self, tensor: TierTensor, first: int, values: Tensor) -> None:
+        """Puts elements of a tensor there, from the number `first` on.
+
+        Raises:
+            StorageError: The disk failed.
+        """
+        for at, count, room in self._rooms(tensor, first, first + values.numel()):
+            room.copy_(values[at : at + count])
+            self._is_changed = True
+
+    def _rooms(self, tensor: TierTensor, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
+        """The parts of these elements that parcels have: the first, how many, and where they are in memory."""
+        record = record_of(tensor)
+        first, last = first + tensor.first, last + tensor.first
+        for parcel in record.parcels:
+            for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True):
+                low, high = max(first, piece.start), min(last, piece.stop)
+                if piece.parameter == tensor.number and low < high:
+                    self._open(record, parcel)
+                    begin = offset + (low - piece.start) * tensor.dtype.itemsize
+                    room = self._memory[begin : begin + (high - low) * tensor.dtype.itemsize]
+                    yield low - first, high - low, room.view(tensor.dtype)
+
+    def _open(self, record: Record, parcel: Parcel) -> None:
+        if self._record is record and self._parcel is parcel:
+            return
+        self._close()
+        record.settle()
+        if record.is_addressable:
+            self._memory = record.memory_of(parcel)
+        else:
+            if self._buffers.size < parcel.nbytes:
+                self._buffers = Ring(1, max(each.nbytes for each in record.parcels), "a window of a checkpoint")
+            self._memory = self._buffers.views[0][: parcel.nbytes]
+        wait_all([record.read_parcel(parcel, self._memory)])
+        self._record, self._parcel = record, parcel
+
+    def _close(self) -> None:
+        record, parcel = self._record, self._parcel
+        self._record = self._parcel = None
+        if self._is_changed and record is not None and parcel is not None:
+            self._is_changed = False
+            wait_all([record.write_parcel(parcel, self._memory)])
+
+
+# -- a model ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Named:
+    """The tensors of a module.
+
+    Attributes:
+        leaves: One for each. Tiles of one tensor have one name.
+        parameters: The same by the identity of the tensor: what optimizers hold.
+        aliases: Further names of tied parameters, and the names they are saved by.
+    """
+
+    leaves: list[Leaf]
+    parameters: dict[int, Leaf]
+    aliases: dict[str, str]
+
+
+def name_in_file(name: str) -> str:
+    """A name without what `torch.compile` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def named_tensors(module: nn.Module, where: Where) -> Named:
+    """Parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
+
+    Raises:
+        CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files lack.
+    """
+    found = Named([], {}, {})
+    tiles: dict[str, tuple[str, int, Tiled]] = {}
+    known: dict[int, str] = {}
+    seen: set[int] = set()
+    keys = set(module.state_dict(keep_vars=True))
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, Tiled):  # [Note: names of tiles]
+            for number, (_, start, _) in enumerate(child.rows()):
+                tiles[f"{prefix}.tiles.{number}".lstrip(".")] = (prefix, start, child)
+        persistent = ((k, b) for k, b in child._buffers.items() if k not in child._non_persistent_buffers_set)
+        for is_buffer, (attribute, tensor) in (
+            *((False, item) for item in child._parameters.items()),
+            *((True, item) for item in persistent),
+        ):
+            key = f"{prefix}.{attribute}".lstrip(".")
+            keys.discard(key)
+            if tensor is None or not _is_selected(where, key, tensor):
+                continue
+            tile = tiles.get(prefix)
+            name = name_in_file(key if tile is None else f"{tile[0]}.{attribute}".lstrip("."))
+            if known.setdefault(id(tensor), name) != name:
+                found.aliases[name] = known[id(tensor)]
+            leaf = None if id(tensor) in seen else _leaf_of(name, tensor, is_buffer=is_buffer)
+            seen.add(id(tensor))
+            if leaf is None:
+                continue
+            if tile is not None:
+                leaf = _in_whole(leaf, tile[1], tile[2].whole_shapes()[attribute])
+            found.leaves.append(leaf)
+            found.parameters[id(tensor)] = leaf
+    for key in sorted(keys):
+        owner = module.get_submodule(key.rpartition(".")[0])
+        raise CheckpointError(
+            f"{type(owner).__name__} writes {key!r} into its state_dict in its own way.",
+            why="a checkpoint has parameters and buffers under their names, and would lose it",
+            fix="register a buffer for what it adds, or save its state_dict as extra=",
+        )
+    return found
+
+
+def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool) -> Leaf | None:
+    require_dtype(name, tensor.dtype)
+    if local_of(tensor).is_meta:
+        raise CheckpointError(
+            f"{name} is on meta: it has no values.",
+            fix="zf.materialize(model, device) first; it may be saved and loaded then",
+        )
+    place = place_of(tensor)
+    return None if place is None else Leaf(name, tensor.dtype, place, local_of(tensor), is_buffer)
+
+
+def _in_whole(leaf: Leaf, start: int, shape: tuple[int, ...]) -> Leaf:
+    """A tile, as a box of what it was cut from. [Note: names of tiles]"""
+    outer = Box((start, *(0,) * (len(shape) - 1)), leaf.place.shape)
+    return replace(leaf, place=replace(leaf.place, shape=shape, box=outer.around(leaf.place.box)))
+
+
+def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
+    if where is None:
+        return True
+    if callable(where):
+        return where(name, tensor)  # type: ignore[arg-type]
+    return any(fnmatchcase(name, pattern) for pattern in ((where,) if isinstance(where, str) else where))
+
+
+# -- an optimizer ----------------------------------------------------------------------------------------------------
+
+
+def state_leaf(name: str, state: Tensor, parameter: Tensor, own: Leaf) -> Leaf | None:
+    """A state of an optimizer that is a tensor in memory; `own` is the leaf of its parameter."""
+    require_dtype(f"{own.name}/{name}", state.dtype)
+    place = states_place(name, state, parameter, own.place)
+    return None if place is None else Leaf(f"{own.name}/{name}", state.dtype, place, local_of(state))
+
+
+def leaves_of_groups(optimizer: Optimizer, named: Named) -> list[list[Leaf]]:
+    """The leaves of the parameters of each group.
+
+    Raises:
+        CheckpointError: The optimizer steps a parameter that is not of the model.
+    """
+    groups: list[list[Leaf]] = []
+    for number, group in enumerate(optimizer.param_groups):
+        groups.append([])
+        for at, parameter in enumerate(group["params"]):
+            leaf = named.parameters.get(id(parameter))
+            if leaf is None:
+                raise CheckpointError(
+                    "The optimizer steps a parameter that the model does not have.",
+                    parameter=f"number {at} of group {number}, {list(parameter.shape)}",
+                    why="states are saved by the names of their parameters",
+                    fix="give the model whose parameters it steps, as it is after the last transform, and all of them",
+                )
+            groups[-1].append(leaf)
+    return groups
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group says beside its parameters."""
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

@@ -1,0 +1,134 @@
+"""The states of streamed optimizers, on their way: a chunk at a time, through the buffers of the optimizer itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.checkpoint.leaves import Leaf
+from zero_fn.errors import CheckpointError, StateError, StorageError
+from zero_fn.resting import local_of
+from zero_fn.streamed import Streamed
+from zero_fn.streamed.pieces import Chunk, SteppedPiece
+from zero_fn.streamed.pipeline import each_chunk
+
+__all__ = ["each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
+
+Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
+
+
+def states_in_chunks(optimizer: Streamed) -> Kept:
+    """By the identity of each parameter: dtypes of the states in chunks, by name, and the values of others.
+
+    Raises:
+        StorageError: A step that waited failed.
+        StateError: The last step failed half-way.
+        CheckpointError: A state is larger than a number and has no place in a chunk.
+    """
+    optimizer._steps.finish()
+    optimizer._steps.require_whole("save")
+    found: Kept = {}
+    for cut, parameter in _cuts(optimizer):
+        dtypes, others = found.setdefault(id(parameter), ({}, {}))
+        dtypes |= {name: dtype for name, (dtype, _) in cut.fields.items() if name in cut.present}
+        others |= cut.resident
+        for name, value in cut.resident.items():
+            if isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"The state {name!r} of a streamed optimizer came after its first step, and lies in memory in pieces.",
+                    fix="build the optimizer with it from the start, or stream it anew after a step: zf.streamed(...)",
+                )
+    return found
+
+
+def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
+    """By the identity of each parameter: the states that chunks have room for."""
+    found: dict[int, dict[str, torch.dtype]] = {}
+    for cut, parameter in _cuts(optimizer):
+        found.setdefault(id(parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
+    return found
+
+
+def end_step(optimizer: Streamed) -> None:
+    """Lets no step wait any more: what is loaded comes after it. One that fails is mended by what is loaded."""
+    with suppress(StorageError, StateError):
+        optimizer._steps.finish()
+    optimizer._steps.waiting = None
+
+
+def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], None]) -> None:
+    """Calls `take(parameter, name, first, values)` for each piece of each state, in the order of the elements of each.
+
+    `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and gone afterwards.
+
+    Raises:
+        StorageError: The disk failed, or does not hold what was written to it.
+    """
+    states = optimizer.states
+
+    def visit(chunk: Chunk, buffer: Tensor) -> None:
+        for cut in chunk.cuts:
+            parameter = states.known[cut.piece.parameter]
+            for name, value in cut.states(buffer).items():
+                if name in cut.present:
+                    _require_in_order(cut, parameter)
+                    take(parameter, name, cut.piece.start, value.reshape(-1).cpu())
+
+    each_chunk([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False)
+
+
+def fill_states(
+    optimizer: Streamed,
+    find: Callable[[Tensor], tuple[dict[str, torch.dtype], dict[str, Any]]],
+    fill: Callable[..., None],
+) -> None:
+    """Puts states into the chunks of an optimizer, in place of all that they had.
+
+    Args:
+        optimizer: Whose.
+        find: The dtypes of the states to be put into chunks for a parameter, and the values of others, both by name.
+        fill: Called as `fill(parameter, name, first, values)` to fill flat values with the elements from `first` on.
+
+    Raises:
+        StorageError: The disk failed. `step` of the optimizer raises until it was loaded.
+    """
+    states, steps = optimizer.states, optimizer._steps
+    steps.failed = "states could not be loaded"
+
+    def visit(chunk: Chunk, buffer: Tensor) -> None:
+        for cut in chunk.cuts:
+            parameter = states.known[cut.piece.parameter]
+            dtypes, others = find(parameter)
+            values: dict[str, Any] = dict(others)
+            for name, dtype in dtypes.items():
+                _require_in_order(cut, parameter)
+                flat = torch.empty(cut.piece.numel, dtype=dtype)
+                fill(parameter, name, cut.piece.start, flat)
+                values[name] = flat.view(cut.shape).to(buffer.device)
+            cut.keep(buffer, values)
+
+    each_chunk([states], states.chunks, visit)
+    steps.failed = None
+
+
+def _cuts(optimizer: Streamed) -> list[tuple[SteppedPiece, Tensor]]:
+    states = optimizer.states
+    return [(cut, states.known[cut.piece.parameter]) for chunk in states.chunks for cut in chunk.cuts]
+
+
+def _require_in_order(cut: SteppedPiece, parameter: Tensor) -> None:
+    if not cut.piece.is_whole and not local_of(parameter).is_contiguous():
+        raise CheckpointError(
+            "A state passes through buffers in pieces, and not in the order of its elements.",
+            parameter=f"{list(parameter.shape)} with strides {parameter.stride()}",
+            fix="a larger buffer, so that it passes whole: zf.streamed(optimizer, tier, buffer='1GiB')",
+        )
+
+
+def leaf_in_chunks(own: Leaf, name: str, dtype: torch.dtype) -> Leaf:
+    """A state that rests in chunks; `own` is the leaf of its parameter."""
+    return Leaf(f"{own.name}/{name}", dtype, own.place, None)

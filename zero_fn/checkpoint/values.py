@@ -1,0 +1,79 @@
+"""Numbers, strings, lists, dicts and tensors as JSON, and back: what a checkpoint holds beside parameters. Never pickle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero_fn.errors import CheckpointError
+
+__all__ = ["decoded", "encoded"]
+
+_TAGS = ("$tuple", "$items", "$tensor", "$number", "$bytes")
+
+
+def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
+    """A value as JSON can hold it.
+
+    Args:
+        value: Made of None, bool, int, float, str, bytes, list, tuple, dict and tensors.
+        path: How to reach it, for errors: `extra['scheduler']`.
+        tensors: Those in it are added here, by their path.
+
+    Raises:
+        CheckpointError: Something in it is of another class.
+    """
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"$number": float(value).hex()}
+    if isinstance(value, bytes):
+        return {"$bytes": value.hex()}
+    if isinstance(value, list):
+        return [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]
+    if type(value) is tuple:
+        return {"$tuple": [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]}
+    if isinstance(value, dict):
+        items = [
+            (encoded(key, f"a key of {path}", tensors), encoded(item, f"{path}[{key!r}]", tensors))
+            for key, item in value.items()
+        ]
+        if all(isinstance(key, str) and key not in _TAGS for key, _ in items):
+            return dict(items)
+        return {"$items": [list(item) for item in items]}
+    if isinstance(value, Tensor) and not isinstance(value, DTensor):
+        tensors[path] = value.detach()
+        return {"$tensor": path}
+    raise CheckpointError(
+        f"{path} cannot be saved.",
+        got=f"{type(value).__module__}.{type(value).__qualname__}",
+        why="a checkpoint holds numbers, strings, bytes, lists, tuples, dicts and plain tensors, and runs no code when "
+        "it is read",
+        fix="give an object whose state_dict() is made of those; numpy arrays as tensors, sets as lists",
+    )
+
+
+def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """What `encoded` was given; `tensor` finds a tensor by its path."""
+    if isinstance(value, list):
+        return [decoded(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value)) if len(value) == 1 else None
+    if tag == "$number":
+        return float.fromhex(value[tag])
+    if tag == "$bytes":
+        return bytes.fromhex(value[tag])
+    if tag == "$tensor":
+        return tensor(value[tag])
+    if tag == "$tuple":
+        return tuple(decoded(value[tag], tensor))
+    if tag == "$items":
+        return {decoded(key, tensor): decoded(item, tensor) for key, item in value[tag]}
+    return {key: decoded(item, tensor) for key, item in value.items()}
