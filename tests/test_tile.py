@@ -390,7 +390,7 @@ def test_ranks_that_take_different_paths_back_are_exact(ranks: Ranks) -> None:
 
 def test_ranks_that_recompute_different_tiles_are_told() -> None:
     """The gathers of a recomputation are in no schedule, which a rank that does not recompute would follow."""
-    with LocalRanks(2) as fresh, sent_by_value(paths_back):  # those of the pool would be lost for the tests after this one
+    with LocalRanks(2) as fresh, sent_by_value(paths_back):  # those of the pool would be lost for later tests
         values = fresh.run(paths_back, (True,), timeout_s=60)
     assert values == ["Ranks 0 and 1 of axis 'dp' (2) are at different collectives."] * 2
 
