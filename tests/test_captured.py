@@ -122,6 +122,17 @@ def test_a_function_that_holds_a_module_is_refused(path: str, build: Callable[[]
     model(torch.ones(2, 6)).sum().backward()  # as before
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_was_compiled_before_the_transform_is_refused(whole: bool) -> None:
+    model: Any = Pair()
+    if whole:
+        model.first = torch.compile(model.first, backend="eager")
+    else:
+        model.first.forward = torch.compile(model.first.forward, backend="eager")
+    with pytest.raises(zf.ZeroError, match="compile after the transform"):
+        zf.offload(model, params=zf.cpu())
+
+
 def _partial() -> nn.Module:
     model = Pair()
     model.between = functools.partial(lambda layer, x: torch.tanh(layer(x)), model.first)

@@ -74,7 +74,8 @@ def _refuse_module(path: str, found: object, modules: Mapping[int, str]) -> None
             why="a transform returns a copy of the module, and a function goes on with the module of before: that would get "
             "the gradients, and nobody would train it",
             fix="take the module from the argument: a hook is given its module; methods and partial functions are copied "
-            "along: self.act = functools.partial(act, self.inner), or types.MethodType(act, self)",
+            "along: self.act = functools.partial(act, self.inner), or types.MethodType(act, self). What torch.compile wraps, "
+            "compile after the transform",
         )
 
 
@@ -85,7 +86,7 @@ def _holds_parameter(path: str, fqn: str) -> PlacementError:
         why="a transform puts another parameter in its place, which a closure, a partial function or a container does not "
         "follow: it would go on with the old values, and nobody would train them",
         fix="read it where it is used: functools.partial(act, self.layer), and layer.weight in it; a flat list or dict of "
-        "the module that registers the parameters follows them",
+        "the module that registers the parameters follows them. What torch.compile wraps, compile after the transform",
     )
 
 
