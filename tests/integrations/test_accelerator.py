@@ -163,7 +163,7 @@ def test_the_state_dict_of_a_model_is_whole_on_the_main_process(prepared: Ranks,
 
 def _given_up() -> None:
     """What was accumulated before an exception, or before `free_memory`, is in no later step."""
-    accelerator, model, optimizer, loader, _ = _parts(_accelerator(True, gradient_accumulation_steps=2), llama())
+    accelerator, model, _, loader, _ = _parts(_accelerator(True, gradient_accumulation_steps=2), llama())
     batch = next(iter(loader))
     with pytest.raises(RuntimeError, match="of the user"), accelerator.accumulate(model):
         accelerator.backward(model(**batch).loss)

@@ -3,5 +3,6 @@
 placing        models take the place of plain ones, and optimizers follow
 states         whole values for files that others read; states on the ranks that own them
 accelerate     `ZeroAccelerator`
-transformers   `ZeroTrainer`, `ZeroTrainerMixin` for any other Trainer, `placed` for `from_pretrained`
+pretrained     `placed`: `from_pretrained` straight into what rests
+transformers   `ZeroTrainer`, and `ZeroTrainerMixin` for any other Trainer
 """

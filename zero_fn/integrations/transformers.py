@@ -24,9 +24,10 @@ from transformers import PreTrainedModel, Trainer
 import zero_fn as zf
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare
 from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
+from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, save_states, whole_state
 
-__all__ = ["ZeroTrainer", "ZeroTrainerMixin"]
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
 
 SCHEDULER = "scheduler.pt"  # the Trainer's own name
 
