@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.integrations.worlds import Counting, gpt2, llama, mixtral, place, start
 from tests.ranks import Ranks
+from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 
@@ -69,6 +70,32 @@ def test_a_placed_model_is_the_one_that_is_loaded_whole(
 
 def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
+
+
+def _generated(folder: str) -> None:
+    """Ranks want other numbers of tokens: greedy, of adapters, and one rank alone inside `unsharded`."""
+    from peft import LoraConfig, get_peft_model
+
+    from zero_fn.integrations.transformers import placed
+
+    _written(folder, llama, torch.float32)
+    plain = llama().eval()
+    with placed(place()):
+        model = type(plain).from_pretrained(folder)
+    tokens = Counting().tokens[:2, :4]
+    length = 3 + 4 * dist.get_rank()
+    wanted = plain.generate(tokens, max_new_tokens=length, do_sample=False)
+    assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
+    with zf.unsharded(model):
+        if dist.get_rank() == 1:
+            assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
+    start()
+    adapted, _ = place_module(place(), get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])).eval())
+    assert torch.equal(adapted.generate(input_ids=tokens, max_new_tokens=length, do_sample=False), wanted)
+
+
+def test_ranks_generate_until_all_are_done(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_generated, str(tmp_path))
 
 
 def _refused(folder: str) -> None:

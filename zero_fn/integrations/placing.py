@@ -6,17 +6,20 @@ exchanged by name for those of the transformed one. One that has stepped has sta
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from types import MethodType
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.runtime.registry import replacement_of
 
-__all__ = ["Place", "exchange_parameters", "place_module", "refuse_stale"]
+__all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "refuse_stale"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -48,8 +51,27 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
             returned=type(transformed).__name__,
             fix="place=lambda model: zf.zero3(model, mesh['dp'])",
         )
+    generate_together(transformed)
     new = dict(transformed.named_parameters())
     return transformed, {id(parameter): new[name] for name, parameter in old.items() if name in new}
+
+
+def generate_together(module: nn.Module) -> None:
+    """Lets `generate` of models of transformers go on until all ranks are done, unless it is told otherwise.
+
+    A rank that needs no more tokens must still take part in the gathers of the others. Inside `zf.unsharded` nothing is
+    gathered, and a rank may generate alone.
+    """
+    for child in module.modules():
+        own = getattr(type(child), "generate", None)
+        if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
+            child.generate = MethodType(_generate, child)
+
+
+def _generate(self: Any, *args: Any, **options: Any) -> Any:
+    if options.get("synced_gpus") is None:
+        options["synced_gpus"] = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+    return type(self).generate(self, *args, **options)
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:

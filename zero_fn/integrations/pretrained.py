@@ -84,7 +84,8 @@ def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
 def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> nn.Module:
     """In place of `maybe_distribute_model`: the model is on meta, and its values are read next."""
     del model.config.distributed_config  # which only led here, and must not be saved
-    return place_module(place, model)[0]
+    transformed: nn.Module = place_module(place, model)[0]
+    return transformed
 
 
 def _from_pretrained(read: Callable[..., Any], loaded: list[nn.Module], cls: type, *args: Any, **options: Any) -> Any:

@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, Trainer
 
 import zero_fn as zf
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare
-from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
+from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, save_states, whole_state
 
@@ -88,6 +88,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             self.model = self.model_wrapped = self.callback_handler.model = model
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
+        generate_together(self.model)
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
