@@ -25,11 +25,11 @@ BUDGET = {
     "runtime": 8410,
     "storage": 1680,
     "streamed": 2560,
-    "transforms": 1680,
+    "transforms": 1690,
     "": 4910,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
-Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote."""
+Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote; then, because `precision` makes masters."""
 
 MOST = 15
 """Attributes, and methods, of one class."""

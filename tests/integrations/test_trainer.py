@@ -25,7 +25,7 @@ from tests.integrations.worlds import (
     start,
     zero_trainer,
 )
-from tests.ranks import Ranks
+from tests.ranks import Ranks, axis
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
@@ -164,3 +164,28 @@ def _refused(folder: str) -> None:
 
 def test_what_cannot_work_is_refused(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_refused, str(tmp_path))
+
+
+def _masters(folder: str) -> None:
+    """Weights that were loaded in 16 bits: replicas of masters under autocast have about the same numbers."""
+    from transformers import Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+
+    def loaded() -> nn.Module:
+        return llama().bfloat16()
+
+    def masters(model: nn.Module) -> nn.Module:
+        return zf.precision(zf.zero3(model, axis()), rest=torch.float32, compute=torch.bfloat16)
+
+    data = {"train_dataset": Counting()}
+    wanted = numbers(Trainer(model=loaded().float(), args=arguments(folder, bf16=True), **data))
+    ours = ZeroTrainer(model=loaded(), args=arguments(folder), place=masters, **data)
+    require_close(numbers(ours), wanted, 2e-2)
+    assert all(parameter.dtype == torch.float32 for parameter in ours.model.parameters())
+
+
+def test_weights_of_16_bits_are_trained_with_masters(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_masters, str(tmp_path))

@@ -65,7 +65,7 @@ def generate_together(module: nn.Module) -> None:
     for child in module.modules():
         own = getattr(type(child), "generate", None)
         if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
-            child.generate = MethodType(_generate, child)
+            child.__dict__["generate"] = MethodType(_generate, child)
 
 
 def _generate(self: Any, *args: Any, **options: Any) -> Any:
