@@ -19,15 +19,16 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "checkpoint": 2670,
     "deepspeed": 1170,
+    "integrations": 900,
     "kernels": 910,
     "local": 555,
     "plan": 1040,
-    "runtime": 8430,
+    "runtime": 8450,
     "storage": 1415,
     "streamed": 2560,
-    "transforms": 1555,
-    "transport": 2330,
-    "": 4180,
+    "transforms": 1590,
+    "transport": 2390,
+    "": 4190,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 

@@ -1,5 +1,6 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
+    7 others        integrations
     6 surface       recipes, describe, check, held, plan, launch, local, deepspeed, checkpoint
     5 verbs         transforms, substitute, loading, saving, wrapped, streamed
     4 execution     runtime
@@ -29,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed", "checkpoint"),
+    ("integrations",),
 )
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 torch.manual_seed(7)
 state, threads, modules = torch.get_rng_state(), threading.active_count(), set(sys.modules)
 {code}
-unwanted = (set(sys.modules) - modules) & {{"matplotlib", "tqdm", "pytest", "hypothesis", "IPython", "triton"}}
+unwanted = (set(sys.modules) - modules) & {{"matplotlib", "tqdm", "pytest", "hypothesis", "IPython", "triton", "transformers",
+    "accelerate", "trl", "lightning"}}
 noticed = {{
     "CUDA": torch.cuda.is_initialized(),
     "a process group": dist.is_initialized(),

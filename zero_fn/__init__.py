@@ -4,7 +4,7 @@ model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
 """
 
-from zero_fn.check import check
+from zero_fn.check import check, is_transformed
 from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, save, save_async
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.describe import Description, describe
@@ -85,6 +85,7 @@ __all__ = [
     "guard",
     "held",
     "hybrid",
+    "is_transformed",
     "launch",
     "load",
     "materialize",

@@ -1,4 +1,4 @@
-"""`check(model, optimizer)`: whether the two belong together."""
+"""Questions about modules: whether one was transformed, and whether an optimizer belongs to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from zero_fn.runtime.members import refuse_late
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.streamed import Streamed
 
-__all__ = ["check"]
+__all__ = ["check", "is_transformed"]
+
+
+def is_transformed(module: nn.Module) -> bool:
+    """Whether a transform returned this module, or one inside it: whether it reduces gradients by itself."""
+    return bool(units_of(module))
 
 
 def check(module: nn.Module, optimizer: Optimizer) -> None:

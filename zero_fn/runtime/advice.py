@@ -24,8 +24,8 @@ def say_if_rounded(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__} trains parameters that rest in {name}, without float32 masters.",
                     first=slot,
                     why="updates smaller than half a unit in the last place of a parameter are rounded away",
-                    fix="before the transform model.float(), then zf.precision(model, compute="
-                    f"torch.{name}); if it is meant: warnings.filterwarnings('ignore', '.*without float32 masters')",
+                    fix=f"before the optimizer model = zf.precision(model, rest=torch.float32, compute=torch.{name}); "
+                    "if it is meant: warnings.filterwarnings('ignore', '.*without float32 masters')",
                 )
                 return
 

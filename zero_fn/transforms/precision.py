@@ -25,13 +25,14 @@ def precision(
     compute: torch.dtype = torch.bfloat16,
     reduce: torch.dtype = torch.float32,
     output: torch.dtype | None = None,
+    rest: torch.dtype | None = None,
     where: Where = None,
 ) -> M:
     """Computes a module in one dtype while its parameters rest in another.
 
-    The resting parameters keep their dtype and are the masters that the optimizer updates. Gathers move the compute dtype.
-    Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their parameter. Floating
-    point inputs of each unit are cast to its compute dtype, also in dataclasses; buffers are left alone.
+    The resting parameters keep their dtype, or get that of `rest`, and are the masters that the optimizer updates. Gathers
+    move the compute dtype. Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their
+    parameter. Floating point inputs of each unit are cast to its compute dtype, also in dataclasses; buffers are left alone.
 
     Communicates: what the placements say, with b the bytes of `compute`. A gradient of a single backward travels in
     `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`.
@@ -41,6 +42,8 @@ def precision(
         compute: Dtype of parameters and inputs in flight.
         reduce: Dtype of gradient sums.
         output: Floating point outputs of the whole module, whatever `where` selects, are cast to this; None leaves them.
+        rest: Dtype of the resting parameters: torch.float32 makes masters of weights that were loaded in 16 bits. Of a module
+            that is sharded already only the shards are widened; None leaves them. The optimizer is built after.
         where: Which parameters; only floating point ones are ever cast.
 
     Returns:
@@ -49,10 +52,18 @@ def precision(
     Raises:
         LayoutError: A dtype is not floating point, or contradicts an earlier `precision`.
     """
-    for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output)):
+    for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output), ("rest", rest)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
     home = Home(compute=compute, reduce=reduce)
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
     request = Assignment(homes=homes, output=output)
-    return substitute(module, assignment_of(module).join(request), verb="precision", donate=False)
+    result = substitute(module, assignment_of(module).join(request), verb="precision", donate=False)
+    if rest is None:
+        return result
+    chosen = {id(parameter.parameter) for parameter in selected(shared_parameters(result), where)}
+    result._apply(  # type: ignore[no-untyped-call]
+        lambda tensor: tensor.to(rest) if id(tensor) in chosen and tensor.is_floating_point() else tensor
+    )
+    # Once more: as if they had been of this dtype from the beginning.
+    return substitute(result, assignment_of(result), verb="precision", donate=True)

@@ -1,0 +1,122 @@
+"""`placed`: a checkpoint of transformers straight into what rests, to the bits of loading it whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import zero_fn as zf
+from tests.integrations.worlds import Counting, gpt2, llama, mixtral, place, start
+from tests.ranks import Ranks
+from zero_fn.integrations.placing import place_module
+
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+
+
+def tied() -> nn.Module:
+    """One matrix under two names, of which files hold one."""
+    return llama(tie_word_embeddings=True)
+
+
+def _written(folder: str, build: Callable[[], nn.Module], dtype: torch.dtype, **options: Any) -> None:
+    """The folder, on every rank."""
+    start()
+    if dist.get_rank() == 0:
+        build().to(dtype).save_pretrained(folder, **options)
+    dist.barrier()
+
+
+def _loaded(folder: str, build: Callable[[], nn.Module], stage: str, dtype: torch.dtype) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from zero_fn.integrations.transformers import placed
+
+    _written(folder, build, dtype, max_shard_size="20KB")
+    wanted = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with placed(place(stage)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert zf.is_transformed(model)
+    zf.check(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert not hasattr(model.config, "distributed_config")
+    assert all(isinstance(parameter, DTensor) and not parameter.is_meta for parameter in model.parameters())
+    tokens = Counting().tokens[:2]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+    for each in (wanted, model):
+        each.train()
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    for (name, parameter), plain in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        assert torch.equal(parameter.full_tensor(), plain), name
+        torch.testing.assert_close(parameter.grad.full_tensor(), plain.grad, msg=name)
+    assert dict(model.named_buffers()).keys() == dict(wanted.named_buffers()).keys()
+    for (name, buffer), plain in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(buffer, plain), name
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+@pytest.mark.parametrize("build", [llama, tied, mixtral])
+def test_a_placed_model_is_the_one_that_is_loaded_whole(
+    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module], stage: str
+) -> None:
+    prepared(2).run(_loaded, str(tmp_path), build, stage, torch.float32)
+
+
+def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
+
+
+def _generated(folder: str) -> None:
+    """Ranks want other numbers of tokens: greedy, of adapters, and one rank alone inside `unsharded`."""
+    from peft import LoraConfig, get_peft_model
+
+    from zero_fn.integrations.transformers import placed
+
+    _written(folder, llama, torch.float32)
+    plain = llama().eval()
+    with placed(place()):
+        model = type(plain).from_pretrained(folder)
+    tokens = Counting().tokens[:2, :4]
+    length = 3 + 4 * dist.get_rank()
+    wanted = plain.generate(tokens, max_new_tokens=length, do_sample=False)
+    assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
+    with zf.unsharded(model):
+        if dist.get_rank() == 1:
+            assert torch.equal(model.generate(tokens, max_new_tokens=length, do_sample=False), wanted)
+    start()
+    adapted, _ = place_module(place(), get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])).eval())
+    assert torch.equal(adapted.generate(input_ids=tokens, max_new_tokens=length, do_sample=False), wanted)
+
+
+def test_ranks_generate_until_all_are_done(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_generated, str(tmp_path))
+
+
+def _refused(folder: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+    from transformers.distributed import DistributedConfig
+
+    from zero_fn.integrations.transformers import placed
+
+    _written(folder, llama, torch.float32)
+    before = PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model
+    with pytest.raises(zf.StateError, match="Nothing was loaded"), placed(place()):
+        gpt2()
+    with pytest.raises(zf.ConfigError, match="told to distribute"), placed(place()):
+        AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    with pytest.raises(zf.StateError, match="no transform has made"), placed(lambda model: model):
+        AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(zf.CheckpointError, match="lack parameters"), placed(place()):
+        AutoModelForSequenceClassification.from_pretrained(folder)
+    assert before == (PreTrainedModel.from_pretrained, PreTrainedModel.maybe_distribute_model)
+    assert not zf.is_transformed(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def test_what_placed_cannot_load_is_refused(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_refused, str(tmp_path))

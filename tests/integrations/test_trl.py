@@ -1,0 +1,160 @@
+"""The trainers of trl over transformed models: the numbers of DDP, whether the trainer or the user transforms the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zero_fn as zf
+from tests.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start
+from tests.ranks import Ranks
+
+pytest.importorskip("trl", reason="the extra [trl] is not installed")
+pytest.importorskip("datasets", reason="the extra [trl] is not installed")
+
+_COMMON = {
+    "use_cpu": True, "bf16": False, "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 1e-2,
+    "lr_scheduler_type": "constant", "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": [],
+    "disable_tqdm": True, "seed": 3, "gradient_accumulation_steps": 2,
+}  # fmt: skip
+
+
+def _import_all() -> None:
+    start()
+    import trl
+    from datasets import disable_progress_bars
+
+    import zero_fn.integrations.transformers  # noqa: F401
+
+    disable_progress_bars()
+    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"):
+        getattr(trl, name)
+
+
+@pytest.fixture
+def prepared(ranks: Ranks) -> Ranks:
+    """Two ranks that have imported the libraries, which may take longer than a collective may wait for a peer."""
+    ranks(2, deadline_s=300).run(_import_all)
+    return ranks
+
+
+def _tokenizer() -> Any:
+    """Words are numbers."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{str(number): number for number in range(3, VOCABULARY)}}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+
+
+def _text(first: int, step: int, length: int) -> str:
+    return " ".join(str(3 + (first + step * i) % (VOCABULARY - 3)) for i in range(length))
+
+
+def _rows(trainer: str) -> list[dict[str, str]]:
+    """Texts of various lengths: ranks have other numbers of tokens."""
+    if trainer == "SFTTrainer":
+        return [{"text": _text(7 * i, 1 + i % 3, 4 + i % 7)} for i in range(24)]
+    prompts = [_text(5 * i, 1, 3 + i % 2) for i in range(24)]
+    if trainer == "GRPOTrainer":
+        return [{"prompt": prompt} for prompt in prompts]
+    pairs = [(" " + _text(5 * i + 3, 1, 3 + i % 4), " " + _text(9 * i, 2, 2 + i % 3)) for i in range(24)]
+    if trainer == "RewardTrainer":
+        return [{"chosen": p + good, "rejected": p + bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
+    return [{"prompt": p, "chosen": good, "rejected": bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
+
+
+def _length_reward(completions: list[str], **_: Any) -> list[float]:
+    """Larger numbers are better."""
+    return [sum(float(word) for word in text.split() if word.isdigit()) / 100 for text in completions]
+
+
+def _written(folder: str, trainer: str) -> None:
+    """Reference models are loaded from where the model came from."""
+    if dist.get_rank() == 0:
+        if trainer == "RewardTrainer":
+            from transformers import LlamaForSequenceClassification
+
+            config = llama().config
+            config.num_labels = 1
+            torch.manual_seed(0)
+            LlamaForSequenceClassification(config).save_pretrained(folder)
+        else:
+            llama().save_pretrained(folder)
+        _tokenizer().save_pretrained(folder)
+    dist.barrier()
+
+
+def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **more: Any) -> Any:
+    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), or over a transformed one ("before")."""
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from zero_fn.integrations.transformers import ZeroTrainerMixin
+
+    start()
+    theirs = getattr(trl, trainer)
+    ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
+    auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
+    model: nn.Module = auto.from_pretrained(folder)
+    config = getattr(trl, trainer.replace("Trainer", "Config"))
+    arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": _tokenizer(), **more}
+    arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
+    if trainer == "GRPOTrainer":
+        arguments["reward_funcs"] = _length_reward
+    if kind == "replicas":
+        return theirs(model=model, **arguments)
+    if kind == "mixin":
+        return ours(model=model, place=place(), **arguments)
+    return ours(model=place()(model), **arguments)
+
+
+def _compare(folder: str, trainer: str, kinds: tuple[str, ...], options: dict[str, Any]) -> None:
+    _written(folder, trainer)
+    wanted = numbers(_trainer(folder, trainer, "replicas", options))
+    for kind in kinds:
+        ours = _trainer(folder, trainer, kind, options)
+        require_close(numbers(ours), wanted, 5e-5)
+        assert zf.is_transformed(ours.model)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "SFTTrainer": {"max_length": 16},
+    "DPOTrainer": {"max_length": 16},
+    "RewardTrainer": {"max_length": 16},
+    "GRPOTrainer": {"num_generations": 2, "max_completion_length": 6, "beta": 0.04, "max_steps": 2},
+}
+
+
+def _adapters(folder: str) -> None:
+    """SFT of an adapter that the trainer makes: the numbers of replicas, and a checkpoint that is taken up."""
+    from peft import LoraConfig
+
+    _written(folder, "SFTTrainer")
+    options = {"max_length": 16, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    wanted = numbers(_trainer(folder, "SFTTrainer", "replicas", options, **adapter))
+    require_close(numbers(_trainer(folder, "SFTTrainer", "mixin", options, **adapter)), wanted, 5e-5)
+    resumed = _trainer(folder, "SFTTrainer", "mixin", options, **adapter)
+    require_close(numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
+
+
+def test_an_adapter_is_trained_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_adapters, str(tmp_path))
+
+
+@pytest.mark.parametrize("trainer", CASES)
+def test_a_trainer_of_trl_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
+    prepared(2, deadline_s=240).run(_compare, str(tmp_path), trainer, ("mixin", "before"), CASES[trainer])

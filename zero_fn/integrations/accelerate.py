@@ -1,0 +1,190 @@
+"""`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed where it would wrap them in DDP.
+
+    accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]), gradient_accumulation_steps=4)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+[Note: one window] accelerate enters `no_sync` anew for each microbatch but the last. Gradients are reduced once for all of
+them: a window of `zf.accumulate` begins with the first and ends in the backward of the last, before clipping and the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
+from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
+
+__all__ = ["STATES", "ZeroAccelerator", "bare"]
+
+STATES = "zero_fn"
+"""The folder, in a checkpoint of accelerate or of a Trainer, that holds what ranks own."""
+
+
+def bare(optimizer: Optimizer) -> Optimizer:
+    """The optimizer itself, without what accelerate puts around it."""
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+class ZeroAccelerator(Accelerator):
+    """An Accelerator that trains transformed models in place of replicas in DDP.
+
+    `prepare` transforms each model that has something to train, and gives its new parameters to the optimizers beside it. A
+    model that was transformed before is left as it is. `accumulate` and `no_sync` reduce once; `save_state` and `load_state`
+    write and read what each rank owns, for any number of ranks and any stage; `get_state_dict` has whole values on the main
+    process alone. Models that are not transformed are treated as ever.
+
+    Args:
+        *args: As of Accelerator.
+        place: Any chain of transforms; None leaves plain models to accelerate.
+        **options: As of Accelerator.
+    """
+
+    place: Place[nn.Module] | None = None
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
+    _window: ExitStack | None = None  # [Note: one window]
+    _in_window: tuple[nn.Module, ...] = ()
+
+    def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.place = place
+
+    def prepare(self, *objects: Any, **options: Any) -> Any:
+        """Prepares models, then optimizers, loaders and schedulers, in the order in which they were given.
+
+        Raises:
+            StateError: An optimizer took steps before its model was transformed.
+            StaleError: An optimizer was built before its model was transformed elsewhere.
+        """
+        new: dict[int, nn.Parameter] = {}
+        objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
+        optimizers = [bare(item) for item in objects if isinstance(item, Optimizer)]
+        for optimizer in optimizers:
+            exchange_parameters(optimizer, new)
+        refuse_stale(optimizers)
+        return super().prepare(*objects, **options)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Prepares a model: casts and compiles it as accelerate does, and transforms it unless it is for evaluation."""
+        if not evaluation_mode:
+            model = self._placed(model, {})
+        transformed = zf.is_transformed(model)
+        prepared: nn.Module = super().prepare_model(
+            model, False if transformed else device_placement, evaluation_mode or transformed
+        )
+        return prepared
+
+    def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
+        """The model transformed, if it is to be; notes what took the place of its parameters."""
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        if self.place is None or not trained or zf.is_transformed(model):
+            return model
+        transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
+        new.update(replaced)
+        return transformed
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Does not reduce the gradients of what runs inside: the next `backward` outside reduces them all, once."""
+        if not zf.is_transformed(model):
+            with super().no_sync(model):
+                yield
+            return
+        if self._window is None:
+            self._window = ExitStack()
+        if not any(model is other for other in self._in_window):
+            self._window.enter_context(zf.accumulate(model))
+            self._in_window += (model,)
+        with self._dropping():
+            yield
+
+    def backward(self, loss: Tensor, **options: Any) -> None:
+        """Scales a loss and goes backward; ends what `no_sync` began if gradients are to be reduced now."""
+        with self._dropping():
+            super().backward(loss, **options)
+        if self.sync_gradients:
+            self._end_window(None)
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forgets models and optimizers, and gradients that were not reduced yet."""
+        if self._window is not None:
+            self._end_window(InterruptedError("the microbatches of this step were given up"))
+        return super().free_memory(*objects)
+
+    @contextmanager
+    def _dropping(self) -> Iterator[None]:
+        """Drops what was accumulated if an exception passes."""
+        try:
+            yield
+        except BaseException as error:
+            self._end_window(error)
+            raise
+
+    def _end_window(self, error: BaseException | None) -> None:
+        window, self._window, self._in_window = self._window, None, ()
+        if window is not None:
+            window.__exit__(type(error) if error is not None else None, error, None)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The state dict of a model. Of a transformed one all ranks call it, and the main process has it, whole."""
+        if not zf.is_transformed(model):
+            plain: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return plain
+        return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """Saves everything that was prepared or registered. What ranks own is written by them, below `zero_fn`."""
+        with self._without_transformed() as (models, optimizers):
+            folder = super().save_state(output_dir, safe_serialization, **options)
+        if models:
+            save_states(Path(folder) / STATES, models, optimizers)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Loads what `save_state` saved, also on another number of ranks and at another stage.
+
+        Raises:
+            CheckpointError: The folder does not hold the states of transformed models.
+        """
+        folders: list[str] = []
+        handle = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
+        try:
+            with self._without_transformed() as (models, optimizers):
+                super().load_state(input_dir, load_kwargs, **options)
+        finally:
+            handle.remove()
+        if models:
+            load_states(Path(folders[0]) / STATES, models, optimizers)
+
+    @contextmanager
+    def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
+        """Hides transformed models and their optimizers from accelerate, which would save one rank's shards of them."""
+        models, optimizers = self._models, self._optimizers
+        transformed = [model for model in models if zf.is_transformed(model)]
+        owners = [model_of(optimizer, transformed) for optimizer in optimizers]
+        self._models = [model for model in models if not zf.is_transformed(model)]
+        self._optimizers = [optimizer for optimizer, owner in zip(optimizers, owners, strict=True) if owner is None]
+        try:
+            yield (
+                [self.unwrap_model(model, keep_torch_compile=False) for model in transformed],
+                [
+                    (self.unwrap_model(owner, keep_torch_compile=False), bare(optimizer))
+                    for optimizer, owner in zip(optimizers, owners, strict=True)
+                    if owner is not None
+                ],
+            )
+        finally:
+            self._models, self._optimizers = models, optimizers

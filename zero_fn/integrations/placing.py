@@ -1,0 +1,114 @@
+"""Models take the place of plain ones, and optimizers that were built before follow them.
+
+An optimizer holds parameters, not a model. Where it was built for the plain model and has not stepped yet, its parameters are
+exchanged by name for those of the transformed one. One that has stepped has states of the wrong shapes, and raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+import zero_fn as zf
+from zero_fn.runtime.registry import replacement_of
+
+__all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "refuse_stale"]
+
+M = TypeVar("M", bound=nn.Module)
+
+Place = Callable[[M], M]
+"""Any chain of transforms: `lambda model: zf.zero3(model, mesh["dp"])`."""
+
+
+def place_module(place: Place[M], module: M, device: torch.device | None = None) -> tuple[M, dict[int, nn.Parameter]]:
+    """Transforms a module.
+
+    Args:
+        place: What to do with it.
+        module: A plain module.
+        device: It is moved there before; None leaves it where it is.
+
+    Returns:
+        The transformed module, and its parameters by the id of those whose place they took.
+
+    Raises:
+        StateError: `place` returned a module that no transform has made.
+    """
+    if device is not None:
+        module = module.to(device)
+    old = dict(module.named_parameters())
+    transformed = place(module)
+    if not zf.is_transformed(transformed):
+        raise zf.StateError(
+            "place= returned a module that no transform has made.",
+            returned=type(transformed).__name__,
+            fix="place=lambda model: zf.zero3(model, mesh['dp'])",
+        )
+    generate_together(transformed)
+    new = dict(transformed.named_parameters())
+    return transformed, {id(parameter): new[name] for name, parameter in old.items() if name in new}
+
+
+def generate_together(module: nn.Module) -> None:
+    """Lets `generate` of models of transformers go on until all ranks are done, unless it is told otherwise.
+
+    A rank that needs no more tokens must still take part in the gathers of the others. Inside `zf.unsharded` nothing is
+    gathered, and a rank may generate alone.
+    """
+    for child in module.modules():
+        own = getattr(type(child), "generate", None)
+        if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
+            child.__dict__["generate"] = MethodType(_generate, child)
+
+
+def _generate(self: Any, *args: Any, **options: Any) -> Any:
+    if options.get("synced_gpus") is None:
+        options["synced_gpus"] = any(isinstance(parameter, DTensor) for parameter in self.parameters())
+    return type(self).generate(self, *args, **options)
+
+
+def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
+    """Gives an optimizer the parameters that took the place of its own, by the id of those.
+
+    Raises:
+        StateError: It has taken steps with them.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in new for parameter in held):
+        return
+    if optimizer.state:
+        raise zf.StateError(
+            "An optimizer took steps before its model was transformed.",
+            optimizer=type(optimizer).__name__,
+            why="its states have the shapes of whole parameters",
+            fix="transform the model before the first step, or build a new optimizer: AdamW(model.parameters())",
+        )
+    for group in optimizer.param_groups:
+        group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
+
+
+def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
+    """Raises for optimizers of parameters that are no longer those of their model.
+
+    Raises:
+        StaleError: One was built before its model was transformed.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                replacement = replacement_of(parameter)
+                if replacement is not None:
+                    raise zf.StaleError(
+                        "An optimizer was built before its model was transformed.",
+                        first=f"{replacement.fqn}, replaced by {replacement.site}",
+                        why="step() would update the old parameters and the loss would not move",
+                        fix="build it after the last transform: AdamW(model.parameters()); or leave the transform to "
+                        "ZeroAccelerator(place=...), which takes the plain model and its optimizer",
+                    )

@@ -1,0 +1,118 @@
+"""`placed`: `from_pretrained` straight into what rests, so that no rank ever holds the model whole.
+
+transformers builds a model on meta, offers it to `maybe_distribute_model`, and then reads of each file what the local part of
+each parameter needs. In place of its own distribution stands a transform; keys, ties, buffers and casts are still its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import zero_fn as zf
+from zero_fn.integrations.placing import Place, place_module
+
+__all__ = ["placed"]
+
+
+@contextmanager
+def placed(place: Place[nn.Module]) -> Iterator[None]:
+    """Lets `from_pretrained` of any model of transformers return a transformed model, of which a rank reads what it owns.
+
+        with placed(lambda model: zf.zero3(model, mesh["dp"])):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+
+    Beside an accelerator say where to: `from_pretrained(folder, device_map="cuda")`. The model is on meta when `place` gets
+    it: no transform that reads values may be part of it.
+
+    Args:
+        place: Any chain of transforms.
+
+    Raises:
+        ConfigError: transformers has no such hook, or `from_pretrained` was told to distribute the model itself.
+        StateError: Nothing was loaded inside, or `place` transformed nothing.
+        MeshError: What was loaded is on another device than the mesh.
+    """
+    if not hasattr(PreTrainedModel, "maybe_distribute_model"):
+        raise zf.ConfigError(
+            "This version of transformers cannot load a model that is transformed already.",
+            why="it has no PreTrainedModel.maybe_distribute_model",
+            fix="pip install 'transformers>=5.24'; or zf.zero3(AutoModelForCausalLM.from_pretrained(folder), mesh['dp'])",
+        )
+    loaded: list[nn.Module] = []
+    ours = {
+        "from_pretrained": classmethod(
+            functools.partial(_from_pretrained, PreTrainedModel.from_pretrained.__func__, loaded)
+        ),
+        "maybe_distribute_model": classmethod(functools.partial(_distribute, place)),
+    }
+    own = {name: PreTrainedModel.__dict__.get(name) for name in ours}  # None: inherited
+    for name, method in ours.items():
+        setattr(PreTrainedModel, name, method)
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(PreTrainedModel, name)
+            else:
+                setattr(PreTrainedModel, name, method)
+    if not loaded:
+        raise zf.StateError(
+            "Nothing was loaded inside placed().",
+            fix="with placed(...): model = AutoModelForCausalLM.from_pretrained(folder)",
+        )
+
+
+def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
+    return zf.CheckpointError(
+        "The files lack parameters of the model.",
+        model=cls.__name__,
+        **facts,
+        why="ranks would draw initial values for their parts alike",
+        fix=f"load it whole, then transform: zf.zero3({cls.__name__}.from_pretrained(folder), mesh['dp'])",
+    )
+
+
+def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> nn.Module:
+    """In place of `maybe_distribute_model`: the model is on meta, and its values are read next."""
+    del model.config.distributed_config  # which only led here, and must not be saved
+    transformed: nn.Module = place_module(place, model)[0]
+    return transformed
+
+
+def _from_pretrained(read: Callable[..., Any], loaded: list[nn.Module], cls: type, *args: Any, **options: Any) -> Any:
+    """In place of `from_pretrained`: `read` is that of transformers."""
+    asked = next((name for name in ("distributed_config", "tp_plan", "tp_size") if options.get(name) is not None), None)
+    if asked is not None:
+        raise zf.ConfigError(
+            "from_pretrained was told to distribute a model that placed() transforms.",
+            argument=f"{asked}={options[asked]!r}",
+            fix=f"leave out {asked}, or load without placed()",
+        )
+    with_info = options.pop("output_loading_info", False)
+    try:
+        model, info = read(cls, *args, **options, distributed_config=DistributedConfig(), output_loading_info=True)
+    except zf.ShardedAccessError as error:  # from the initialisation of what was not read
+        raise _lacking(cls) from error
+    if info["missing_keys"]:
+        raise _lacking(cls, first=min(info["missing_keys"]))
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.to_local().device.type != parameter.device_mesh.device_type:
+            raise zf.MeshError(
+                "A model was loaded to another device than that of its mesh.",
+                first=name,
+                device=parameter.to_local().device,
+                mesh=parameter.device_mesh.device_type,
+                fix=f"from_pretrained(folder, device_map={parameter.device_mesh.device_type!r})",
+            )
+    zf.refresh(model)
+    loaded.append(model)
+    return (model, info) if with_info else model

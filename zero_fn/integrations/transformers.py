@@ -1,0 +1,210 @@
+"""The Trainer of transformers, and whatever is made of it, over transformed models.
+
+    from zero_fn.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
+
+    trainer = ZeroTrainer(model=model, args=args, train_dataset=..., place=lambda model: zf.zero3(model, mesh["dp"]))
+
+    class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...
+
+[Note: when a model is placed] A trainer changes its model while it is made: adapters, resized embeddings, fused heads,
+reference models that are copies. So the model is transformed when all that is done, and before its optimizer is built.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, Trainer
+
+import zero_fn as zf
+from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare
+from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
+from zero_fn.integrations.pretrained import placed
+from zero_fn.integrations.states import load_states, save_states, whole_state
+
+__all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
+
+SCHEDULER = "scheduler.pt"  # the Trainer's own name
+
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _AnyTrainer
+else:
+    _AnyTrainer = object  # which Trainer it is, says the class that is made of it
+
+
+class ZeroTrainerMixin(_AnyTrainer):
+    """Any Trainer over a transformed model, to be named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
+
+    Losses and norms of gradients are those of DDP. A step reduces gradients once, whatever the microbatches. Checkpoints
+    hold whole weights, which `from_pretrained` reads, and the states of the optimizer as ranks own them: `train(
+    resume_from_checkpoint=True)` takes them up on any number of ranks and at any stage.
+
+    Args:
+        *args: As of the Trainer.
+        place: Any chain of transforms, for the model as the Trainer has made it; None if `model` is transformed already.
+        finish: What becomes of the optimizer, such as `zf.streamed`; None leaves it.
+        **options: As of the Trainer.
+
+    Raises:
+        StateError: There is neither `place` nor a transformed model, or an optimizer took steps before.
+        StaleError: An optimizer was built for the model before it was transformed elsewhere.
+        ConfigError: An argument of the Trainer asks for what a transformed model cannot do.
+    """
+
+    model: nn.Module
+    optimizer: Any
+    _place: Place[nn.Module] | None = None
+    _finish: Any = None
+
+    def __init__(
+        self,
+        *args: Any,
+        place: Place[nn.Module] | None = None,
+        finish: Any = None,
+        **options: Any,
+    ) -> None:
+        self._place, self._finish = place, finish
+        super().__init__(*args, **options)
+        _refuse_arguments(self.args)
+        self._place_model()
+
+    def _place_model(self) -> None:
+        """Transforms the model if it is not yet: at the end of `__init__`, and where `train` has made another one."""
+        if not zf.is_transformed(self.model):
+            if self._place is None:
+                raise zf.StateError(
+                    "A ZeroTrainer was given a plain model, and not what to make of it.",
+                    model=type(self.model).__name__,
+                    fix=f"{type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp']))",
+                )
+            device = self.args.device if self.place_model_on_device else None
+            model, new = place_module(self._place, self.model, device)
+            self.model = self.model_wrapped = self.callback_handler.model = model
+            if self.optimizer is not None:
+                exchange_parameters(bare(self.optimizer), new)
+        generate_together(self.model)
+        if self.optimizer is not None:
+            refuse_stale([bare(self.optimizer)])
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        # The Trainer names the class of its accelerator and has no way to name another.
+        self.accelerator.__class__ = ZeroAccelerator
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        self._place_model()
+        return super()._prepare_for_training(*args, **options)
+
+    def create_optimizer(self, *args: Any, **options: Any) -> Optimizer:
+        is_new = self.optimizer is None
+        super().create_optimizer(*args, **options)
+        if is_new and self._finish is not None:
+            self.optimizer = self._finish(self.optimizer)
+        zf.check(self.model, bare(self.optimizer))
+        optimizer: Optimizer = self.optimizer
+        return optimizer
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self._load_weights(resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if not self._load_weights(self.state.best_model_checkpoint):
+            super()._load_best_model()
+
+    def _load_weights(self, folder: str) -> bool:
+        """Loads what `save_model` wrote of a model of transformers; returns False for others, which the Trainer loads.
+
+        By `from_pretrained`: names in files are not always those of the model (experts of Mixtral), and the Trainer leaves
+        out what it does not find.
+
+        Raises:
+            CheckpointError: The folder lacks parameters of the model.
+        """
+        if not isinstance(self.model, PreTrainedModel):
+            return False
+        saved, found = type(self.model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+        if found["missing_keys"]:
+            raise zf.CheckpointError(
+                f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
+                first=min(found["missing_keys"]),
+                folder=folder,
+                fix="resume with the model that was saved; or begin another run: from_pretrained(checkpoint), then train()",
+            )
+        self.model.load_state_dict(saved.state_dict())
+        return True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes a folder that `from_pretrained` loads. All ranks call it; all return when it is there."""
+        state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        save_states(Path(output_dir) / STATES, [], [(self.model, bare(self.optimizer))])
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+class ZeroTrainer(ZeroTrainerMixin, Trainer):
+    """The Trainer of transformers over a transformed model. Its arguments are those of ZeroTrainerMixin and of Trainer."""
+
+
+def _refuse_arguments(args: Any) -> None:
+    """Raises for arguments of a Trainer that a transformed model cannot follow."""
+    asked = {
+        "auto_find_batch_size=True": (
+            args.auto_find_batch_size,
+            "a rank that runs out of memory alone would try another size alone, and the others would wait for it",
+            "per_device_train_batch_size=...; zf.plan(model) says the bytes of everything but activations",
+        ),
+        "deepspeed=...": (
+            args.deepspeed,
+            "DeepSpeed would shard the model, and so do its transforms",
+            "leave it out, and place=lambda model: zf.from_deepspeed(model, config, mesh['dp']).model",
+        ),
+        "fsdp=...": (
+            args.fsdp_plugin_args,
+            "FSDP would shard the model, and so do its transforms",
+            "leave it out: place=lambda model: zf.zero3(model, mesh['dp'])",
+        ),
+        "several devices for one process": (
+            args.n_gpu > 1,
+            "DataParallel would copy the model to them",
+            "a process for each device: torchrun --nproc-per-node=...",
+        ),
+    }
+    for name, (is_asked, why, fix) in asked.items():
+        if is_asked:
+            raise zf.ConfigError("A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix)
+
+
+def _names_of_adapters(model: nn.Module) -> set[str] | None:
+    """What of a model of peft its adapters are made of, for `save_pretrained` leaves out the rest; None is everything."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return None
+    entries = model.state_dict()
+    names = {id(value): name for name, value in entries.items()}
+    chosen: set[str] = set()
+    for adapter in model.peft_config:
+        for value in peft.get_peft_model_state_dict(model, state_dict=entries, adapter_name=adapter).values():
+            if id(value) not in names:
+                return None  # a value made of others
+            chosen.add(names[id(value)])
+    return chosen
