@@ -70,7 +70,7 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
         record.drop()
         assert all(torch.equal(record.tensor(n).clone(), value) for n, value in enumerate(expected))
     assert len(shelf._free) == (1 if record.nbytes else 0)
-    assert all(memory.numel() == record.nbytes for memory, _ in shelf._free)
+    assert all(memory.numel() == record.nbytes for memory, *_ in shelf._free)
 
 
 def test_a_parcel_that_is_being_written_is_read_once_it_is_there(tmp_path: Path) -> None:

@@ -436,3 +436,25 @@ def test_a_full_ring_takes_more_requests_than_it_has_entries(disk: Disk) -> None
     for transfer in transfers:
         transfer.wait()
     assert torch.equal(slab.memory, expected)
+
+
+ENDED = """
+import sys
+import torch
+import zero_fn as zf
+tier = zf.nvme(sys.argv[1])
+model = zf.offload(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)), params=tier, grads=tier)
+optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), fused=True), tier)
+def step():
+    model(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+step()
+step()
+"""
+
+
+def test_a_program_ends_without_a_word(tmp_path: Path) -> None:
+    """Finalizers run when modules have been taken apart already."""
+    done = subprocess.run([sys.executable, "-c", ENDED, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stderr == ""

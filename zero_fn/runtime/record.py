@@ -70,7 +70,8 @@ class Record:
         self._changed: set[int] | None = None  # parcels that were changed while it is held, by their start
 
     def __del__(self) -> None:
-        _stay(self)
+        if self.leaving is not None:
+            self.leaving.synchronize()
         for stretch in (self.fetched, self.writing):
             if stretch is not None:
                 stretch.abandon(self)
@@ -281,17 +282,17 @@ class Stretch:
         self._start = parcels[0].start if parcels else 0
         nbytes = sum(parcel.nbytes for parcel in parcels)
         self._memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
-        self._transfers: list[Transfer | None] = []
+        self._transfers: list[Transfer] = []
         self.arriving: list[Arriving] = []
         self.unwritten: list[Parcel] = []
 
     def read(self, record: Record, parcels: Sequence[Parcel]) -> None:
         """Begins to read parcels."""
-        self._transfers += [record.read_parcel(parcel, self._part(parcel.start, parcel.nbytes)) for parcel in parcels]
+        self._begin(record.read_parcel, parcels)
 
     def write(self, record: Record, parcels: Sequence[Parcel]) -> None:
         """Begins to write parcels."""
-        self._transfers += [record.write_parcel(parcel, self._part(parcel.start, parcel.nbytes)) for parcel in parcels]
+        self._begin(record.write_parcel, parcels)
 
     def go_on(self, record: Record) -> None:
         """Waits for what is on its way from the device, and begins to write it.
@@ -330,7 +331,13 @@ class Stretch:
         for each in self.arriving:
             each.finish()
         memory, self._memory = self._memory, _NOTHING
-        record.shelf.give_back(memory, left, *self._transfers)
+        record.shelf.give_back(memory, left, self._transfers)
+
+    def _begin(self, move: Callable[[Parcel, Tensor], Transfer | None], parcels: Sequence[Parcel]) -> None:
+        for parcel in parcels:
+            transfer = move(parcel, self._part(parcel.start, parcel.nbytes))
+            if transfer is not None:
+                self._transfers.append(transfer)
 
     def _part(self, start: int, nbytes: int) -> Tensor:
         return self._memory[start - self._start : start - self._start + nbytes]

@@ -11,7 +11,7 @@ is freed again.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -93,9 +93,9 @@ class Shelf:
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
-    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
-        """The memory that `borrow` gave is no longer needed, once what is under way in it has ended: copies to the device,
-        and transfers that nobody waits for."""
+    def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
+        """The memory that `borrow` gave is no longer needed, once it has left for the device, if it is on its way there, and
+        transfers have ended that nobody waits for."""
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
         """Begins to fill memory with a range that was written as one; None if it is there."""
@@ -139,7 +139,7 @@ class Disk(Shelf, Owned):
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
         self._stagings = Ring()
-        self._free: list[tuple[Tensor, Sequence[torch.Event | Transfer | None]]] = []  # with what is under way in them
+        self._free: list[tuple[Tensor, torch.Event | None, Sequence[Transfer]]] = []  # with what is under way in them
         self._lent: dict[int, Tensor] = {}  # the others, by their first byte
         _disks.add(self)
 
@@ -154,29 +154,29 @@ class Disk(Shelf, Owned):
     def stage(self, nbytes: int, count: int) -> None:
         count, size = max(count, self._stagings.count), max(whole_pages(nbytes), self._stagings.size)
         if (count, size) != (self._stagings.count, self._stagings.size):
-            for _, left in self._free:
-                _await_copies(left)
+            self._await_left()
             self._free, self._lent, self._stagings = [], {}, Ring()  # what was there goes first
             self._stagings = Ring(count, size, f"stagings of {self._what}")
-            self._free = [(view, ()) for view in self._stagings.views]
+            self._free = [(view, None, ()) for view in self._stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         self.require_own()
         if not self._free or nbytes > self._stagings.size:
             return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
-        memory, left = self._free.pop(0)  # the one that was given back first
+        memory, left, under_way = self._free.pop(0)  # the one that was given back first
         self._lent[memory.data_ptr()] = memory
-        _await_copies(left)
+        if left is not None:
+            left.synchronize()
         with suppress(StorageError):  # whoever began these did not wait for them
-            wait_all(each for each in left if isinstance(each, Transfer))
+            wait_all(under_way)
         return memory[:nbytes]
 
-    def give_back(self, memory: Tensor, *left: torch.Event | Transfer | None) -> None:
+    def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
         whole = self._lent.pop(memory.data_ptr(), None)
         if whole is not None:
-            self._free.append((whole, left))
-        else:  # memory out of schedule, or of stagings that were too small
-            _await_copies(left)
+            self._free.append((whole, left, under_way))
+        elif left is not None:  # memory out of schedule, or of stagings that were too small
+            left.synchronize()
 
     def read(self, place: int, memory: Tensor) -> Transfer:
         requests, blocks = self._cut(place, memory, is_write=False)
@@ -191,8 +191,14 @@ class Disk(Shelf, Owned):
         return transfer
 
     def __del__(self) -> None:
-        for _, left in getattr(self, "_free", ()):
-            _await_copies(left)
+        if hasattr(self, "_free"):
+            self._await_left()
+
+    def _await_left(self) -> None:
+        """Copies to the device do not hold the memory. Transfers do, and a finalizer cannot wait for them."""
+        for _, left, _ in self._free:
+            if left is not None:
+                left.synchronize()
 
     def _cut(self, place: int, memory: Tensor, *, is_write: bool) -> tuple[list[Request], list[Block]]:
         """The requests that a range takes, and the block of each."""
@@ -217,13 +223,6 @@ class Disk(Shelf, Owned):
             for file, reserved in zip(self.files, before, strict=True):
                 file.shrink(reserved)
             raise
-
-
-def _await_copies(left: Iterable[object]) -> None:
-    """Waits for copies to the device, which hold no memory. Transfers do, and a finalizer cannot wait for them."""
-    for each in left:
-        if isinstance(each, torch.Event):
-            each.synchronize()
 
 
 _disks: weakref.WeakSet[Disk] = weakref.WeakSet()  # those of equal tiers share their limit
