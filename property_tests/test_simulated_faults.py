@@ -19,7 +19,7 @@ from property_tests.rules import Accumulate, Backward, Evaluate, Program, Step
 from property_tests.strategies_of_programs import backwards, chains_for, faults, models, schedules, steps
 from tests.profiles import examples
 from tests.simulation import Fault, Report, Simulated
-from zero_fn.collectives.exchange import REDUCE
+from zero_fn.transport.exchange import REDUCE
 
 timings = st.sampled_from(["early", "late"])
 

@@ -25,10 +25,10 @@ import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.metronome import Metronome
 from tests.ranks import axis
-from zero_fn.guarded import Guarded, Watched
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks
+from zero_fn.transport.guarded import Guarded, Watched
 
 __all__ = ["ASTRAY", "ENDINGS", "Fault", "FreshRanks", "Said"]
 

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks, axis
-from zero_fn.agreement import agree, content_digest, digest
 from zero_fn.errors import DisagreementError
-from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
+from zero_fn.transport.agreement import agree, content_digest, digest
+from zero_fn.transport.links import Links
 
 
 def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:

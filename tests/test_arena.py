@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files exist on Linux")
 
-from zero_fn.collectives.arena import Arena, map_arena  # noqa: E402
+from zero_fn.transport.one_host.arena import Arena, map_arena  # noqa: E402
 
 
 @given(st.lists(st.one_of(st.integers(0, 1000), st.integers(-20, -1)), max_size=60))

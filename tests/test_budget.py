@@ -17,20 +17,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "collectives": 1810,
     "deepspeed": 1170,
     "kernels": 910,
-    "local": 1320,
+    "local": 555,
     "plan": 1040,
-    "runtime": 8790,
+    "runtime": 8430,
     "storage": 1415,
     "streamed": 2560,
-    "transforms": 1680,
-    "": 4920,
+    "transforms": 1555,
+    "transport": 2330,
+    "": 4180,
 }
-"""Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
-Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote;
-runtime, where `Step` and `Unit` became classes of one concept each, without a circle."""
+"""Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 
 MOST = 15
 """Attributes, and methods, of one class."""
@@ -42,11 +40,10 @@ WIDE = {
 """Classes above that, each with a reason. HOUSE.md allows five."""
 
 SHARED_NAMES = {
-    "Message": "collectives/messages.py, collectives/same_host.py",
+    "Message": "transport/messages.py, transport/one_host/same_host.py",
     "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
-    "Row": "describe.py, runtime/refused.py",
-    "Shared": "collectives/shared.py, units.py",
+    "Shared": "transport/one_host/shared.py, units.py",
 }
 """Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
 

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from tests import reference
 from tests.ranks import Ranks, axis
-from zero_fn.collectives import Alone, Contribution, Pending, Segment, Transport, transport
-from zero_fn.collectives import segment as sizes
-from zero_fn.collectives.exchange import Exchange
-from zero_fn.collectives.native import Native
-from zero_fn.collectives.same_host import SameHost
-from zero_fn.links import Links
 from zero_fn.mesh import mesh_axis
-from zero_fn.traffic import traffic
+from zero_fn.transport import links
+from zero_fn.transport import segment as sizes
+from zero_fn.transport.exchange import Alone, Exchange
+from zero_fn.transport.links import Links
+from zero_fn.transport.native import Native
+from zero_fn.transport.one_host.same_host import SameHost
+from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
+from zero_fn.transport.traffic import traffic
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)
@@ -70,7 +71,7 @@ def open_transport(kind: str) -> Transport:
     own = mesh_axis(axis(), verb="test")
     kinds: dict[str, type[Exchange | Native]] = {"shared": SameHost, "sockets": Exchange, "native": Native}
     chosen = kinds[kind](own.group, own.rank, own.size)
-    assert kind != "shared" or type(transport(own)) is SameHost
+    assert kind != "shared" or type(links.open_transport(own)) is SameHost
     return chosen
 
 
@@ -295,7 +296,7 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
 @pytest.mark.parametrize("n", [2, 3])
 def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) -> None:
     def without_room() -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
-        from zero_fn.collectives.arena import Arena
+        from zero_fn.transport.one_host.arena import Arena
 
         allocate = Arena.allocate
         Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign, assignment]
@@ -394,15 +395,15 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
     """(n - 1)/n of the whole in each direction, when rows divide."""
 
     def sent(numel: int) -> dict[str, int]:
-        links = Links([mesh_axis(axis(), verb="test")])
+        own = Links([mesh_axis(axis(), verb="test")])
         segment = Segment(torch.zeros(numel), numel, numel // dist.get_world_size())
         with traffic() as counted:
-            links.all_gather([segment], "a test").wait()
+            own.all_gather([segment], "a test").wait()
             contribution = Contribution(
                 segment.whole, segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
             )
-            links.reduce_scatter([contribution], "a test").wait()
-            links.exchange(torch.zeros(16, dtype=torch.uint8))
+            own.reduce_scatter([contribution], "a test").wait()
+            own.exchange(torch.zeros(16, dtype=torch.uint8))
             assert counted.by_axis == {"dp": counted.nbytes}
         return dict(counted.by_collective)
 

@@ -18,8 +18,8 @@ from tests.distributed.training import STAGES
 from tests.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.profiles import examples
 from tests.ranks import Ranks, axis, sent_by_value
-from zero_fn.collectives.waiting import deadline
 from zero_fn.local.ranks import LocalRanks
+from zero_fn.transport.waiting import deadline
 
 DEADLINE_S = 1.0
 NOTICED_S = 1.0

@@ -11,11 +11,11 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.groups import pretended
-from zero_fn.collectives import Pending, Segment
-from zero_fn.collectives.waiting import Failure, OutOfStep, PeerLost, wait_for
-from zero_fn.guarded import Guarded
-from zero_fn.links import Links
 from zero_fn.mesh import Axis, mesh_axis
+from zero_fn.transport.guarded import Guarded
+from zero_fn.transport.links import Links
+from zero_fn.transport.segment import Pending, Segment
+from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, wait_for
 
 
 class Failing:
@@ -63,7 +63,7 @@ LATE = PeerLost(1, is_late=True, text="Timed out")
 def links_of(raw: Failing, axis: Axis) -> Links:
     """What a module sends through, over this transport."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zero_fn.links.transport", lambda _: raw)
+        patch.setattr("zero_fn.transport.links.open_transport", lambda _: raw)
         return Links([axis])
 
 

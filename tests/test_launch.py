@@ -179,6 +179,16 @@ def test_results_that_cannot_be_sent_are_refused_with_advice() -> None:
         launch(threading.Lock, 1)
 
 
+def test_an_exception_that_cannot_be_sent_is_quoted() -> None:
+    def fail() -> None:
+        raise Broken(threading.Lock())
+
+    with pytest.raises(SendError, match="What a rank raised cannot be sent") as caught:
+        launch(fail, 1)
+    assert str(caught.value.facts["raised"]).startswith("Broken: <unlocked _thread.lock")
+    assert "raise Broken(threading.Lock())" in str(caught.value.__cause__)
+
+
 def test_a_function_of_a_script_may_use_operations_by_name() -> None:
     """cloudpickle sends `torch.ops` along where a function says `torch` and `ops`."""
     script: dict[str, Any] = {"torch": torch, "__name__": "__main__"}

@@ -3,9 +3,9 @@
     6 surface       recipes, describe, check, held, plan, launch, local, deepspeed
     5 verbs         transforms, substitute, loading, saving, wrapped, streamed
     4 execution     runtime
-    3 bytes         collectives, resting, agreement, guarded, links, grid, storage, kernels
+    3 bytes         transport, resting, path, grid, storage, kernels
     2 arithmetic    layout, units, schedule, assignment, chunks, tiled, table
-    1 vocabulary    mesh, home, traffic, tiers
+    1 vocabulary    mesh, home, tiers
     0 words         errors
 
 Imports inside a layer are allowed as long as they make no cycle, file by file; imports for type checking count as imports.
@@ -23,9 +23,9 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("mesh", "home", "traffic", "tiers"),
+    ("mesh", "home", "tiers"),
     ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
-    ("collectives", "resting", "path", "agreement", "guarded", "links", "grid", "storage", "kernels"),
+    ("transport", "resting", "path", "grid", "storage", "kernels"),
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed"),
@@ -87,7 +87,7 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("layout", "from zero_fn.collectives import transport", "layout (layer 2) imports collectives (layer 3)"),
+        ("layout", "from zero_fn.transport import links", "layout (layer 2) imports transport (layer 3)"),
         ("errors", "import zero_fn.mesh", "errors (layer 0) imports mesh (layer 1)"),
         (
             "runtime.run",
@@ -199,8 +199,8 @@ def offenders(sources: Mapping[str, str], *, allowed: str) -> list[str]:
     ]
 
 
-def test_collectives_is_the_only_package_that_calls_collectives() -> None:
-    assert offenders(package_sources(), allowed="collectives") == []
+def test_transport_is_the_only_package_that_calls_collectives() -> None:
+    assert offenders(package_sources(), allowed="transport") == []
 
 
 def test_the_check_sees_collectives_by_any_name() -> None:

@@ -15,11 +15,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zero_fn.collectives.arena import Arena
-from zero_fn.collectives.mailbox import Mailbox, are_mailboxes_available, box_nbytes
-from zero_fn.collectives.shared import Shared
-from zero_fn.collectives.waiting import OutOfStep, PeerLost
-from zero_fn.guarded import guard
+from zero_fn.transport.guarded import guard
+from zero_fn.transport.one_host.arena import Arena
+from zero_fn.transport.one_host.mailbox import Mailbox, are_mailboxes_available, box_nbytes
+from zero_fn.transport.one_host.shared import Shared
+from zero_fn.transport.waiting import OutOfStep, PeerLost
 
 pytestmark = pytest.mark.skipif(not are_mailboxes_available(), reason="mailboxes need futexes and pidfds of Linux")
 

@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks, axis
-from zero_fn.collectives import Segment, transport
-from zero_fn.collectives.exchange import Exchange
-from zero_fn.collectives.same_host import SameHost
-from zero_fn.collectives.shared import Shared, shared_by
-from zero_fn.collectives.waiting import OutOfStep
 from zero_fn.mesh import mesh_axis
+from zero_fn.transport import links
+from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.one_host.same_host import SameHost
+from zero_fn.transport.one_host.shared import Shared, shared_by
+from zero_fn.transport.segment import Segment
+from zero_fn.transport.waiting import OutOfStep
 
 
 def exchanged(at_rest: SameHost) -> list[list[int]]:
@@ -27,7 +28,7 @@ def exchanged(at_rest: SameHost) -> list[list[int]]:
 
 
 def open_transport() -> SameHost:
-    chosen = transport(mesh_axis(axis(), verb="test"))
+    chosen = links.open_transport(mesh_axis(axis(), verb="test"))
     assert type(chosen) is SameHost
     return chosen
 

@@ -18,8 +18,8 @@ import tests.conftest as suite
 import zero_fn as zf
 from tests.groups import alone
 from tests.simulation import Desync, Fault, Simulated, axis
-from zero_fn.collectives.exchange import CONTROL, GATHER, REDUCE
-from zero_fn.collectives.segment import Sum
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE
+from zero_fn.transport.segment import Sum
 
 
 def group() -> dist.ProcessGroup:
@@ -254,7 +254,7 @@ def test_ranks_that_call_different_collectives_are_found_though_their_numbers_ar
             group().send([torch.ones(2)], 1, 3).wait()
         else:
             group().recv([torch.ones(2)], 0, 3).wait()
-        transport = zf.collectives.transport(zf.mesh.mesh_axis(axis(), verb="test"))
+        transport = zf.transport.links.open_transport(zf.mesh.mesh_axis(axis(), verb="test"))
         transport.any(torch.zeros(1, dtype=torch.uint8)).wait()
         if rank == 1:
             transport.all_gather([])
@@ -303,7 +303,7 @@ def test_late_messages_show_a_missing_wait(simulated: Simulated, mistake: str) -
 
 PLANTED: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     "a sum that forgets to divide": lambda patch: patch.setattr(
-        "zero_fn.collectives.segment.Sum.finish",
+        "zero_fn.transport.segment.Sum.finish",
         lambda self, parts, finish=Sum.finish: (
             finish(self, parts),
             torch._foreach_mul_(self._outs, len(parts) + 1),

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution
-from zero_fn.collectives.segment import Sum
+from zero_fn.transport.segment import Contribution, Sum
 
 SIZE = 4
 

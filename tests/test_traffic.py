@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zero_fn.traffic import count, traffic
+from zero_fn.transport.traffic import count, traffic
 
 
 def test_bytes_are_counted_by_collective() -> None:

@@ -23,14 +23,12 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
-from zero_fn.guarded import guard
 from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.plan import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
 from zero_fn.tiers import cpu, nvme
-from zero_fn.traffic import Sent, traffic
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict
@@ -41,6 +39,8 @@ from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
+from zero_fn.transport.guarded import guard
+from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.units import by_size
 
 __all__ = [

@@ -18,11 +18,11 @@ from zero_fn.streamed import Streamed
 from zero_fn.table import table
 from zero_fn.tiers import IN_MEMORY
 
-__all__ = ["Description", "Row", "describe"]
+__all__ = ["Description", "UnitRow", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class UnitRow:
     """The parameters of one unit that rest alike.
 
     Attributes:
@@ -59,7 +59,7 @@ class Description:
     """
 
     axis: str
-    rows: tuple[Row, ...]
+    rows: tuple[UnitRow, ...]
     optimizer: str | None = None
 
     def __str__(self) -> str:
@@ -96,7 +96,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
         StateError: `module` was not transformed.
     """
     axes = runs_of(module, verb="describe")[0].transport.axes
-    rows: list[Row] = []
+    rows: list[UnitRow] = []
     for unit in units_of(module):
         unit.readopt()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
@@ -113,8 +113,8 @@ def _states(optimizer: Optimizer | None) -> str | None:
     return repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
 
 
-def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> Row:
-    return Row(
+def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> UnitRow:
+    return UnitRow(
         unit.name or "root",
         len(slots),
         sum(slot.path.numel for slot in slots),

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.agreement import content_digest
 from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of
@@ -25,6 +24,7 @@ from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import unit_of
 from zero_fn.tiled import Tiled
+from zero_fn.transport.agreement import content_digest
 from zero_fn.units import subclass_of
 
 __all__ = ["check_and_shard_entries"]

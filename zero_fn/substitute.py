@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.jit import ScriptModule
 
-from zero_fn.agreement import content_digest
 from zero_fn.assignment import Assignment
 from zero_fn.captured import rebound, refuse_captured
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
-from zero_fn.links import Links
 from zero_fn.loading import check_and_shard_entries
 from zero_fn.mesh import axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
@@ -43,6 +41,8 @@ from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.saving import check_entries_saved
 from zero_fn.tiled import is_tile
+from zero_fn.transport.agreement import content_digest
+from zero_fn.transport.links import Links
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
 

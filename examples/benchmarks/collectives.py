@@ -26,9 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
-from zero_fn.collectives import Contribution, Segment, Transport, transport
-from zero_fn.collectives.exchange import Exchange
 from zero_fn.mesh import mesh_axis
+from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.links import open_transport
+from zero_fn.transport.segment import Contribution, Segment, Transport
 
 Run = Callable[[], object]
 
@@ -65,7 +66,7 @@ def candidates(numel: int, dtype: torch.dtype, device: torch.device) -> dict[str
             "reduce-scatter": lambda: scatter(piece, whole),
             "all-reduce": lambda: dist.all_reduce(whole),
         },
-        "zero_fn": with_transport(transport(mesh_axis(mesh["dp"], verb="collectives"))),
+        "zero_fn": with_transport(open_transport(mesh_axis(mesh["dp"], verb="collectives"))),
     }
     if dist.get_backend() == "gloo":
         by_name["zero_fn sockets"] = with_transport(Exchange(mesh.get_group(), rank, size))

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import Net, adamw, all_away, batches, net, trained
-from zero_fn.collectives import Native, transport
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.mesh import mesh_axis
 from zero_fn.tiers import Tier
+from zero_fn.transport.links import open_transport
+from zero_fn.transport.native import Native
 
 __all__ = ["CASES"]
 
@@ -103,7 +104,7 @@ def main(library: Path, folder: str, rank: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
     device.join(dist.group.WORLD)
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
-    assert isinstance(transport(mesh_axis(mesh, verb="a test")), Native)
+    assert isinstance(open_transport(mesh_axis(mesh, verb="a test")), Native)
     tiers: dict[str, Tier | None] = {"none": None, "cpu": zf.cpu(pinned=False), "nvme": zf.nvme(folder)}
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}

@@ -23,9 +23,9 @@ from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.wholes import full
-from zero_fn.collectives import BY_BACKEND
-from zero_fn.collectives.native import Native
 from zero_fn.runtime.entry import units_of
+from zero_fn.transport.links import BY_BACKEND
+from zero_fn.transport.native import Native
 
 
 def _built() -> nn.Module:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.ranks import Ranks, axis
-from zero_fn.collectives.arena import Arena
+from zero_fn.transport.one_host.arena import Arena
 
 WIDTH = 128
 

@@ -179,7 +179,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "traffic-counted-wrong",
-        "collectives/same_host.py:_Message.__init__",
+        "transport/one_host/same_host.py:_Message.__init__",
         "bytes sent against the plan",
         "self.nbytes += sum(",
         "self.nbytes += 2 * sum(",

@@ -28,10 +28,11 @@ from tests.simulation.traces import Recorded, Traces
 from tests.simulation.turns import RankKilled, Turns
 from tests.simulation.wires import Fault, Timing, Wires
 from tests.simulation.world import own_world, worlds_by_thread
-from zero_fn import guarded
-from zero_fn.collectives import BY_BACKEND, Transport
-from zero_fn.collectives.exchange import Exchange
-from zero_fn.collectives.native import Native
+from zero_fn.transport import guarded
+from zero_fn.transport.exchange import Exchange
+from zero_fn.transport.links import BY_BACKEND
+from zero_fn.transport.native import Native
+from zero_fn.transport.segment import Transport
 
 __all__ = ["Case", "Desync", "Outcome", "Report", "Simulated", "axis"]
 

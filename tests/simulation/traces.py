@@ -7,8 +7,8 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Pending, Segment, Transport
-from zero_fn.collectives.waiting import Failure
+from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
+from zero_fn.transport.waiting import Failure
 
 __all__ = ["Recorded", "Traces"]
 

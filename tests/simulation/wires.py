@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from tests.simulation.turns import RankKilled, Turns
-from zero_fn.collectives.exchange import MARK_BITS
+from zero_fn.transport.exchange import MARK_BITS
 
 __all__ = ["Address", "Event", "Fault", "Timing", "Wires"]
 

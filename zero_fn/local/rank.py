@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -47,6 +48,7 @@ def live(connection: Connection, rank: int, n: int, output: str) -> None:
     global place
     place = rank, n
     os.setpgid(0, 0)  # Ctrl-C reaches the parent only, and what the rank starts can be killed with it
+    gc.freeze()  # what the server has imported is never garbage: collections need not look at it
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for fd in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)

@@ -65,7 +65,7 @@ def dumps_exception(error: BaseException) -> bytes:
     try:
         pickled = dumps(error)
         pickle.loads(pickled)
-    except Exception as why:
-        quoted = f"{type(error).__name__}: {error}"
-        return dumps(SendError("What a rank raised cannot be sent.", raised=quoted, error=str(why), fix=_FIX))
+    except Exception as failed:
+        raised, why = (f"{type(each).__name__}: {each}" for each in (error, failed.__cause__ or failed))
+        return dumps(SendError("What a rank raised cannot be sent.", raised=raised, error=why, fix=_FIX))
     return pickled

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from zero_fn.errors import StateError
 from zero_fn.home import ReshardAfter
-from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, resting_parameter
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import tell
@@ -20,6 +19,7 @@ from zero_fn.runtime.record import Form, Record, record_of
 from zero_fn.runtime.replaced import on_other_memory, resting_successor
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
+from zero_fn.transport.links import Links, Waits
 
 __all__ = ["AtRest"]
 

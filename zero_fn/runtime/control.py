@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.assignment import Assignment
-from zero_fn.links import Links, Waits
+from zero_fn.transport.links import Links, Waits
 
 __all__ = ["Control"]
 

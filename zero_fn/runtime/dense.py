@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 
-from zero_fn.collectives import PACKED_NBYTES
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.slot import Slot
+from zero_fn.transport.segment import PACKED_NBYTES
 
 __all__ = ["dense_offsets"]
 

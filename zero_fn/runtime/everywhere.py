@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.agreement import agree
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
-from zero_fn.links import Links, Waits
 from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.registry import slot_of
+from zero_fn.transport.agreement import agree
+from zero_fn.transport.links import Links, Waits
 
 F = TypeVar("F", bound=Exception)
 R = TypeVar("R")

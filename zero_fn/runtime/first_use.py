@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_fn.agreement import agree, agree_along, content_digest
-from zero_fn.links import Links
 from zero_fn.mesh import Axis
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
+from zero_fn.transport.agreement import agree, agree_along, content_digest
+from zero_fn.transport.links import Links
 
 __all__ = ["agree_on_units"]
 

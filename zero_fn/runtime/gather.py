@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from zero_fn.collectives import Segment
 from zero_fn.errors import ShardedAccessError, StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
@@ -30,6 +29,7 @@ from zero_fn.runtime.swapped import is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse, UseInBackward, will_execute
+from zero_fn.transport.segment import Segment
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
 

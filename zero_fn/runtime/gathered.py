@@ -22,8 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Segment
-from zero_fn.links import Links
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
@@ -31,6 +29,8 @@ from zero_fn.runtime.saved import Source, remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.transport.links import Links
+from zero_fn.transport.segment import Segment
 
 __all__ = ["Gathered", "Lent"]
 

@@ -20,9 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.collectives import Contribution, Contributions
 from zero_fn.errors import PlacementError
-from zero_fn.links import Links, Waits
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
@@ -30,6 +28,8 @@ from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, on_host
 from zero_fn.storage.recycled import Recurring
+from zero_fn.transport.links import Links, Waits
+from zero_fn.transport.segment import Contribution, Contributions
 
 __all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
 

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.layout import aligned_offsets
-from zero_fn.links import Links
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage.recycled import Recurring
+from zero_fn.transport.links import Links
 
 __all__ = ["Buffer", "Group", "Groups", "MakeRecord", "groups_of"]
 

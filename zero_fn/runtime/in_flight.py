@@ -13,12 +13,12 @@ from enum import Enum, auto
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.links import Links, Waits
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
 from zero_fn.runtime.saved import Source
 from zero_fn.runtime.slot import Slot
+from zero_fn.transport.links import Links, Waits
 
 __all__ = ["InFlight", "Phase"]
 

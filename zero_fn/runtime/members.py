@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import chain
 
 from torch import nn
+from torch.jit import ScriptModule
 
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import slot_of
@@ -26,7 +27,7 @@ class _Members:
     __slots__ = ("_children", "_counts", "_modules", "_names", "_parameters", "_vacant")
 
     def __init__(self, root: nn.Module) -> None:
-        modules = [module.__dict__ for module in root.modules() if "_modules" in module.__dict__]  # not of torch.jit
+        modules = [module.__dict__ for module in root.modules() if not isinstance(module, ScriptModule)]
         self._modules = [module["_modules"] for module in modules]
         self._parameters = [module["_parameters"] for module in modules]
         self._children, self._counts = self._children_now(), [*map(len, self._parameters)]

@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from zero_fn.agreement import agree, content_digest
-from zero_fn.collectives import Segment
 from zero_fn.errors import StorageError, TierError
-from zero_fn.links import Links
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone
+from zero_fn.transport.agreement import agree, content_digest
+from zero_fn.transport.links import Links
+from zero_fn.transport.segment import Segment
 
 __all__ = ["Recomputed"]
 

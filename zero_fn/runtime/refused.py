@@ -22,7 +22,7 @@ another first whether a disk has failed. DTensor has no table for redistribution
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from math import inf, prod
@@ -551,18 +551,24 @@ def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> 
 
 def _is_past_call(run: Run) -> bool:
     """Whether the forward of a module of the transformed model is on the stack."""
-    anchors = [unit.anchor() for unit in run.module.live_units()]
-    members = {id(module) for anchor in anchors if anchor is not None for module in anchor.modules()}
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        if isinstance(module, nn.Module) and id(module) in members:
+        if isinstance(module, nn.Module):
             forward: object = module.forward
-            if getattr(getattr(forward, "__func__", forward), "__code__", None) is code:
+            is_forward = getattr(getattr(forward, "__func__", forward), "__code__", None) is code
+            if is_forward and any(module is member for member in _members(run)):
                 return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
+
+
+def _members(run: Run) -> Iterator[nn.Module]:
+    for unit in run.module.live_units():
+        anchor = unit.anchor()
+        if anchor is not None:
+            yield from anchor.modules()
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------

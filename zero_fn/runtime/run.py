@@ -8,7 +8,6 @@ from threading import get_ident
 from typing import Any
 
 from zero_fn.assignment import Assignment
-from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.backwards import Backwards
 from zero_fn.runtime.ending import current_graph_task
@@ -18,6 +17,7 @@ from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
+from zero_fn.transport.links import Links
 
 __all__ = ["Run", "run_of"]
 

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
-from zero_fn.agreement import agree, content_digest, differ
-from zero_fn.collectives import Segment
-from zero_fn.links import Links
+from zero_fn.transport.agreement import agree, content_digest, differ
+from zero_fn.transport.links import Links
+from zero_fn.transport.segment import Segment
 
 __all__ = ["Statistics"]
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import nn
 
 from zero_fn.assignment import Assignment
-from zero_fn.links import Links
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.unit import Unit
 from zero_fn.schedule import Event, fetch_ahead, prefetch
+from zero_fn.transport.links import Links
 
 __all__ = ["PREFETCH_DEPTH", "Transformed"]
 

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from zero_fn.links import Links
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.changes import require_unchanged
@@ -31,6 +30,7 @@ from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.swapped import swapped_values
+from zero_fn.transport.links import Links
 
 __all__ = ["Runs", "Unit", "unit_of"]
 

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero_fn.agreement import content_digest
 from zero_fn.errors import StateError
 from zero_fn.grid import local_part
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
+from zero_fn.transport.agreement import content_digest
 
 __all__ = ["materialize"]
 

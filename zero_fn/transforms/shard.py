@@ -11,7 +11,7 @@ What a rank holds between steps, of Ψ parameters of b bytes over n ranks, and w
 Each implies those above it. Optimizers see shards of what is sharded: of `rows` rows of a parameter, ceil(rows / n).
 
 [Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
-Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.links`): where the inner axis shards
+Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.transport.links`): where the inner axis shards
 parameters, the outer one carries 1/n of them. A transform over a second axis gathers, unit by unit, what the first has cut
 in another way than both together do.
 

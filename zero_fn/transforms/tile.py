@@ -201,27 +201,20 @@ def _require_tileable(name: str, child: nn.Module) -> None:
                 placements=parameter.placements,
                 fix='tile first, then parallelize the parts: {"head.tiles.*": RowwiseParallel()}',
             )
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+    parameters = list(child.parameters(recurse=False))
+    obstacles = {
+        "hooks of its parameters": any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters),
+        "hooks of its state_dict": any(getattr(child, hooks) for hooks in _HOOKS_OF_STATE),
+        "a forward of its own": "forward" in child.__dict__,
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
             raise LayoutError(
-                "A parameter with hooks cannot be tiled.",
-                parameter=f"{name}.{attribute}".lstrip("."),
-                why="a hook sees the gradient of the whole, and there will be one for each part",
-                fix="register hooks on the parts, after tile()",
+                f"A module with {obstacle} cannot be tiled.",
+                module=f"{name or 'root'}: {child}",
+                why="it is about the whole, in whose place there will be parts",
+                fix="tile first, then add it to the parts",
             )
-    if any(getattr(child, hooks) for hooks in _HOOKS_OF_STATE):
-        raise LayoutError(
-            "A module whose state_dict has hooks cannot be tiled.",
-            module=f"{name or 'root'}: {child}",
-            why="they would look for the entries of the whole",
-            fix="register hooks after tile()",
-        )
-    if "forward" in child.__dict__:
-        raise LayoutError(
-            "A module with a forward of its own cannot be tiled.",
-            module=f"{name or 'root'}: {child}",
-            forward=repr(child.__dict__["forward"]).partition(" at 0x")[0],
-            fix="tile first, then apply what replaces forwards",
-        )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):
         raise PlacementError(
             "An embedding that looks at all its tokens cannot be tiled.",

@@ -8,7 +8,6 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from zero_fn.agreement import agree_along, content_digest
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_parameters
@@ -16,6 +15,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.wholes import register_resting, register_wholes
+from zero_fn.transport.agreement import agree_along, content_digest
 
 __all__ = ["refresh", "unsharded"]
 

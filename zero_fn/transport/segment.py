@@ -13,8 +13,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zero_fn.collectives.waiting import Failure, wait_for
 from zero_fn.kernels.nontemporal import copy, mean
+from zero_fn.transport.waiting import Failure, wait_for
 
 __all__ = [
     "PACKED_NBYTES",
@@ -36,7 +36,7 @@ PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
 """The hops of a tensor, in the order in which axes cut it: the number of the axis, and elements of the largest piece of what
-the hops before have left to a rank; None where the axis does not cut it. See `zero_fn.links`."""
+the hops before have left to a rank; None where the axis does not cut it. See `zero_fn.transport.links`."""
 
 _ONE_HOP: Route = ((0, None),)
 

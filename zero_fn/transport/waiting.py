@@ -1,6 +1,6 @@
 """Waiting for peers, never for ever.
 
-A wait ends in bytes or in one of two internal exceptions, which `zero_fn.guarded` turns into errors for the user:
+A wait ends in bytes or in one of two internal exceptions, which `zero_fn.transport.guarded` turns into errors for the user:
 
     PeerLost        a peer closed its connection, or did not answer before the deadline
     OutOfStep       a peer is at another collective

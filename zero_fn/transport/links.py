@@ -16,26 +16,45 @@ issues its later hops when it is waited for. Schedules wait in the same order on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from math import prod
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives import Alone, Contribution, Contributions, Pending, Route, Segment, transport
 from zero_fn.errors import DisagreementError, LostRankError
-from zero_fn.guarded import Guarded, Watched
 from zero_fn.mesh import Axis
+from zero_fn.transport.exchange import Alone
+from zero_fn.transport.guarded import Guarded, Watched
+from zero_fn.transport.native import Native
+from zero_fn.transport.one_host.same_host import SameHost
+from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
 
-__all__ = ["Links", "Waits"]
+__all__ = ["BY_BACKEND", "Links", "Waits", "open_transport"]
 
 _Item = TypeVar("_Item", Segment, Contribution)
 
 Waits = Watched | Pending
 """A collective under way."""
+
+BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
+"""The transport of a backend, from group, rank and size; `Native` for every other."""
+
+
+def open_transport(axis: Axis) -> Transport:
+    """The transport for the backend of an axis.
+
+    On gloo a direct exchange, through shared memory where all ranks are on one host; elsewhere, and for the memory of an
+    accelerator, the backend's own collectives.
+    """
+    if axis.size == 1:
+        return Alone()
+    make = BY_BACKEND.get(axis.backend, Native) if axis.device_type == "cpu" else Native
+    return make(axis.group, axis.rank, axis.size)
 
 
 class Links:
@@ -51,7 +70,7 @@ class Links:
     def __init__(self, axes: Sequence[Axis]) -> None:
         """Opens a line for each axis."""
         self.axes = tuple(axes)
-        self._lines = [Guarded(transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
+        self._lines = [Guarded(open_transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
         self._only = self._lines[0] if len(self._lines) == 1 else None
         self.pads = any(line.raw.pads for line in self._lines)
         self.device = torch.device(axes[0].device_type if axes else "cpu")

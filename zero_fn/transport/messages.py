@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Contributions, Segment
+from zero_fn.transport.segment import Contribution, Contributions, Segment
 
 __all__ = ["Gathering", "Reducing"]
 

@@ -20,8 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
-from zero_fn.collectives.segment import (
+from zero_fn.kernels.nontemporal import copy
+from zero_fn.layout import ALIGNMENT_NBYTES
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
+from zero_fn.transport.one_host.shared import Shared, shared_by
+from zero_fn.transport.segment import (
     Contribution,
     Pending,
     Segment,
@@ -32,10 +35,7 @@ from zero_fn.collectives.segment import (
     keep_dropped,
     runs_of,
 )
-from zero_fn.collectives.shared import Shared, shared_by
-from zero_fn.collectives.waiting import Failure, OutOfStep
-from zero_fn.kernels.nontemporal import copy
-from zero_fn.layout import ALIGNMENT_NBYTES
+from zero_fn.transport.waiting import Failure, OutOfStep
 
 __all__ = ["SameHost"]
 

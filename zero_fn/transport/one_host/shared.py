@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zero_fn.collectives.arena import Arena, Mapped, map_arena
-from zero_fn.collectives.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
-from zero_fn.collectives.segment import Transport
+from zero_fn.transport.one_host.arena import Arena, Mapped, map_arena
+from zero_fn.transport.one_host.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
+from zero_fn.transport.segment import Transport
 
 __all__ = ["Shared", "shared_by"]
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.messages import Gathering, Reducing
-from zero_fn.collectives.segment import Contribution, Contributions, Pending, Segment
-from zero_fn.collectives.waiting import Failure
+from zero_fn.transport.messages import Gathering, Reducing
+from zero_fn.transport.segment import Contribution, Contributions, Pending, Segment
+from zero_fn.transport.waiting import Failure
 
 __all__ = ["Native"]
 

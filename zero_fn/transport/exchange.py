@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.collectives.segment import Contribution, Pending, Segment, Sum, fill_own, joined, runs_of
-from zero_fn.collectives.waiting import Failure, started
+from zero_fn.transport.segment import Contribution, Pending, Segment, Sum, fill_own, joined, runs_of
+from zero_fn.transport.waiting import Failure, started
 
 __all__ = ["Alone", "Exchange", "Work"]
 
