@@ -28,7 +28,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
-from zero_fn.runtime import passes
+from zero_fn.runtime import ending
 from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parking
@@ -306,12 +306,12 @@ def a_copy_under_way_reads_what_was_there(tier: Tier) -> None:
             with torch.no_grad():
                 write(model.blocks[1][1].weight)
             unit.await_gathered()
-            assert torch.equal(unit.tensors()[0].cpu(), before.to(unit.tensors()[0].dtype))
+            assert torch.equal(unit.in_flight.tensors()[0].cpu(), before.to(unit.in_flight.tensors()[0].dtype))
             unit.reshard()
             after = model.blocks[1][1].weight.detach().cpu()
             unit.unshard()
             unit.await_gathered()
-            assert torch.equal(unit.tensors()[0].cpu(), after.to(unit.tensors()[0].dtype))
+            assert torch.equal(unit.in_flight.tensors()[0].cpu(), after.to(unit.in_flight.tensors()[0].dtype))
             unit.reshard()
 
 
@@ -325,7 +325,9 @@ def units_are_gathered_all_at_once(tier: Tier) -> None:
     found = {}
     for unit in units_of(model):
         unit.await_gathered()
-        found.update({slot.fqn: tensor.cpu() for slot, tensor in zip(unit.slots, unit.tensors(), strict=True)})
+        found.update(
+            {slot.fqn: tensor.cpu() for slot, tensor in zip(unit.slots, unit.in_flight.tensors(), strict=True)}
+        )
         unit.reshard()
     assert all(torch.equal(found[name], value) for name, value in zip(model.state_dict(), expected, strict=True))
 
@@ -385,20 +387,20 @@ def a_backward_that_raises(tier: Tier) -> None:
         let_go()
         own_wait(transfer)
 
-    own, own_wait = passes.Variable._execution_engine, Transfer.wait
+    own, own_wait = ending.Variable._execution_engine, Transfer.wait
     model, plain = zf.offload(net(), params=tier), net()
     tokens = next(batches())
     for number in range(3):
         handle = model.blocks[1].register_forward_hook(lambda _module, _args, out: out.register_hook(fail) and None)
         engine = SimpleNamespace(_execution_engine=SimpleNamespace(queue_callback=queued))
-        with patch.object(passes, "Variable", engine), suppress(Deliberate):
+        with patch.object(ending, "Variable", engine), suppress(Deliberate):
             model(tokens).square().mean().backward()
         handle.remove()
         model.zero_grad()  # of units that backward was done with
         plain.zero_grad()
         if number == 0:  # with names, and no more, in the thread of the engine
             entered = [unit for unit in units_of(model) if unit.shown.backward_entry is not None]
-            modules = [module for unit in entered for module in unit.modules()]
+            modules = [place.module for unit in entered for slot in unit.slots for place in slot.places]
             assert any("weight" in vars(module) for module in modules)
             let_go()
             assert all(unit.shown.backward_entry is not None for unit in entered)

@@ -50,7 +50,7 @@ class Uring:
     def __init__(self) -> None:
         params = bytearray(_PARAMS_NBYTES)
         self._fd = _syscall(_SETUP, _ENTRIES, ctypes.byref((ctypes.c_char * _PARAMS_NBYTES).from_buffer(params)))
-        weakref.finalize(self, os.close, self._fd)
+        weakref.finalize(self, os.close, self._fd).atexit = False
         words = struct.unpack("<30I", params)
         entries, cq_entries, features = words[0], words[1], words[5]
         sq, cq = words[10:20], words[20:30]
