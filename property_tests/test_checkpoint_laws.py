@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import zero_fn as zf
-from zero_fn.checkpoint.boxes import Box, Place, ranges, spans, whole_box
-from zero_fn.checkpoint.files import Piece, TensorFile, write_json
+from zero_fn.checkpoint.boxes import Box, Holding, ranges, spans, whole_box
+from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.folders import MANIFEST, part_name, tensors_name
-from zero_fn.checkpoint.source import Source
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -60,7 +60,7 @@ def test_replicas_write_each_element_once(shape: tuple[int, ...], size: int, ord
     written: list[int] = []
     writers = 0
     for rank in range(size):
-        own = Place(shape, whole_box(shape), (rank, size)).own(ordinal, itemsize, (0, 1))
+        own = Holding(shape, whole_box(shape), (rank, size)).own(ordinal, itemsize, (0, 1))
         if own is not None:
             writers += 1
             written += own.of(numbered(shape)).reshape(-1).tolist()
@@ -87,7 +87,7 @@ def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch
         folder = Path(made)
         (folder / "model").mkdir()
         for rank, box in enumerate(boxes):
-            piece = Piece("w", dtype, shape, box)
+            piece = StoredBox("w", dtype, shape, box)
             file = TensorFile(folder / tensors_name("model", rank, 0), [piece], "id")
             flat = box.of(values).contiguous().view(-1)
             for first, last in ranges(box.sizes, data.draw(st.integers(1, 99))):
@@ -95,7 +95,7 @@ def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch
             write_json(folder / part_name(rank), {"id": "id", "rank": rank, "files": {"model": [file.finish()]}})
         manifest = {"format": "zero_fn checkpoint", "version": 1, "id": "id", "ranks": len(boxes)}
         write_json(folder / MANIFEST, manifest)
-        source = Source(folder, lambda name: name)
+        source = Catalog(folder, lambda name: name)
         try:
             for box in _grid(shape, data):
                 source.require_all(("model", "w"), box)

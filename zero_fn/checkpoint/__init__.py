@@ -6,6 +6,7 @@ values     numbers, strings, lists and dicts as JSON
 folders    what checkpoints there are; drafts, which become one by a rename
 together   what ranks agree on
 leaves     tensors of a model and an optimizer, with their way in and out
+catalog    what a checkpoint has, and where
 passing    states of streamed optimizers
 saving     `save` and `save_async`
 loading    `load`

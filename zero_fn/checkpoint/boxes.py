@@ -22,7 +22,7 @@ from zero_fn.layout import ShardLayout
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
 
-__all__ = ["Box", "Place", "place_of", "ranges", "spans", "states_place", "whole_box"]
+__all__ = ["Box", "Holding", "holding_of", "holding_of_state", "ranges", "spans", "whole_box"]
 
 Sizes = tuple[int, ...]
 
@@ -109,7 +109,7 @@ def ranges(sizes: Sizes, most: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Holding:
     """What a rank holds of a tensor.
 
     Attributes:
@@ -145,7 +145,7 @@ _DIVIDED_NBYTES = 64 << 10
 """Replicated tensors of fewer bytes are written by one rank."""
 
 
-def place_of(tensor: Tensor) -> Place | None:
+def holding_of(tensor: Tensor) -> Holding | None:
     """What this rank holds of a parameter or buffer; None if nothing, since it is not on its mesh.
 
     Raises:
@@ -154,7 +154,7 @@ def place_of(tensor: Tensor) -> Place | None:
     slot = slot_of(tensor)
     spec = slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
     if spec is None:
-        return Place(tuple(tensor.shape), whole_box(tensor.shape))
+        return Holding(tuple(tensor.shape), whole_box(tensor.shape))
     coordinate = spec.mesh.get_coordinate()
     if coordinate is None:
         return None
@@ -179,7 +179,7 @@ def place_of(tensor: Tensor) -> Place | None:
     for placement, size, rank in zip(spec.placements, spec.mesh.shape, coordinate, strict=True):
         if placement.is_replicate():
             replica, replicas = replica * size + rank, replicas * size
-    return Place(tuple(tensor.shape), box, (replica, replicas))
+    return Holding(tuple(tensor.shape), box, (replica, replicas))
 
 
 def _coordinate(mesh: object) -> Sequence[int]:
@@ -188,7 +188,7 @@ def _coordinate(mesh: object) -> Sequence[int]:
     return found
 
 
-def states_place(name: str, state: Tensor, parameter: Tensor, place: Place) -> Place | None:
+def holding_of_state(name: str, state: Tensor, parameter: Tensor, place: Holding) -> Holding | None:
     """What this rank holds of an optimizer's state.
 
     Args:
@@ -203,7 +203,7 @@ def states_place(name: str, state: Tensor, parameter: Tensor, place: Place) -> P
     is_cut = place.box.sizes != place.shape
     if isinstance(state, DTensor):
         is_alike = isinstance(parameter, DTensor) and state.placements == parameter.placements
-        return place if is_alike and state.shape == parameter.shape else place_of(state)
+        return place if is_alike and state.shape == parameter.shape else holding_of(state)
     if tuple(state.shape) == place.box.sizes:
         return place
     if state.numel() > 1 and is_cut:
@@ -213,4 +213,4 @@ def states_place(name: str, state: Tensor, parameter: Tensor, place: Place) -> P
             parameter=f"{list(place.shape)}, {list(place.box.sizes)} of it on this rank",
             fix="keep states as DTensors, or of the shape of the parameter: torch.zeros_like(parameter)",
         )
-    return Place(tuple(state.shape), whole_box(state.shape))
+    return Holding(tuple(state.shape), whole_box(state.shape))

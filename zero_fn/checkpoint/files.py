@@ -27,9 +27,7 @@ from zero_fn.checkpoint.boxes import Box
 from zero_fn.errors import CheckpointError, StorageError
 
 __all__ = [
-    "BLOCK_NBYTES",
-    "DTYPES",
-    "Piece",
+    "StoredBox",
     "TensorFile",
     "TensorReader",
     "damaged",
@@ -74,7 +72,7 @@ def disk(path: str | Path, doing: str) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class Piece:
+class StoredBox:
     """A box of a tensor in a file.
 
     Attributes:
@@ -113,12 +111,12 @@ class Piece:
         }
 
     @staticmethod
-    def of_entry(name: str, entry: Mapping[str, Any], rank: int, file: int) -> Piece:
+    def of_entry(name: str, entry: Mapping[str, Any], rank: int, file: int) -> StoredBox:
         """What `entry` has made."""
         digests = entry["xxh3"]
         box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
-        found = Piece(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
+        found = StoredBox(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
         if len(each) != -(-found.nbytes // BLOCK_NBYTES):
             raise ValueError(f"{name} has {len(each)} digests")
         return found
@@ -138,7 +136,7 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _header(pieces: list[Piece], saved_by: str) -> bytes:
+def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
     """Lays pieces out, one after the other, and returns what the file begins with."""
     table: dict[str, Any] = {
         "__metadata__": {
@@ -169,7 +167,7 @@ class TensorFile:
         nbytes: Of the whole file.
     """
 
-    def __init__(self, path: Path, pieces: list[Piece], saved_by: str) -> None:
+    def __init__(self, path: Path, pieces: list[StoredBox], saved_by: str) -> None:
         """Makes the file, and writes its header.
 
         Raises:
@@ -187,7 +185,7 @@ class TensorFile:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
             _write(self._fd, memoryview(header), 0)
 
-    def append(self, piece: Piece, values: Tensor) -> None:
+    def append(self, piece: StoredBox, values: Tensor) -> None:
         """Writes the next elements of a piece.
 
         Args:
@@ -265,7 +263,7 @@ class TensorReader:
         if xxhash.xxh3_64_hexdigest(header) != info["xxh3"]:
             raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
 
-    def read(self, piece: Piece, first: int, last: int, out: Tensor | None) -> None:
+    def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
         """Reads some elements of a piece, and verifies the blocks they are in.
 
         Args:

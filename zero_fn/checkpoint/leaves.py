@@ -1,8 +1,7 @@
 """What there is to save and load: each tensor of a model and an optimizer with its name, its place, and its way in and out.
 
-memory      tensors of the device or the host
-Window      what rests in another tier: a parcel of it at a time
-streamed    the states of a streamed optimizer: see `passing.py`
+Leaf            one tensor: in memory, in another tier, or in the chunks of a streamed optimizer (`passing.py`)
+ParcelWindow    what rests in another tier, a parcel of it at a time
 
 [Note: names of tiles] What `zf.tile` has cut is saved as if it were not: a tile is a box of the whole.
 """
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.boxes import Box, Place, place_of, spans, states_place
+from zero_fn.checkpoint.boxes import Box, Holding, holding_of, holding_of_state, spans
 from zero_fn.checkpoint.files import require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
@@ -28,7 +27,7 @@ from zero_fn.storage import Ring, wait_all
 from zero_fn.tiled import Tiled
 from zero_fn.transforms.selection import Where
 
-__all__ = ["Leaf", "Named", "Window", "leaves_of_groups", "name_in_file", "named_tensors", "options_of", "state_leaf"]
+__all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "named_tensors", "options_of", "state_leaf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +44,7 @@ class Leaf:
 
     name: str
     dtype: torch.dtype
-    place: Place
+    place: Holding
     local: Tensor | None
     is_buffer: bool = False
 
@@ -55,7 +54,7 @@ class Leaf:
         local = self.local
         return isinstance(local, TierTensor) and local.moved is None and local.is_contiguous()
 
-    def read(self, first: int, last: int, window: Window) -> Tensor:
+    def read(self, first: int, last: int, window: ParcelWindow) -> Tensor:
         """Elements of what this rank holds, in order, in memory of the host."""
         local = self.local
         assert local is not None, "the states of a streamed optimizer come by themselves"
@@ -73,7 +72,7 @@ class Leaf:
             return None
         return local.view(-1)[first:last] if local.device.type == "cpu" and local.dtype == dtype else None
 
-    def write(self, first: int, values: Tensor, window: Window) -> None:
+    def write(self, first: int, values: Tensor, window: ParcelWindow) -> None:
         """Puts elements where this rank holds them, from the number `first` on."""
         local = self.local
         assert local is not None, "the states of a streamed optimizer go by themselves"
@@ -86,7 +85,7 @@ class Leaf:
             at += box.numel
 
 
-class Window:
+class ParcelWindow:
     """One parcel of what rests in another tier, in memory. A context manager: what was written is there at its end."""
 
     def __init__(self) -> None:
@@ -96,7 +95,7 @@ class Window:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._is_changed = False
 
-    def __enter__(self) -> Window:
+    def __enter__(self) -> ParcelWindow:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -235,7 +234,7 @@ def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool) -> Leaf | None:
             f"{name} is on meta: it has no values.",
             fix="zf.materialize(model, device) first; it may be saved and loaded then",
         )
-    place = place_of(tensor)
+    place = holding_of(tensor)
     return None if place is None else Leaf(name, tensor.dtype, place, local_of(tensor), is_buffer)
 
 
@@ -259,7 +258,7 @@ def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
 def state_leaf(name: str, state: Tensor, parameter: Tensor, own: Leaf) -> Leaf | None:
     """A state of an optimizer that is a tensor in memory; `own` is the leaf of its parameter."""
     require_dtype(f"{own.name}/{name}", state.dtype)
-    place = states_place(name, state, parameter, own.place)
+    place = holding_of_state(name, state, parameter, own.place)
     return None if place is None else Leaf(f"{own.name}/{name}", state.dtype, place, local_of(state))
 
 

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.checkpoint.boxes import ranges
+from zero_fn.checkpoint.catalog import Catalog, Key
 from zero_fn.checkpoint.folders import KINDS, newest
-from zero_fn.checkpoint.leaves import Leaf, Named, Window, leaves_of_groups, named_tensors, state_leaf
+from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, state_leaf
 from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
 from zero_fn.checkpoint.saving import BUFFER_NBYTES, wait_for_saving
-from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError, LayoutError
 from zero_fn.loading import keeps_every_bit
@@ -110,9 +110,9 @@ def load(
     rows = together.agree(LOADING, failure, same=(str(path), kinds, strict, verify), kind=names, text=chosen)
     is_of_one_kind = all(row.kind == rows[0].kind for row in rows)
     fit = _Fit(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
-    source: Source | None = None
+    source: Catalog | None = None
     try:
-        source = Source(path / rows[0].text, _renamed(rename))
+        source = Catalog(path / rows[0].text, _renamed(rename))
         fit.match(source, together, dict(extra or {}) if "extra" in kinds else None, is_strict=strict)
         if strict and where is None and is_of_one_kind:
             fit.wrong += _unexpected(source, fit.missed(source))
@@ -166,7 +166,7 @@ def _renamed(rename: Rename) -> Callable[[str], str]:
     return renamed
 
 
-def _unexpected(source: Source, keys: Iterable[Key]) -> list[str]:
+def _unexpected(source: Catalog, keys: Iterable[Key]) -> list[str]:
     return [f"{name}: in the checkpoint, and not in the {kind}" for kind, name in keys]
 
 
@@ -200,7 +200,7 @@ class _Fit:
 
     # -- names, shapes, dtypes, options --------------------------------------------------------------------------------
 
-    def match(self, source: Source, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
+    def match(self, source: Catalog, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
         """Finds everything in the checkpoint; what cannot be found is noted as wrong.
 
         Raises:
@@ -218,7 +218,7 @@ class _Fit:
         if extra is not None:
             self._match_extra(source, together, extra, is_strict=is_strict)
 
-    def _match_leaf(self, source: Source, key: Key, leaf: Leaf, *, is_strict: bool = True) -> None:
+    def _match_leaf(self, source: Catalog, key: Key, leaf: Leaf, *, is_strict: bool = True) -> None:
         if key not in source.pieces:
             if is_strict:
                 self.wrong.append(f"{leaf.name}: not in the checkpoint")
@@ -232,14 +232,14 @@ class _Fit:
             source.require_all(key, leaf.place.box)
             self.todo.append((key, leaf))
 
-    def _name_of(self, source: Source, name: str) -> str:
+    def _name_of(self, source: Catalog, name: str) -> str:
         """The name under which the checkpoint has a tensor that may be tied there, or here."""
         if ("model", name) in source.pieces:
             return name
         others = (alias for alias, of in self.named.aliases.items() if of == name)
         return next((other for other in others if ("model", other) in source.pieces), source.aliases.get(name, name))
 
-    def _match_optimizer(self, source: Source, optimizer: Optimizer, *, is_strict: bool) -> None:
+    def _match_optimizer(self, source: Catalog, optimizer: Optimizer, *, is_strict: bool) -> None:
         groups = leaves_of_groups(optimizer, self.named)
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
         for group, leaves in zip(optimizer.param_groups, groups, strict=True):
@@ -263,7 +263,7 @@ class _Fit:
             self.options.append(source.value(*next(iter(options.values()))) if len(options) == 1 else {})
 
     def _match_states(
-        self, source: Source, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+        self, source: Catalog, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
     ) -> None:
         found = self.states[parameter] = dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
@@ -281,7 +281,7 @@ class _Fit:
             if leaf is not None:
                 self._match_leaf(source, key, leaf)
 
-    def _match_chunks(self, source: Source, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
+    def _match_chunks(self, source: Catalog, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
         dtypes, others = {}, dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
             piece = source.first(key)
@@ -300,7 +300,7 @@ class _Fit:
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         self.chunks[id(parameter)] = (own, dtypes, others)
 
-    def _match_extra(self, source: Source, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
+    def _match_extra(self, source: Catalog, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
         said = [part.get("extra", {}) for part in source.parts]
         if source.ranks != together.size:
             parted = [
@@ -321,7 +321,7 @@ class _Fit:
             name: extra[name] for name in extra if name in said[rank] and hasattr(extra[name], "load_state_dict")
         }
 
-    def missed(self, source: Source) -> list[Key]:
+    def missed(self, source: Catalog) -> list[Key]:
         """What is in the checkpoint and has no place on this rank."""
         taken = {key for key, _ in self.todo} | {("model", leaf.name) for leaf in self.named.leaves}
         wanted = [kind for kind, of in (("model", self.model), ("optimizer", self.optimizer)) if of is not None]
@@ -353,7 +353,7 @@ class _Fit:
                 "leave what is in one of them only; only= for a part",
             )
 
-    def require_wanted(self, source: Source, together: Together, *, is_strict: bool) -> None:
+    def require_wanted(self, source: Catalog, together: Together, *, is_strict: bool) -> None:
         """For ranks with parameters of different names: what no rank has a place for. One message of a bit for each tensor.
 
         Raises:
@@ -370,7 +370,7 @@ class _Fit:
 
     # -- elements ------------------------------------------------------------------------------------------------------
 
-    def verify(self, source: Source) -> None:
+    def verify(self, source: Catalog) -> None:
         """Reads all that this rank will read.
 
         Raises:
@@ -385,7 +385,7 @@ class _Fit:
             for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
                 source.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"), keeps=False)
 
-    def put(self, source: Source) -> None:
+    def put(self, source: Catalog) -> None:
         """Reads everything to where it rests.
 
         Raises:
@@ -394,7 +394,7 @@ class _Fit:
         """
         if isinstance(self.optimizer, Streamed):
             end_step(self.optimizer)
-        with Window() as window:
+        with ParcelWindow() as window:
             for key, leaf in self.todo:
                 dtype, box = source.first(key).dtype, leaf.place.box
                 for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
@@ -415,7 +415,7 @@ class _Fit:
         for name, taker in self.objects.items():
             taker.load_state_dict(self.values[name])
 
-    def _put_states(self, source: Source, optimizer: Optimizer) -> None:
+    def _put_states(self, source: Catalog, optimizer: Optimizer) -> None:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         if not isinstance(optimizer, Streamed):

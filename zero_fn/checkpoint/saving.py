@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.boxes import Box, Place, ranges, whole_box
-from zero_fn.checkpoint.files import Piece, TensorFile, require_dtype, write_json
+from zero_fn.checkpoint.boxes import Box, Holding, ranges, whole_box
+from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.files import StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, prune, tensors_name
-from zero_fn.checkpoint.leaves import Leaf, Named, Window, leaves_of_groups, named_tensors, options_of, state_leaf
+from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, options_of, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
-from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together, digest_of
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
@@ -179,7 +179,7 @@ def wait_for_saving() -> None:
 
 
 @dataclass
-class _Plan:
+class _Inventory:
     """What this rank has to save.
 
     Attributes:
@@ -195,8 +195,10 @@ class _Plan:
     chunks: dict[tuple[int, str], Leaf] = field(default_factory=dict)
 
 
-def _planned(model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> _Plan:
-    plan = _Plan()
+def _planned(
+    model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where
+) -> _Inventory:
+    plan = _Inventory()
     tensors: dict[str, Tensor] = {}
     named = Named([], {}, {})
     if model is not None:
@@ -214,7 +216,7 @@ def _planned(model: nn.Module | None, optimizer: Optimizer | None, extra: Mappin
     for path, tensor in tensors.items():
         require_dtype(path, tensor.dtype)
         plan.leaves["extra"].append(
-            Leaf(path, tensor.dtype, Place(tuple(tensor.shape), whole_box(tensor.shape)), tensor)
+            Leaf(path, tensor.dtype, Holding(tuple(tensor.shape), whole_box(tensor.shape)), tensor)
         )
     return plan
 
@@ -229,7 +231,7 @@ def _homes(model: nn.Module, named: Named) -> dict[str, str]:
     return found
 
 
-def _add_states(plan: _Plan, optimizer: Optimizer, named: Named, tensors: dict[str, Tensor]) -> None:
+def _add_states(plan: _Inventory, optimizer: Optimizer, named: Named, tensors: dict[str, Tensor]) -> None:
     groups = leaves_of_groups(optimizer, named)
     chunks = states_in_chunks(optimizer) if isinstance(optimizer, Streamed) else {}
     plan.streamed = optimizer if isinstance(optimizer, Streamed) else None
@@ -272,7 +274,7 @@ class _Own:
         copy: A copy of it on the host.
     """
 
-    piece: Piece
+    piece: StoredBox
     leaf: Leaf
     first: int
     file: TensorFile | None = None
@@ -297,7 +299,7 @@ def _begun(
 ) -> _Writing:
     """A save whose ranks have agreed to it, and which has taken copies if it is to."""
     together, target = Together(), Path(os.path.abspath(folder))
-    draft, plan, failure = Draft(target), _Plan(), None
+    draft, plan, failure = Draft(target), _Inventory(), None
     try:
         if (keep is not None and keep < 1) or (keep_every is not None and keep_every < 1):
             raise CheckpointError(
@@ -324,7 +326,7 @@ def _begun(
     return writing
 
 
-def _shared_out(plan: _Plan, kind: tuple[int, int]) -> dict[str, list[list[_Own]]]:
+def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[_Own]]]:
     """What this rank writes, by kind and file: a file has one piece of each name."""
     found: dict[str, list[list[_Own]]] = {}
     for folder, leaves in plan.leaves.items():
@@ -346,7 +348,7 @@ def _shared_out(plan: _Plan, kind: tuple[int, int]) -> dict[str, list[list[_Own]
                 files.append([])
             row = place.box.numel // place.box.sizes[0] if place.box.numel and place.box.sizes else 0
             first = (box.starts[0] - place.box.starts[0]) * row if row else 0
-            files[number].append(_Own(Piece(leaf.name, leaf.dtype, place.shape, box), leaf, first))
+            files[number].append(_Own(StoredBox(leaf.name, leaf.dtype, place.shape, box), leaf, first))
     return found
 
 
@@ -367,7 +369,7 @@ class _Writing:
 
     together: Together
     draft: Draft
-    plan: _Plan
+    plan: _Inventory
     own: dict[str, list[list[_Own]]]
     id: str
     is_of_one_kind: bool
@@ -394,7 +396,7 @@ class _Writing:
                 for one in each:
                     one.file = file
         copied = []
-        with Window() as window:
+        with ParcelWindow() as window:
             for one in self._each():
                 if copies and one.leaf.local is not None and not one.leaf.is_away:
                     copied.append(one)
@@ -429,7 +431,7 @@ class _Writing:
             if local is not None and local.is_contiguous() and local.device.type != "cpu":
                 one.copy.copy_(local.view(-1)[one.first : one.first + count], non_blocking=True)
             else:
-                one.copy.copy_(one.leaf.read(one.first, one.first + count, Window()))
+                one.copy.copy_(one.leaf.read(one.first, one.first + count, ParcelWindow()))
         if is_on_device:
             torch.accelerator.synchronize()
 
@@ -461,7 +463,7 @@ class _Writing:
         """In the order of files."""
         return [one for files in self.own.values() for each in files for one in each]
 
-    def _write(self, one: _Own, window: Window) -> None:
+    def _write(self, one: _Own, window: ParcelWindow) -> None:
         for first, last in ranges(one.piece.box.sizes, BUFFER_NBYTES // one.piece.dtype.itemsize):
             one.append(one.leaf.read(one.first + first, one.first + last, window))
 
@@ -486,5 +488,5 @@ class _Writing:
             },
         )
         if not self.is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
-            Source(self.draft.path, lambda name: name)
+            Catalog(self.draft.path, lambda name: name)
         self.draft.commit()

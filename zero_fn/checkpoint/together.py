@@ -13,7 +13,7 @@ from zero_fn.errors import CheckpointError, DisagreementError, ZeroError
 from zero_fn.transport.meeting import LONGEST_S, meet, meeting_group
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["Row", "Together", "digest_of"]
+__all__ = ["Said", "Together", "digest_of"]
 
 _MESSAGE_NBYTES = 640
 
@@ -24,7 +24,7 @@ def digest_of(values: object) -> bytes:
 
 
 @dataclass(frozen=True)
-class Row:
+class Said:
     """What a rank says.
 
     Attributes:
@@ -59,7 +59,7 @@ class Together:
         text: str = "",
         consequence: str = "on this one nothing was changed",
         waits_for_disks: bool = False,
-    ) -> Sequence[Row]:
+    ) -> Sequence[Said]:
         """What each rank says. One message of 640 bytes to each peer; waits.
 
         Args:
@@ -76,20 +76,20 @@ class Together:
             DisagreementError: Ranks were given different arguments.
             LostRankError: A rank has ended, or did not come.
         """
-        own = Row(digest_of(same), digest_of(kind), text)
+        own = Said(digest_of(same), digest_of(kind), text)
         if self._group is None:
             if failure is not None:
                 raise failure
             return [own]
         if failure is not None:
-            own = Row(own.same, own.kind, f"{type(failure).__name__}\n{failure}")
+            own = Said(own.same, own.kind, f"{type(failure).__name__}\n{failure}")
         raw = bytes([failure is not None]) + own.same + own.kind + own.text.encode()[: _MESSAGE_NBYTES - 33]
         message = torch.frombuffer(bytearray(raw.ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8)
         found = meet(self._group, message, LONGEST_S if waits_for_disks else deadline())
         rows = [bytes(row.tolist()) for row in found]
         if failure is not None:
             raise failure
-        said = [Row(row[1:17], row[17:33], row[33:].rstrip(b"\0").decode(errors="ignore")) for row in rows]
+        said = [Said(row[1:17], row[17:33], row[33:].rstrip(b"\0").decode(errors="ignore")) for row in rows]
         failed = [rank for rank, row in enumerate(rows) if row[0]]
         if failed:
             raise _told(doing, failed, said[failed[0]].text, consequence)

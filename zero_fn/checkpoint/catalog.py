@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.boxes import Box, spans, whole_box
-from zero_fn.checkpoint.files import Piece, TensorReader, damaged, read_json
+from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json
 from zero_fn.checkpoint.folders import MANIFEST, VERSION, part_name, tensors_name
 from zero_fn.checkpoint.values import decoded
 from zero_fn.errors import CheckpointError
 
-__all__ = ["Key", "Source"]
+__all__ = ["Catalog", "Key"]
 
 _OPEN_FILES = 32
 
@@ -24,7 +24,7 @@ Key = tuple[str, str]
 """The kind of a tensor, and its name."""
 
 
-class Source:
+class Catalog:
     """A complete checkpoint.
 
     Attributes:
@@ -59,7 +59,7 @@ class Source:
             )
         self.ranks = int(manifest["ranks"])
         self.parts = [read_json(path / part_name(rank)) for rank in range(self.ranks)]
-        self.pieces: dict[Key, dict[Box, Piece]] = {}
+        self.pieces: dict[Key, dict[Box, StoredBox]] = {}
         self.aliases: dict[str, str] = {}
         self.options: dict[str, tuple[int, Any]] = {}
         self._values: dict[str, tuple[int, Any]] = {}
@@ -75,7 +75,7 @@ class Source:
             for kind, files in part["files"].items():
                 for number, info in enumerate(files):
                     for name, entry in info["tensors"].items():
-                        self._add(kind, rename, Piece.of_entry(name, entry, rank, number))
+                        self._add(kind, rename, StoredBox.of_entry(name, entry, rank, number))
             self.aliases |= {rename(alias): rename(name) for alias, name in part.get("aliases", {}).items()}
             for group in part.get("groups", ()):
                 for name in group["params"]:
@@ -87,7 +87,7 @@ class Source:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise damaged(self.path / part_name(rank), why=f"it says what no version has said: {error!r}") from error
 
-    def _add(self, kind: str, rename: Callable[[str], str], piece: Piece) -> None:
+    def _add(self, kind: str, rename: Callable[[str], str], piece: StoredBox) -> None:
         parameter, slash, state = piece.name.rpartition("/") if kind == "optimizer" else (piece.name, "", "")
         key = (f"{kind} of rank {piece.rank}" if kind == "extra" else kind, f"{rename(parameter)}{slash}{state}")
         if kind == "optimizer" and key not in self.pieces:
@@ -111,7 +111,7 @@ class Source:
         while self._readers:
             self._readers.popitem()[1].close()
 
-    def first(self, key: Key) -> Piece:
+    def first(self, key: Key) -> StoredBox:
         """One piece of a tensor: all have its dtype and shape."""
         return next(iter(self.pieces[key].values()))
 
@@ -174,13 +174,13 @@ class Source:
             for piece, meet in self._meeting(key, region):
                 self._read(key, piece, meet, meet.within(region).of(room) if keeps else None)
 
-    def _meeting(self, key: Key, box: Box) -> Iterator[tuple[Piece, Box]]:
+    def _meeting(self, key: Key, box: Box) -> Iterator[tuple[StoredBox, Box]]:
         for piece in self.pieces[key].values():
             meet = piece.box.meet(box)
             if meet is not None:
                 yield piece, meet
 
-    def _read(self, key: Key, piece: Piece, box: Box, room: Tensor | None) -> None:
+    def _read(self, key: Key, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads a box of a piece into a view of its shape."""
         reader, inside = self._reader(key[0].partition(" ")[0], piece), box.within(piece.box)
         for first, last, part in _runs(inside, piece.box.sizes):
@@ -192,7 +192,7 @@ class Source:
             reader.read(piece, first, last, read)
             target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
 
-    def _reader(self, kind: str, piece: Piece) -> TensorReader:
+    def _reader(self, kind: str, piece: StoredBox) -> TensorReader:
         key = (kind, piece.rank, piece.file)
         if key not in self._readers:
             if len(self._readers) == _OPEN_FILES:
