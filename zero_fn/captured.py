@@ -1,7 +1,7 @@
 """Functions in a module that hold parts of it: refused, because a copy of the module does not reach into them.
 
-    self.act = lambda x: F.linear(x, self.inner.weight)
-    old = layer.forward; layer.forward = lambda x: 2 * old(x)
+    self.act = lambda x: F.linear(x, self.inner.weight)         refused
+    old = layer.forward; layer.forward = lambda x: 2 * old(x)   followed: a forward that is replaced is a forward
 
 `copy.deepcopy` takes functions as they are. Those of a copied module would go on with the modules of before: these would get
 the gradients, and nobody would step them. What `deepcopy` does follow may hold modules: bound methods, partial
@@ -22,7 +22,7 @@ from zero_fn.errors import LayoutError, PlacementError
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.units import Shared
 
-__all__ = ["rebound", "refuse_captured"]
+__all__ = ["follow_forwards", "rebound", "refuse_captured"]
 
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
@@ -55,6 +55,49 @@ def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Seq
         for hook in (*gradient_hooks(shared.parameter), *parameter_hooks(shared.parameter)):
             for found in () if _is_bound(hook) else _held(hook):
                 _refuse_module(f"a hook of {shared.fqn}", found, modules)
+
+
+def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
+    """A function that stands in place of a module's `forward` holds modules of the copy from now on.
+
+    So wrap trl, accelerate and profilers: the new function holds the module, or the bound method that it replaces.
+
+    Args:
+        twin: The copy.
+        memo: Of `deepcopy`: the copy of each module, by `id`.
+    """
+    for child in twin.modules():
+        own = child.__dict__.get("forward")
+        if isinstance(own, FunctionType | MethodType | functools.partial):
+            child.__dict__["forward"] = _following(own, memo, {})
+
+
+def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any:
+    """The same function, method or partial function, with modules of the copy in it."""
+    if isinstance(value, nn.Module):
+        return memo.get(id(value), value)
+    if isinstance(value, MethodType):
+        return MethodType(_following(value.__func__, memo, made), _following(value.__self__, memo, made))
+    if isinstance(value, functools.partial):
+        args = [_following(arg, memo, made) for arg in value.args]
+        named = {name: _following(arg, memo, made) for name, arg in value.keywords.items()}
+        return functools.partial(_following(value.func, memo, made), *args, **named)
+    if not isinstance(value, FunctionType) or not any(isinstance(found, nn.Module) for found in _held(value)):
+        return value
+    if id(value) not in made:
+        cells = [CellType() for _ in value.__closure__ or ()]
+        twin = FunctionType(value.__code__, value.__globals__, value.__name__, None, tuple(cells))
+        made[id(value)] = functools.update_wrapper(twin, value)  # first: it may hold itself
+        for cell, before in zip(cells, value.__closure__ or (), strict=True):
+            for content in _content(before):
+                cell.cell_contents = _following(content, memo, made)
+        twin.__defaults__ = tuple(_following(each, memo, made) for each in value.__defaults__ or ()) or None
+        twin.__kwdefaults__ = value.__kwdefaults__ and {
+            name: _following(each, memo, made) for name, each in value.__kwdefaults__.items()
+        }
+        twin.__dict__.clear()
+        twin.__dict__.update((name, _following(each, memo, made)) for name, each in value.__dict__.items())
+    return made[id(value)]
 
 
 def rebound(hook: Any, memo: Mapping[int, Any]) -> Any:

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _world
 from torch.jit import ScriptModule
 
 from zero_fn.assignment import Assignment
-from zero_fn.captured import rebound, refuse_captured
+from zero_fn.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
 from zero_fn.loading import check_and_shard_entries
@@ -393,6 +393,7 @@ def _copy(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
         for attribute, value in list(child.__dict__.items()):
             if isinstance(value, Method):
                 del child.__dict__[attribute]
+    follow_forwards(twin, memo)
     refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, parameters)
     return twin, memo
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.captured import refuse_captured
+from zero_fn.captured import follow_forwards, refuse_captured
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement
@@ -96,6 +96,7 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     shared = shared_parameters(module)
     tiled = {id(parameter) for child in chosen.values() for parameter in child.parameters(recurse=False)}
     stale = shared if not donate else [each for each in shared if id(each.parameter) in tiled]
+    follow_forwards(twin, memo)
     refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, stale)
     for each in stale:
         if id(each.parameter) not in tiled:
