@@ -29,7 +29,8 @@ BUDGET = {
     "": 4910,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come.
-Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote; then, because `precision` makes masters."""
+Raised once: transforms, because `materialize` now initialises models of transformers and names what nobody wrote; then, because `precision` makes
+masters."""
 
 MOST = 15
 """Attributes, and methods, of one class."""

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
 
 import zero_fn as zf
@@ -101,14 +100,13 @@ class ZeroTrainerMixin(_AnyTrainer):
         self._place_model()
         return super()._prepare_for_training(*args, **options)
 
-    def create_optimizer(self, *args: Any, **options: Any) -> Optimizer:
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
         is_new = self.optimizer is None
         super().create_optimizer(*args, **options)
         if is_new and self._finish is not None:
             self.optimizer = self._finish(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
-        optimizer: Optimizer = self.optimizer
-        return optimizer
+        return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_weights(resume_from_checkpoint):
