@@ -25,6 +25,6 @@ class _Refusing:
         raise StateError(
             "A transformed module was wrapped in DistributedDataParallel.",
             why="the transform reduces its gradients, and so would the wrapper",
-            fix="train the transformed module itself; where a trainer wraps it, stop that: "
-            "trainer.accelerator.prepare_model = lambda model, **_: model",
+            fix="train the transformed module itself; trainers that do are ZeroTrainer (zero_fn.integrations.transformers), "
+            "ZeroAccelerator (.accelerate) and ZeroStrategy (.lightning)",
         )

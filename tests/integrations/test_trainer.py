@@ -13,6 +13,7 @@ from torch import nn
 
 import zero_fn as zf
 from tests.integrations.worlds import (
+    COMMON,
     Counting,
     arguments,
     gpt2,
@@ -189,3 +190,64 @@ def _masters(folder: str) -> None:
 
 def test_weights_of_16_bits_are_trained_with_masters(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_masters, str(tmp_path))
+
+
+def _seq2seq(folder: str) -> None:
+    """Its evaluation generates, and says itself whether ranks must wait for one another."""
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
+
+    from zero_fn.integrations.transformers import ZeroTrainerMixin
+
+    class ZeroSeq2SeqTrainer(ZeroTrainerMixin, Seq2SeqTrainer):
+        pass
+
+    def t5() -> nn.Module:
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(
+            T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, decoder_start_token_id=0)
+        )
+
+    start()
+    options = {"max_steps": 2, "predict_with_generate": True, "generation_max_length": 6}
+    args = Seq2SeqTrainingArguments(output_dir=folder, **(COMMON | options))
+    data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+    plain = Seq2SeqTrainer(model=t5(), args=args, **data)
+    ours = ZeroSeq2SeqTrainer(model=t5(), args=args, place=place(), **data)
+    require_close(numbers(ours), numbers(plain))
+    asked = []
+    own = ours.model.generate
+    ours.model.generate = lambda *args, **options: asked.append(options["synced_gpus"]) or own(*args, **options)
+    assert (ours.predict(Counting(6)).predictions == plain.predict(Counting(6)).predictions).all()
+    assert asked and all(asked)
+
+
+def test_a_seq2seq_trainer_generates_on_all_ranks(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_seq2seq, str(tmp_path))
+
+
+def _stopped(folder: str) -> None:
+    """Evaluation before training, callbacks that stop, batches by length."""
+    from transformers import EarlyStoppingCallback, Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    options = {
+        "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "learning_rate": 1.0,
+        "load_best_model_at_end": True, "max_steps": 8, "train_sampling_strategy": "group_by_length",
+    }  # fmt: skip
+    stopped = []
+    for kind, more in ((Trainer, {}), (ZeroTrainer, {"place": place()})):
+        args = arguments(f"{folder}/{kind.__name__}", **options)
+        callbacks = [EarlyStoppingCallback(2)]
+        data = {"train_dataset": Counting(), "eval_dataset": Counting(8)}
+        trainer = kind(model=llama(), args=args, callbacks=callbacks, **data, **more)
+        if kind is ZeroTrainer:  # the Trainer would train a model that it has evaluated before without DDP
+            assert trainer.evaluate()["eval_loss"] > 4
+        stopped.append(numbers(trainer))
+        assert trainer.state.global_step < 8
+    require_close(stopped[1], stopped[0])
+
+
+def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_stopped, str(tmp_path))

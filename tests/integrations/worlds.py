@@ -114,10 +114,10 @@ def arguments(folder: str | Path, **options: Any) -> Any:
     """TrainingArguments of four steps, each logged, and nothing saved."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(output_dir=str(folder), **(_COMMON | options))
+    return TrainingArguments(output_dir=str(folder), **(COMMON | options))
 
 
-_COMMON = {
+COMMON = {
     "use_cpu": True, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "max_steps": 4,
     "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.1, "max_grad_norm": 0.5,
     "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "seed": 3,

@@ -1,16 +1,13 @@
 """`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed where it would wrap them in DDP.
 
-    accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]), gradient_accumulation_steps=4)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-
-[Note: one window] accelerate enters `no_sync` anew for each microbatch but the last. Gradients are reduced once for all of
-them: a window of `zf.accumulate` begins with the first and ends in the backward of the last, before clipping and the step.
+accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]), gradient_accumulation_steps=4)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
 from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
+from zero_fn.integrations.window import Window
 
 __all__ = ["STATES", "ZeroAccelerator", "bare"]
 
@@ -53,8 +51,7 @@ class ZeroAccelerator(Accelerator):
     place: Place[nn.Module] | None = None
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
-    _window: ExitStack | None = None  # [Note: one window]
-    _in_window: tuple[nn.Module, ...] = ()
+    _own_window: Window | None = None
 
     def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -87,6 +84,13 @@ class ZeroAccelerator(Accelerator):
         )
         return prepared
 
+    @property
+    def _window(self) -> Window:
+        """Of the microbatches of this step. The Trainer makes this class of an Accelerator: no `__init__` was called."""
+        if self._own_window is None:
+            self._own_window = Window()
+        return self._own_window
+
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
         """The model transformed, if it is to be; notes what took the place of its parameters."""
         trained = any(parameter.requires_grad for parameter in model.parameters())
@@ -103,40 +107,22 @@ class ZeroAccelerator(Accelerator):
             with super().no_sync(model):
                 yield
             return
-        if self._window is None:
-            self._window = ExitStack()
-        if not any(model is other for other in self._in_window):
-            self._window.enter_context(zf.accumulate(model))
-            self._in_window += (model,)
-        with self._dropping():
+        with self._window.dropping():
+            self._window.begin(model)
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
         """Scales a loss and goes backward; ends what `no_sync` began if gradients are to be reduced now."""
-        with self._dropping():
+        with self._window.dropping():
             super().backward(loss, **options)
         if self.sync_gradients:
-            self._end_window(None)
+            self._window.end()
 
     def free_memory(self, *objects: Any) -> Any:
         """Forgets models and optimizers, and gradients that were not reduced yet."""
-        if self._window is not None:
-            self._end_window(InterruptedError("the microbatches of this step were given up"))
+        if self._window.modules:
+            self._window.end(InterruptedError("the microbatches of this step were given up"))
         return super().free_memory(*objects)
-
-    @contextmanager
-    def _dropping(self) -> Iterator[None]:
-        """Drops what was accumulated if an exception passes."""
-        try:
-            yield
-        except BaseException as error:
-            self._end_window(error)
-            raise
-
-    def _end_window(self, error: BaseException | None) -> None:
-        window, self._window, self._in_window = self._window, None, ()
-        if window is not None:
-            window.__exit__(type(error) if error is not None else None, error, None)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The state dict of a model. Of a transformed one all ranks call it, and the main process has it, whole."""

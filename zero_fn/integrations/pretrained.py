@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -47,23 +48,13 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
             fix="pip install 'transformers>=5.24'; or zf.zero3(AutoModelForCausalLM.from_pretrained(folder), mesh['dp'])",
         )
     loaded: list[nn.Module] = []
-    ours = {
-        "from_pretrained": classmethod(
-            functools.partial(_from_pretrained, PreTrainedModel.from_pretrained.__func__, loaded)
-        ),
-        "maybe_distribute_model": classmethod(functools.partial(_distribute, place)),
-    }
-    own = {name: PreTrainedModel.__dict__.get(name) for name in ours}  # None: inherited
-    for name, method in ours.items():
-        setattr(PreTrainedModel, name, method)
-    try:
+    read = functools.partial(_from_pretrained, PreTrainedModel.from_pretrained.__func__, loaded)
+    distribute = functools.partial(_distribute, place)
+    with (
+        patch.object(PreTrainedModel, "from_pretrained", classmethod(read)),
+        patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
+    ):
         yield
-    finally:
-        for name, method in own.items():
-            if method is None:
-                delattr(PreTrainedModel, name)
-            else:
-                setattr(PreTrainedModel, name, method)
     if not loaded:
         raise zf.StateError(
             "Nothing was loaded inside placed().",

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
 
 import zero_fn as zf
@@ -89,6 +88,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
         generate_together(self.model)
+        self.model._is_fsdp_managed_module = True  # by which Seq2SeqTrainer knows that ranks must generate together
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
@@ -101,14 +101,13 @@ class ZeroTrainerMixin(_AnyTrainer):
         self._place_model()
         return super()._prepare_for_training(*args, **options)
 
-    def create_optimizer(self, *args: Any, **options: Any) -> Optimizer:
+    def create_optimizer(self, *args: Any, **options: Any) -> Any:
         is_new = self.optimizer is None
         super().create_optimizer(*args, **options)
         if is_new and self._finish is not None:
             self.optimizer = self._finish(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
-        optimizer: Optimizer = self.optimizer
-        return optimizer
+        return self.optimizer
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_weights(resume_from_checkpoint):
