@@ -107,7 +107,6 @@ def _refers_to_itself() -> nn.Module:
 
 REFUSED = {
     "between": (_closure, _closure_over_a_list, _default, _function_in_a_partial, _refers_to_itself),
-    "first.forward": (_wrapped,),
     "all": (_function_in_a_list,),
     "second._forward_hooks": (_hook_of_a_module,),
     "a hook of first.weight": (_hook_of_a_parameter, _partial_hook_of_a_parameter),
@@ -120,6 +119,32 @@ def test_a_function_that_holds_a_module_is_refused(path: str, build: Callable[[]
     with pytest.raises(zf.LayoutError, match=f"'{path}' is, or holds, a function that holds the module"):
         zf.offload(model, params=zf.cpu())
     model(torch.ones(2, 6)).sum().backward()  # as before
+
+
+def _wrapped_by_name() -> nn.Module:
+    """As trl does: the new forward holds the module, and never calls what it replaces."""
+    model = Pair()
+    first = model.first
+    first.forward = lambda x, scale=2: scale * torch.nn.functional.linear(x, first.weight, first.bias)  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize("build", [_wrapped, _wrapped_by_name])
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_function_that_replaces_a_forward_follows(build: Callable[[], nn.Module], times: int) -> None:
+    torch.manual_seed(0)
+    model = build()
+    copied = model
+    for _ in range(times):
+        copied = zf.offload(copied, params=zf.cpu())
+    x = torch.ones(2, 6)
+    assert torch.equal(copied(x), model(x))
+    copied(x).sum().backward()
+    assert copied.first.weight.grad is not None  # type: ignore[union-attr]
+    assert model.first.weight.grad is None  # type: ignore[union-attr]
+    with torch.no_grad():
+        copied.first.weight.mul_(2)  # type: ignore[operator, union-attr]
+    assert not torch.equal(copied(x), model(x))
 
 
 @pytest.mark.parametrize("whole", [False, True])

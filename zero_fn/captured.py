@@ -24,6 +24,7 @@ from zero_fn.units import Shared
 
 __all__ = ["follow_forwards", "rebound", "refuse_captured"]
 
+_COMPILED = "_torchdynamo_orig_callable"  # what functions that torch.compile made have
 _REGISTERED = ("_parameters", "_buffers", "_modules")
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 
@@ -68,8 +69,13 @@ def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
     """
     for child in twin.modules():
         own = child.__dict__.get("forward")
-        if isinstance(own, FunctionType | MethodType | functools.partial):
+        if own is not None and _is_stale(own, memo):
             child.__dict__["forward"] = _following(own, memo, {})
+
+
+def _is_stale(value: object, memo: Mapping[int, Any]) -> bool:
+    """Whether it holds modules of before. What torch.compile made is not followed: it is refused."""
+    return any(isinstance(found, nn.Module) and id(found) in memo for found in _held(value))
 
 
 def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any:
@@ -81,8 +87,10 @@ def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any
     if isinstance(value, functools.partial):
         args = [_following(arg, memo, made) for arg in value.args]
         named = {name: _following(arg, memo, made) for name, arg in value.keywords.items()}
-        return functools.partial(_following(value.func, memo, made), *args, **named)
-    if not isinstance(value, FunctionType) or not any(isinstance(found, nn.Module) for found in _held(value)):
+        partial = functools.partial(_following(value.func, memo, made), *args, **named)
+        partial.__dict__.update((name, _following(each, memo, made)) for name, each in vars(value).items())
+        return partial
+    if not isinstance(value, FunctionType) or hasattr(value, _COMPILED) or not _is_stale(value, memo):
         return value
     if id(value) not in made:
         cells = [CellType() for _ in value.__closure__ or ()]
