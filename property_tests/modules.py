@@ -233,23 +233,6 @@ class _Odd(nn.Module):
         return x * self.scale + self.single * inner.sum(1, keepdim=True) + extra * self.pair[0] + spread
 
 
-class _Drifting(nn.Module):
-    """Its forward changes parameters in place. Autograd saves none of them, so any forward may come before any backward."""
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        # Of a shape that no other layer has: what it is tied to would be saved.
-        self.shift = nn.Parameter(torch.randn(1, 1, 1, width))
-        self.centre = nn.Parameter(torch.randn(1, 1, width, 1), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.shift.clamp_(-0.5, 0.5)
-            self.centre.mul_(0.9).add_(0.01)
-        return torch.tanh(self.linear(x)) + self.shift.view(-1) + self.centre.view(-1)
-
-
 class _Dropped(_Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(super().forward(x), 0.3, self.training)
@@ -296,7 +279,6 @@ KINDS: dict[str, Any] = {
     "normed": _Normed,
     "weighted": _weighted,
     "odd": _Odd,
-    "drifting": _Drifting,
     "dropped": _Dropped,
     "opaquely": _Opaquely,
 }

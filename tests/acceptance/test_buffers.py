@@ -302,21 +302,3 @@ def test_g15_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
             grown(noise(5, 3, seed=3))
 
     ranks(2).run(case)
-
-
-def test_g15_buffers_are_those_of_rank_0_also_after_loading(ranks: Ranks) -> None:
-    """The first forward after `load_state_dict` looked for buffers anew, and found none: ranks kept their own."""
-
-    def case() -> Tensor:
-        torch.manual_seed(0)
-        model = zf.shard_params(nn.Sequential(nn.BatchNorm1d(6), nn.Linear(6, 6)), axis())
-        for number in range(4):
-            model(noise(5, 6, seed=number)).sum().backward()
-            if number == 1:
-                model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-        model.eval()
-        model(noise(5, 6, seed=9))
-        return model[0].running_mean.clone()
-
-    first, second = ranks(2).run(case)
-    assert torch.equal(first, second)
