@@ -88,9 +88,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
         generate_together(self.model)
-        self.model.__dict__["_is_fsdp_managed_module"] = (
-            True  # by which Seq2SeqTrainer knows that ranks must generate together
-        )
+        self.model.__dict__["_is_fsdp_managed_module"] = True  # what Seq2SeqTrainer asks: ranks generate together
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
