@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "checkpoint": 2670,
     "deepspeed": 1170,
-    "integrations": 900,
+    "integrations": 905,
     "kernels": 910,
     "local": 555,
     "plan": 1040,
@@ -42,7 +42,6 @@ WIDE = {
 """Classes above that, each with a reason. HOUSE.md allows five."""
 
 SHARED_NAMES = {
-    "Message": "transport/messages.py, transport/one_host/same_host.py",
     "Parcel": "runtime/parcels.py, transforms/evict.py",
     "Reduce": "runtime/gather.py, schedule.py",
     "Shared": "transport/one_host/shared.py, units.py",

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
 from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
-from zero_fn.integrations.window import Window
+from zero_fn.integrations.window import AccumulationWindow
 
 __all__ = ["STATES", "ZeroAccelerator", "bare"]
 
@@ -51,7 +51,7 @@ class ZeroAccelerator(Accelerator):
     place: Place[nn.Module] | None = None
     _models: list[nn.Module]
     _optimizers: list[Optimizer]
-    _own_window: Window | None = None
+    _own_window: AccumulationWindow | None = None
 
     def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -85,10 +85,10 @@ class ZeroAccelerator(Accelerator):
         return prepared
 
     @property
-    def _window(self) -> Window:
+    def _window(self) -> AccumulationWindow:
         """Of the microbatches of this step. The Trainer makes this class of an Accelerator: no `__init__` was called."""
         if self._own_window is None:
-            self._own_window = Window()
+            self._own_window = AccumulationWindow()
         return self._own_window
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 import zero_fn as zf
 from zero_fn.integrations.states import whole_state
-from zero_fn.integrations.window import Window
+from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.registry import slot_of
 
 __all__ = ["ZeroStrategy"]
@@ -53,7 +53,7 @@ class ZeroStrategy(DDPStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._window = Window()
+        self._window = AccumulationWindow()
         self._is_blocked = False
 
     def setup(self, trainer: Any) -> None:

@@ -75,6 +75,7 @@ def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
 def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> nn.Module:
     """In place of `maybe_distribute_model`: the model is on meta, and its values are read next."""
     del model.config.distributed_config  # which only led here, and must not be saved
+    model.tie_weights()  # a tie that is made after the transform would be two parameters
     transformed: nn.Module = place_module(place, model)[0]
     return transformed
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import zero_fn as zf
 
-__all__ = ["Window"]
+__all__ = ["AccumulationWindow"]
 
 
-class Window:
+class AccumulationWindow:
     """Blocks of `zf.accumulate` that are open, one for each module.
 
     Attributes:
