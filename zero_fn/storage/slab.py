@@ -10,6 +10,7 @@ whole: pools that allocate pinned memory round every tensor up to a power of two
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable
@@ -114,13 +115,21 @@ class MappedMemory(mmap.mmap):
 
 
 def _register(mapped: MappedMemory, nbytes: int) -> bool:
-    """Pins the memory for the accelerator."""
+    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch. Not yet run on one."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
-        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, nbytes, 0))
-        if code:
-            raise RuntimeError(f"cudaHostRegister returned {code}")
+        if importlib.util.find_spec("cupy") is not None:
+            import cupy  # type: ignore[import-not-found,unused-ignore]
+
+            runtime: Any = cupy.cuda.runtime
+            runtime.hostRegister(address, nbytes, 0)
+            mapped.unregister = lambda: runtime.hostUnregister(address)
+        else:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if code:
+                raise RuntimeError(f"cudaHostRegister returned {code}")
+            mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
             f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",
@@ -128,5 +137,4 @@ def _register(mapped: MappedMemory, nbytes: int) -> bool:
             stacklevel=3,
         )
         return False
-    mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     return True
