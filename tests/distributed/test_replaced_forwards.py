@@ -207,21 +207,9 @@ def test_a_forward_replaced_after_the_transform_gathers(ranks: Ranks, trial: Any
     assert ranks(2).run(differences, partial(trial, way=way)) == [[]] * 2
 
 
-@pytest.mark.parametrize("way", ["doubled", "hooked"])
-def test_a_transform_follows_methods_and_partial_functions_in_place_of_forwards(ranks: Ranks, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transform_follows_functions_in_place_of_forwards(ranks: Ranks, way: str) -> None:
     assert ranks(2).run(differences, partial(_transformed_again, way=way)) == [[]] * 2
-
-
-def _transformed_while_timed() -> None:
-    model = zf.shard_grads(Model(), axis())
-    time(model)
-    with pytest.raises(zf.LayoutError, match="function that holds the module"):
-        zf.shard_params(model, axis())
-
-
-def test_a_transform_refuses_functions_around_forwards(ranks: Ranks) -> None:
-    """They hold the forwards of the module that is copied."""
-    ranks(2).run(_transformed_while_timed)
 
 
 def test_bound_methods_in_place_of_forwards_are_copied(ranks: Ranks) -> None:

@@ -42,7 +42,8 @@ class Gathering(list[Segment]):
                 continue
             rows = segment.by_rank(size)
             # Of an even piece the backend itself writes this rank's into `whole`.
-            self.apart.append((segment, rows.view(-1), segment.own(rank) if rests_apart else rows[rank]))
+            own = segment.own(rank) if rests_apart else rows.narrow(0, rank, 1).view(-1)
+            self.apart.append((segment, rows.view(-1), own))
         self.packs = [_Pack(run, rank, size) for run in together.values()]
         self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
         dtypes = {segment.kind for segment in segments}
