@@ -114,4 +114,5 @@ def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
         fresh.close()
     for one, other in zip(expected, resumed, strict=True):
         assert one.keys() == other.keys()
-        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+        apart = {name: (value.double() - other[name].double()).abs().max().item() for name, value in one.items()}
+        assert {name: most for name, most in apart.items() if most != 0} == {}
