@@ -42,8 +42,9 @@ class Gathering(list[Segment]):
                 continue
             rows = segment.by_rank(size)
             # Of an even piece the backend itself writes this rank's into `whole`.
-            own = segment.own(rank) if rests_apart else rows.narrow(0, rank, 1).view(-1)
-            self.apart.append((segment, rows.view(-1), own))
+            whole, numel = rows.view(-1), segment.piece_numel  # a slice: where ranks are simulated, `rank` is symbolic
+            own = segment.own(rank) if rests_apart else whole[rank * numel : (rank + 1) * numel]
+            self.apart.append((segment, whole, own))
         self.packs = [_Pack(run, rank, size) for run in together.values()]
         self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
         dtypes = {segment.kind for segment in segments}
