@@ -27,7 +27,7 @@ BUDGET = {
     "storage": 1415,
     "streamed": 2560,
     "transforms": 1590,
-    "transport": 2390,
+    "transport": 2395,
     "": 4190,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
