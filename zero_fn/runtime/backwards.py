@@ -28,7 +28,7 @@ from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import Action, Await, Fetch, Reduce, Reshard, Settle, Unshard, Use
+from zero_fn.schedule import Action, Reduce, Reshard, Settle, Use
 
 __all__ = ["Backwards"]
 
@@ -187,30 +187,23 @@ class Backwards:
             self._do(action, backward)
 
     def _do(self, action: Action, backward: BackwardPass) -> None:
-        kind, unit = type(action), self._module.units[action.unit]()
-        assert unit is not None, f"unit {action.unit} is gone"
-        if kind is Unshard:
-            unit.unshard()
-        elif kind is Await:
-            unit.await_gathered()
-        elif kind is Reshard and self._forwards.current is not None:  # a backward inside a forward
-            self._forwards.reshard(unit, grad=self._forwards.current.grad)
-        elif kind is Reshard:
+        kind = type(action)
+        if kind is Settle:
+            if backward.reductions:  # else one that came out of order has settled it
+                self.settling.settle(*backward.reductions.pop(0))
+        elif kind is Reduce:
+            unit = self._module.unit(action.unit)
+            exact = backward.uses_of(unit.index) > 1
+            backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
+        elif kind is Reshard and self._forwards.current is None:  # else this is a backward inside a forward
+            unit = self._module.unit(action.unit)
             if not unit.open and unit.groups.is_transient:
                 unit.reshard()
             elif not unit.open:
                 # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
                 unit.leave_backward()
-        elif kind is Reduce:
-            exact = backward.uses_of(unit.index) > 1
-            backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
-        elif kind is Settle:
-            if backward.reductions:  # else one that came out of order has settled it
-                self.settling.settle(*backward.reductions.pop(0))
         else:
-            assert kind is Fetch, f"no such action: {action}"
-            if unit.shown.is_ours:
-                unit.in_flight.fetch()
+            self._forwards.do(action)
 
     def _has_nodes(self, unit: Unit) -> bool:
         """Whether a graph through this unit is still alive and has not arrived."""

@@ -9,6 +9,7 @@ import torch
 
 from zero_fn.errors import StorageError
 from zero_fn.runtime.first_use import agree_on_units
+from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.members import forget_if_changed, refuse_new
 from zero_fn.runtime.passes import ForwardPass
 from zero_fn.runtime.statistics import Statistics
@@ -92,11 +93,11 @@ class Forwards:
         before = forward.note(Enter, use)
         try:
             for action in before:
-                self._do(action, forward)
+                self.do(action)
             unit.unshard()
             unit.await_gathered()
             for action in forward.after():
-                self._do(action, forward)
+                self.do(action)
         except StorageError:  # on every rank alike: what was entered is left again
             forward.failed = True
             forward.note(Exit, use)
@@ -120,15 +121,16 @@ class Forwards:
         is_outermost = forward.depth == 0
         if not failed:
             for action in before:
-                self._do(action, forward)
+                self.do(action)
             for action in forward.after():
-                self._do(action, forward)
+                self.do(action)
             if not on_schedule and not is_outermost:
                 self.reshard(unit, grad=torch.is_grad_enabled())
         if is_outermost:
             self._end(forward)
 
-    def _do(self, action: Action, forward: ForwardPass) -> None:
+    def do(self, action: Action) -> None:
+        """Gathers, fetches or frees a unit, as a schedule says: that of a forward, or of a backward."""
         kind, unit = type(action), self._module.units[action.unit]()
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
@@ -136,9 +138,10 @@ class Forwards:
         elif kind is Await:
             unit.await_gathered()
         elif kind is Reshard:
-            self.reshard(unit, grad=forward.grad)
+            assert self.current is not None, "backwards free what no forward uses"
+            self.reshard(unit, grad=self.current.grad)
         else:
-            assert kind is Fetch, f"no such action in a forward: {action}"
+            assert kind is Fetch, f"no such action: {action}"
             if unit.shown.is_ours:
                 unit.in_flight.fetch()
 
@@ -238,7 +241,8 @@ class Forwards:
             self._recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in module.live_units():
-            unit.in_flight.finish()  # what was prefetched and not used: a gather that is dropped would be taken for the next
+            if unit.in_flight.phase is Phase.GATHERING:
+                unit.in_flight.finish()  # prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
                 self.reshard(unit, grad=forward.grad)
         if forward.grad:

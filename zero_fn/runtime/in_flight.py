@@ -81,9 +81,7 @@ class InFlight:
                 group.fetch()
 
     def finish(self) -> None:
-        """Waits for the all-gather."""
-        if self.phase is not Phase.GATHERING:
-            return
+        """Waits for the all-gather that is under way."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

@@ -81,7 +81,6 @@ class Unit:
     def __init__(self, name: str, index: int, run: Runs) -> None:
         self.name, self.index, self.run = name, index, run
         self.generation = self.open = 0
-        self.has_model_axes = False
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
 
@@ -186,19 +185,11 @@ class Unit:
         return memory.buffers[group]
 
     def leave_backward(self) -> None:
-        """Modules no longer see what backward has shown them."""
+        """Modules no longer see what backward has shown them, which nobody may have changed."""
         if self.shown.backward_entry is not None:
             tensors = self.shown.leave_backward()
             if self.in_flight.phase is Phase.GATHERED and self.shown.leaves is None:
-                self.require_unchanged(tensors)
-
-    def require_unchanged(self, tensors: Sequence[Tensor]) -> None:
-        """Refuses what a forward or backward has changed in the tensors that stood under the names of parameters.
-
-        Raises:
-            PlacementError: One was changed in place.
-        """
-        require_unchanged(self.name, self.slots, self.shown, tensors)
+                require_unchanged(self.name, self.slots, self.shown, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
