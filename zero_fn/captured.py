@@ -74,12 +74,13 @@ def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def _is_stale(value: object, memo: Mapping[int, Any]) -> bool:
-    """Whether it holds modules of before. What torch.compile made is not followed: it is refused."""
+    """Whether it holds modules of before."""
     return any(isinstance(found, nn.Module) and id(found) in memo for found in _held(value))
 
 
 def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The same function, method or partial function, with modules of the copy in it."""
+    """The same function, method or partial function, with modules of the copy in it; what torch.compile made stays as it is,
+    and is refused."""
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):

@@ -114,7 +114,7 @@ class Path:
     @cached_property
     def inner_numel(self) -> int:
         """Elements of that."""
-        return prod(self.inner_shape)
+        return self.layout.owned_numel(self.rank) if self.layout is not None else self.numel
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:

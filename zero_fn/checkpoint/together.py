@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 
 from zero_fn import errors
 from zero_fn.errors import CheckpointError, DisagreementError, ZeroError
+from zero_fn.transport.agreement import digest
 from zero_fn.transport.meeting import LONGEST_S, meet, meeting_group
 from zero_fn.transport.waiting import deadline
 
@@ -20,7 +20,7 @@ _MESSAGE_NBYTES = 640
 
 def digest_of(values: object) -> bytes:
     """16 bytes that differ when the text of the values does."""
-    return blake2b(repr(values).encode(), digest_size=16).digest()
+    return digest([repr(values)])
 
 
 @dataclass(frozen=True)
