@@ -28,6 +28,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -124,6 +125,7 @@ def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, 
     dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
     random.seed(0)
     seed_generator(0)
+    torch.set_num_threads(1)  # libraries and cases may have set more, which sums in another order
     let_kernels_take_small_tensors()
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module=r"zero_fn(\.|$)")

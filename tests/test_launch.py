@@ -46,13 +46,13 @@ def test_values_come_in_the_order_of_ranks_and_closures_work() -> None:
 
 def test_a_rank_knows_its_place_and_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INHERITED", "here")
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "INHERITED", "ADDED")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "INHERITED", "ADDED", "OMP_NUM_THREADS")
 
     def environment() -> tuple[list[str | None], int, str, str]:
         return [os.environ.get(name) for name in names], torch.get_num_threads(), os.getcwd(), dist.get_backend()
 
     first, second = launch(environment, 2, backend="gloo", threads=2, env={"ADDED": "there"})
-    assert first == (["0", "0", "2", "2", "here", "there"], 2, os.getcwd(), "gloo")
+    assert first == (["0", "0", "2", "2", "here", "there", "2"], 2, os.getcwd(), "gloo")
     assert second[0][:2] == ["1", "1"]
 
 

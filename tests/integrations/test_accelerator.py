@@ -204,3 +204,16 @@ def _refused(folder: str) -> None:
 
 def test_optimizers_that_do_not_fit_are_refused(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_refused, str(tmp_path))
+
+
+def _threads_beside_accelerate() -> int:
+    from accelerate import PartialState
+
+    start()
+    PartialState(cpu=True)
+    return torch.get_num_threads()
+
+
+def test_a_rank_keeps_its_threads_when_accelerate_comes(ranks: Ranks) -> None:
+    """It gives a rank all cores unless it is told otherwise, and sums of two threads are not those of one."""
+    assert ranks(1, deadline_s=240).run(_threads_beside_accelerate) == [1]

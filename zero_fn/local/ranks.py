@@ -69,7 +69,8 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         store = f"{self._folder.name}/store"  # a file, not a port: nothing to race for
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
         local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # no host name has to be resolved
-        whole_environ = {**local, **os.environ, **(environ or {}), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
+        own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}  # unset, accelerate gives a rank the cores of others
+        whole_environ = {**local, **os.environ, **own, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
         start_method = multiprocessing.get_start_method(allow_none=True)
         cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
 
