@@ -36,7 +36,7 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
     """
     runs = runs_of(module, verb="check")
     for unit in units_of(module):
-        unit.readopt()
+        unit.follow_moved()
     for run in runs:
         refuse_late(run.module)
     names = {id(parameter): name for name, parameter in module.named_parameters()}

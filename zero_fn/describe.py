@@ -98,7 +98,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
     axes = runs_of(module, verb="describe")[0].transport.axes
     rows: list[UnitRow] = []
     for unit in units_of(module):
-        unit.readopt()
+        unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
             kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)

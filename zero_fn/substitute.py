@@ -113,7 +113,7 @@ def substitute(
     units = units_of(module)
     require_idle(units, verb)
     for unit in units:
-        unit.readopt()
+        unit.follow_moved()
         unit.reshard()
     watch_optimizers()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained

@@ -472,8 +472,8 @@ BUGS: tuple[Bug, ...] = (
         "reshard-forgotten",
         "Forwards.reshard",
         "gathered parameters are freed in forward",
-        "not unit.open",
-        "unit.open",
+        "not unit.running",
+        "unit.running",
         "tests/distributed/test_peak_memory.py",
     ),
     Bug(

@@ -34,7 +34,7 @@ def end_accumulation(run: Run, *, failed: bool) -> None:
             for unit in module.live_units():
                 unit.gradients.take()
         for unit in module.live_units():
-            unit.expire()
+            unit.mark_stale()
 
 
 def _reduce(run: Run) -> None:

@@ -55,7 +55,7 @@ class Backwards:
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
 
-    def demand(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
+    def need_in_backward(self, unit: Unit, use: UnitUse | None = None, *, recomputes: bool = False) -> None:
         """Backward, or a recomputation in it, needs the gathered parameters of a unit."""
         backward = self.opened()
         if self._nested.left:
@@ -72,9 +72,9 @@ class Backwards:
         shown = unit.shown
         if began_at is not None and backward is not None and shown.backward_entry is None:
             shown.show_in_backward(gather_again(unit), began_at)  # [Note: recomputation in a unit]
-            shown.demanded_in = current_graph_task()
+            shown.needed_in = current_graph_task()
 
-    def arrive(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
+    def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
         """All gradients of one use are there. `grads` is None if they go back through autograd."""
         backward = self.opened()
         if self._nested.left:
@@ -89,7 +89,7 @@ class Backwards:
             unit.gradients.add(grads, exact=several)
         if backward is None:
             return
-        backward.arrive(key)
+        backward.gradients_arrived(key)
         use.has_arrived = True
         if not scheduled and grads is not None and not accumulating and not self._has_nodes(unit):
             self._nested.leave(unit)
@@ -108,29 +108,29 @@ class Backwards:
         if any(use.began_at is entry for use in began):
             return False  # the unit was entered here, so it is now
         if shown.backward_entry is None and any(use.is_awaited for use in began):
-            self.demand(unit, recomputes=True)  # before backward itself: the outputs were not watched
+            self.need_in_backward(unit, recomputes=True)  # before backward itself: the outputs were not watched
         found = shown.backward_entry is not None and shown.backward_entry is not entry
         if found:
-            self._demand_lenders(unit)
+            self._need_lenders(unit)
         return found
 
     def enter_recomputation(self, unit: Unit, entry: Door) -> UnitUse:
         """A checkpoint around the unit runs its forward inside backward."""
         backward = self.opened()
         assert backward is not None
-        self.demand(unit, recomputes=True)
-        self._demand_lenders(unit)
+        self.need_in_backward(unit, recomputes=True)
+        self._need_lenders(unit)
         use = UnitUse(unit, -1, entry)
         backward.recomputed.append(use)
-        unit.open += 1
+        unit.running += 1
         return use
 
-    def _demand_lenders(self, unit: Unit) -> None:
+    def _need_lenders(self, unit: Unit) -> None:
         """What the recomputed forward of a unit may read beyond its own: in forward, units around it were open."""
         for index in self._module.lenders.get(unit.index, ()):
             lender = self._module.units[index]()
-            if lender is not None and lender.shown.backward_entry is None and not lender.open:
-                self.demand(lender, recomputes=True)
+            if lender is not None and lender.shown.backward_entry is None and not lender.running:
+                self.need_in_backward(lender, recomputes=True)
 
     # -- the schedule -----------------------------------------------------------------------------------------------
 
@@ -197,9 +197,9 @@ class Backwards:
             backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
         elif kind is Reshard and self._forwards.current is None:  # else this is a backward inside a forward
             unit = self._module.unit(action.unit)
-            if not unit.open and unit.groups.is_transient:
+            if not unit.running and unit.groups.is_transient:
                 unit.reshard()
-            elif not unit.open:
+            elif not unit.running:
                 # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
                 unit.leave_backward()
         else:
@@ -274,5 +274,5 @@ class Backwards:
         for unit in module.live_units():
             if not module.accumulating:
                 unit.gradients.take()
-            unit.open = 0
-            unit.expire()
+            unit.running = 0
+            unit.mark_stale()

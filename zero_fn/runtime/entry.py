@@ -146,7 +146,7 @@ class Attached:
                 self._depth += 1
                 return False
             self._forget()
-        if unit.open:
+        if unit.running:
             return False
         if unit.shown.leaves is not None:
             self._begin_with_leaves()
@@ -217,7 +217,7 @@ class Attached:
     def _begin_with_leaves(self) -> None:
         """A forward of the plain module that the unit is for a while. (whole_step.py)"""
         begun = self._begun = _Begun(None)
-        self.unit.open += 1
+        self.unit.running += 1
         _take_hooks_inside(self.unit, self._module())
         begun.tensors = cast_leaves(self.unit)
         self.unit.shown.show(begun.tensors)
@@ -233,7 +233,7 @@ class Attached:
             show_in_backward(unit, begun.tensors, _tensors_in(output))
             return output
         finally:
-            unit.open -= 1
+            unit.running -= 1
             unit.shown.hide()
 
     def _require_run(self) -> None:
@@ -263,7 +263,7 @@ class Attached:
         drop_packing()
         _put_hooks_inside(self.unit)
         if is_with_leaves:
-            self.unit.open = 0
+            self.unit.running = 0
             self.unit.shown.hide()
         self.run.forwards.abandon()
 
@@ -529,4 +529,4 @@ def _tensors_in(output: object, depth: int = 3) -> Iterator[Tensor]:
 
 @uncompiled
 def _reached(use: UnitUse, _grad: Tensor) -> None:
-    use.unit.run.demand(use.unit, use)
+    use.unit.run.need_in_backward(use.unit, use)

@@ -104,13 +104,13 @@ class Forwards:
             if forward.depth == 0:
                 self._end(forward)
             raise
-        unit.open += 1
+        unit.running += 1
         return use
 
     def leave(self, use: UnitUse, *, failed: bool) -> None:
         """The forward of a unit has ended."""
         unit, forward = use.unit, self.current
-        unit.open -= 1
+        unit.running -= 1
         if forward is None:  # recomputation: the backward frees it
             if any(map(is_tile, unit.at_rest.modules())):  # but all parts of a module must not be there at once
                 self.reshard(unit, grad=True)
@@ -147,7 +147,7 @@ class Forwards:
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
         """Frees the gathered parameters of a unit between its uses, if they are to be freed before a backward."""
-        if unit.groups.is_transient and not unit.open and not (grad and unit.groups.reshards_after_backward):
+        if unit.groups.is_transient and not unit.running and not (grad and unit.groups.reshards_after_backward):
             unit.reshard()
 
     # -- of the whole -----------------------------------------------------------------------------------------------
@@ -179,8 +179,8 @@ class Forwards:
                 continue
             present += 1
             if must_expire:
-                unit.expire()
-            unit.readopt()
+                unit.mark_stale()
+            unit.follow_moved()
             is_swapped |= bool(unit.shown.swapped)
         refuse_new(self._module)
         if present != self._present:
@@ -255,6 +255,6 @@ class Forwards:
             return
         forward.failed = True
         for unit in self._module.live_units():
-            unit.open = 0
+            unit.running = 0
             unit.shown.hide()
         self._end(forward)

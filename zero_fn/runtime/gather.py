@@ -146,10 +146,10 @@ class _Gather(torch.autograd.Function):
         nothing = (None, None, None, None)
         if not returns_gradients():
             defer_hooks(unit.slots)
-            unit.run.arrive(use, grads)
+            unit.run.gradients_arrived(use, grads)
             return nothing + (None,) * len(grads)
         _require_single(unit, grads)
-        unit.run.arrive(use, None)
+        unit.run.gradients_arrived(use, None)
         return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
 
 

@@ -129,8 +129,8 @@ class Kind:
     def inner(self) -> Lifetime:
         """Of the buffer with this rank's part on the first axis: the second cuts less than the parameters themselves."""
         levels = [level for _, level in self.hops if level > Sharded.NOTHING]
-        is_hosted = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
-        return Lifetime.ALWAYS if is_hosted else Lifetime.NEVER
+        is_kept = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
+        return Lifetime.ALWAYS if is_kept else Lifetime.NEVER
 
     @cached_property
     def rests(self) -> Rests:

@@ -238,7 +238,7 @@ class BackwardPass:
                 return event.use
         return None
 
-    def arrive(self, use: Use) -> None:
+    def gradients_arrived(self, use: Use) -> None:
         """The gradients of a use are there."""
         self._note(use, recomputes=False)
         self._arrived.add(use)

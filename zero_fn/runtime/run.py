@@ -29,7 +29,7 @@ class Run:
         module: What is known of it.
         forwards: Its forwards.
         backwards: Its backwards.
-        demand, arrive: Theirs, which units call.
+        need_in_backward, gradients_arrived: Theirs, which units call.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -37,7 +37,8 @@ class Run:
         statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.forwards = Forwards(self.module, statistics)
         self.backwards = Backwards(self.module, self.forwards)
-        self.demand, self.arrive = self.backwards.demand, self.backwards.arrive
+        self.need_in_backward = self.backwards.need_in_backward
+        self.gradients_arrived = self.backwards.gradients_arrived
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
         memo[id(self)] = twin = Run(self.module.transport, self.module.assignment)

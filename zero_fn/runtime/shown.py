@@ -22,7 +22,7 @@ class Shown:
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         last_entry: The entry at which the last forward with gradients began, weakly.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
-        demanded_in: The backward (its graph task) that has put it there.
+        needed_in: The backward (its graph task) that has put it there.
         is_left: Whether a backward inside that one has run its nodes: it may be resharded once that one goes on.
     """
 
@@ -33,7 +33,7 @@ class Shown:
         self.leaves: list[nn.Parameter] | None = None
         self.last_entry: Callable[[], object] = _no_entry
         self.backward_entry: object = None
-        self.demanded_in, self.is_left = -1, False
+        self.needed_in, self.is_left = -1, False
         self._in_backward: list[Tensor] = []
 
     @property

@@ -50,11 +50,11 @@ class Runs(Protocol):
         """A unit is there, new or as a copy of the one with its index."""
 
     @property
-    def demand(self) -> Callable[..., None]:
+    def need_in_backward(self) -> Callable[..., None]:
         """Called with a unit, and with its use if that is known: backward needs its gathered parameters."""
 
     @property
-    def arrive(self) -> Callable[[Any, Sequence[Tensor | None] | None], None]:
+    def gradients_arrived(self) -> Callable[[Any, Sequence[Tensor | None] | None], None]:
         """Called with a use and its gradients, once all of them are there; without them if autograd keeps them."""
 
 
@@ -72,7 +72,7 @@ class Unit:
         shown: What modules see under their names.
         gradients: Local sums that are not reduced yet.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
-        open: Forwards of the unit that are running (more than one when a module calls itself).
+        running: Forwards of the unit that are running (more than one when a module calls itself).
         has_model_axes: Whether any of its parameters is a DTensor in flight.
         anchor: The anchor module, weakly.
         inner: Modules below the anchor whose hooks are taken out while the unit runs.
@@ -80,7 +80,7 @@ class Unit:
 
     def __init__(self, name: str, index: int, run: Runs) -> None:
         self.name, self.index, self.run = name, index, run
-        self.generation = self.open = 0
+        self.generation = self.running = 0
         self.anchor: Callable[[], nn.Module | None] = _no_anchor
         self.inner: list[weakref.ref[nn.Module]] = []
 
@@ -101,7 +101,7 @@ class Unit:
             grad, slot.parameter.grad = slot.parameter.grad, None
             copy.deepcopy(slot.parameter, memo).grad = None
             slot.parameter.grad = grad
-        # The copied modules may still be under construction: the twin finds its parameters at its first `readopt`.
+        # The copied modules may still be under construction: the twin finds its parameters at its first `follow_moved`.
         memo[id(self)] = twin = Unit(self.name, self.index, copy.deepcopy(self.run, memo))
         twin.hold([slot.twin(memo) for slot in self.slots])
         twin.at_rest.is_evicted = self.at_rest.is_evicted
@@ -114,7 +114,7 @@ class Unit:
         self.in_flight = InFlight(str(self), self.slots, self.groups, self.run.transport)
         self.gradients.forget_layout()
 
-    def readopt(self) -> None:
+    def follow_moved(self) -> None:
         """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
@@ -167,7 +167,7 @@ class Unit:
         if self.in_flight.phase is not Phase.AT_REST or self.groups.is_away:
             self.in_flight.free()
 
-    def expire(self) -> None:
+    def mark_stale(self) -> None:
         """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
         self.reshard()
         for group in self.groups.members:
@@ -176,7 +176,7 @@ class Unit:
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         if self.in_flight.phase is not Phase.GATHERED or self.shown.backward_entry is None:
-            self.run.demand(self)  # backward has come, or this is the first it sees
+            self.run.need_in_backward(self)  # backward has come, or this is the first it sees
         if self.shown.unsharded_values is not None:
             self.unshard(even_shown=True)  # of a forward before `unsharded`: what it saved are not the copies in there
             self.await_gathered()
@@ -198,7 +198,7 @@ class Unit:
         """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
         shown = self.shown
         return (
-            self.open > 0
+            self.running > 0
             or shown.unsharded_values is not None
             or shown.leaves is not None
             or self.gradients.has_pending()

@@ -72,7 +72,7 @@ def follow(parameter: Tensor) -> None:
     """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
     unit = unit_of(slot_of(parameter))
     if unit is not None and unit.groups.records():
-        unit.readopt()
+        unit.follow_moved()
 
 
 def parcels_away(parameters: Iterable[Tensor]) -> dict[str, list[tuple[Tier, Sequence[Parcel]]]]:

@@ -81,7 +81,7 @@ class Evicted:
         self._parameters = [p for p in module.parameters() if p.device.type != "meta" and not _is_away(p)]
         self._units = units_of(module)
         for unit in self._units:
-            unit.readopt()
+            unit.follow_moved()
         self._grads = [(p, p.grad) for p in module.parameters() if p.grad is not None and not _is_away(p.grad)]
         self._states = list(_states_of(optimizer))
         self._hooks: list[Any] = []
@@ -201,7 +201,7 @@ class Evicted:
             set_local(parameter, next(found))
         for unit in self._units:
             unit.at_rest.is_evicted = False
-            unit.readopt()
+            unit.follow_moved()
         for parameter, grad in self._grads:
             parameter.grad = _filled(grad, next(found))
         for states, name in self._states:

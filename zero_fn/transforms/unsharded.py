@@ -53,9 +53,9 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     require_idle(units, "unsharded")
     for unit in units:
-        unit.readopt()
+        unit.follow_moved()
     for unit in units:
-        unit.expire()
+        unit.mark_stale()
         wholes = unit.at_rest.gather_whole()
         for slot, whole in zip(unit.slots, register_wholes(unit, wholes), strict=True):
             if whole.requires_grad:
@@ -138,6 +138,6 @@ def refresh(module: nn.Module) -> None:
     """
     runs_of(module, verb="refresh")
     for unit in units_of(module):
-        unit.readopt()
-        unit.expire()
+        unit.follow_moved()
+        unit.mark_stale()
         unit.generation += 1
