@@ -41,6 +41,7 @@ ASTRAY = (
     "other order",
     "raises and goes on",
     "skips a backward",
+    "skips a step",
     "extra forward",
 )
 """Faults of the program of one rank, which strike in one step."""
@@ -188,7 +189,8 @@ def _steps(directory: Path, stage: str, fault: Fault) -> None:
         model.order = [0, 1, 2]
         if not (goes_astray and fault.kind == "skips a backward"):
             loss.backward()
-        optimizer.step()
+        if not (goes_astray and fault.kind == "skips a step"):
+            optimizer.step()
         optimizer.zero_grad()
 
 
@@ -218,7 +220,7 @@ def _go_astray(model: nn.Module, kind: str, x: Tensor) -> None:
         hook.remove()
     elif kind == "extra forward":
         model.layers[1](x)
-    elif kind != "skips a backward":
+    elif not kind.startswith("skips a ") or kind == "skips a layer":
         model.order = {"skips a layer": [0, 2], "runs a layer twice": [0, 1, 1, 2], "other order": [1, 0, 2]}[kind]
 
 

@@ -38,8 +38,8 @@ def test_join_joins_homes_by_name() -> None:
 
 
 def test_join_keeps_what_only_one_side_says(axes: tuple[Axis, Axis]) -> None:
-    one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), output=torch.float32)
-    expected = Assignment({}, ((axes[0], {}),), ("layers.0",), torch.float32)
+    one, other = Assignment(over=((axes[0], {}),)), Assignment(anchors=("layers.0",), outputs={"": torch.float32})
+    expected = Assignment({}, ((axes[0], {}),), ("layers.0",), {"": torch.float32})
     assert one.join(other) == other.join(one) == expected
 
 
@@ -90,7 +90,7 @@ def test_join_names_the_parameter_whose_dtypes_differ() -> None:
 
 def test_join_refuses_two_output_dtypes() -> None:
     with pytest.raises(LayoutError, match="output dtypes"):
-        Assignment(output=torch.bfloat16).join(Assignment(output=torch.float32))
+        Assignment(outputs={"": torch.bfloat16}).join(Assignment(outputs={"": torch.float32}))
 
 
 def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:

@@ -110,8 +110,25 @@ def test_the_error_says_where_ranks_parted(fresh_ranks: FreshRanks) -> None:
     for report in said.values():
         assert report is not None
         assert report.text.splitlines()[0] == "Ranks 0 and 1 hold different collectives."
-        assert "rank_0 : #23 agreement on what the backward runs through (8 elements, check " in report.text
+        assert "rank_0 : #23 agreement on what the backward runs through (8 elements, units " in report.text
         assert "the last collective that agreed was #22 all-gather of parameters of unit layers.2" in report.text
+
+
+@pytest.mark.parametrize(
+    ("stage", "compare"), [("replicate", False), ("zero1", False), ("zero3", False), ("zero3", True)]
+)
+def test_a_rank_that_left_out_a_step_of_the_optimizer_is_told(
+    fresh_ranks: FreshRanks, stage: str, compare: bool
+) -> None:
+    """No rank trains on beside it: replicas would part without a word."""
+    said = fresh_ranks(2, stage, Fault("skips a step", 1, 1), compare=compare)
+    for rank, report in said.items():
+        assert report is not None, f"rank {rank} noticed nothing"
+        assert report.error == "DisagreementError", report.text
+        if compare:
+            assert re.findall(r"after (\d) steps of optimizers", report.text) == ["2", "1"], report.text
+        else:
+            assert "left out optimizer.step()" in report.text
 
 
 def test_a_lost_group_stays_lost() -> None:

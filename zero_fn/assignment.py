@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,7 @@ from zero_fn.mesh import Axis, axes_text, dims_in, root_of
 
 __all__ = ["Assignment"]
 
+T = TypeVar("T")
 Homes = Mapping[str, Home]
 Over = tuple[tuple[Axis, Homes], ...]
 
@@ -26,7 +28,7 @@ class Assignment:
         over: At most two data-parallel axes, the innermost of their mesh first, and the homes over each; parameters that no
             transform selected rest replicated.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
-        output: Dtype of floating point outputs of the module; None leaves them.
+        outputs: Dtype of floating point outputs, by name of a module; those of other modules are left.
         methods: Names of methods beside `forward` that gather, as `module.method`.
         buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
     """
@@ -34,7 +36,7 @@ class Assignment:
     homes: Homes = field(default_factory=dict)
     over: tuple[tuple[Axis, Homes], ...] = ()
     anchors: tuple[str, ...] | None = None
-    output: torch.dtype | None = None
+    outputs: Mapping[str, torch.dtype] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     buffers: str | None = None
 
@@ -74,13 +76,14 @@ class Assignment:
                 second=_names(other.anchors),
                 fix="pass the same units= to every transform, or to one of them only",
             )
-        if self.output is not None and other.output is not None and self.output != other.output:
-            raise LayoutError(
-                "Two transforms ask for different output dtypes.",
-                first=self.output,
-                second=other.output,
-                fix="pass output= once",
-            )
+        for name in self.outputs.keys() & other.outputs.keys():
+            if self.outputs[name] != other.outputs[name]:
+                raise LayoutError(
+                    "Two transforms ask for different output dtypes.",
+                    first=self.outputs[name],
+                    second=other.outputs[name],
+                    fix="pass output= once",
+                )
         if self.buffers is not None and other.buffers is not None and self.buffers != other.buffers:
             raise LayoutError(
                 "Two transforms ask for different treatment of buffers.",
@@ -92,7 +95,7 @@ class Assignment:
             _joined(self.homes, other.homes),
             _joined_axes(self.over, other.over),
             self.anchors if self.anchors is not None else other.anchors,
-            self.output or other.output,
+            {**self.outputs, **other.outputs},
             tuple(sorted({*self.methods, *other.methods})),
             self.buffers or other.buffers,
         )
@@ -104,11 +107,12 @@ class Assignment:
         anchors = None if self.anchors is None else tuple(f"{prefix}.{name}".rstrip(".") for name in self.anchors)
         methods = tuple(f"{prefix}.{name}" for name in self.methods)
         over = tuple((axis, _below(prefix, homes)) for axis, homes in self.over)
-        return replace(self, homes=_below(prefix, self.homes), over=over, anchors=anchors, methods=methods)
+        outputs = _below(prefix, self.outputs)
+        return Assignment(_below(prefix, self.homes), over, anchors, outputs, methods, self.buffers)
 
 
-def _below(prefix: str, homes: Homes) -> Homes:
-    return {f"{prefix}.{fqn}": home for fqn, home in homes.items()}
+def _below(prefix: str, by_name: Mapping[str, T]) -> dict[str, T]:
+    return {f"{prefix}.{name}".rstrip("."): value for name, value in by_name.items()}
 
 
 def _joined_axes(one: Over, other: Over) -> Over:

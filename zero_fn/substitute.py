@@ -69,7 +69,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         below = run.module.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, run)]
-            below = replace(below, anchors=None, output=None)
+            below = replace(below, anchors=None)
         joined = joined.join(below)
     if anchors and joined.anchors is None:
         outside = [name for name in anchors_of(module, None) if not any(_inside(name, root) for root in anchors)]
@@ -141,7 +141,7 @@ def _substitute(
     twin, memo = _copy(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
-    wanted = {"", *anchors, *_tiles(twin)}
+    wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
     run = Run(Links(assignment.axes), assignment)
     wholes = _Wholes()
@@ -151,7 +151,7 @@ def _substitute(
     modules = dict(twin.named_modules())
     units: dict[str, Unit] = {}
     for anchor in anchors:
-        if members[anchor] or not anchor:
+        if members[anchor] or not anchor or anchor in assignment.outputs:
             chosen = [shared[i] for i in members[anchor]]
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, run, grid)
     if reserves:
@@ -159,7 +159,7 @@ def _substitute(
     for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
-        _attach(modules[anchor], unit, assignment.output if not anchor else None)
+        _attach(modules[anchor], unit, assignment.outputs.get(anchor))
         for parameter, slot in zip(chosen, unit.slots, strict=True):
             carry_over(parameter.parameter, slot.parameter, memo)
             if donate:

@@ -390,6 +390,64 @@ def test_precision_casts_tensors_in_dataclasses(ranks: Ranks, stage: str) -> Non
     ranks(2).run(_dataclasses, stage)
 
 
+def _attrs(stage: str) -> None:
+    declared = pytest.importorskip("attrs")
+    batch_type = declared.make_class("AttrsBatch", ["x", "mask", "inner"], frozen=True, slots=True)
+
+    class Reading(nn.Linear):
+        def forward(self, batch: Any) -> Tensor:
+            assert (batch.x.dtype, batch.mask.dtype, batch.inner[0].dtype) == (
+                torch.bfloat16,
+                torch.bool,
+                torch.bfloat16,
+            )
+            return super().forward(batch.x)
+
+    model: Any = zf.precision(STAGES[stage](Reading(6, 6), axis()), compute=torch.bfloat16)
+    given = batch_type(torch.ones(2, 6), torch.ones(2, 6, dtype=torch.bool), [torch.ones(2, 6)])
+    model(given).sum().backward()
+    assert given.x.dtype == torch.float32
+
+
+def test_precision_casts_tensors_in_attrs(ranks: Ranks) -> None:
+    ranks(2).run(_attrs, "zero3")
+
+
+def _output_of_a_part(stage: str) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6)
+            self.seen: list[torch.dtype] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.one(x)
+            self.seen.append(x.dtype)
+            output: Tensor = self.two(x)
+            return output
+
+    model: Any = Two()
+    model.one = zf.precision(model.one, compute=torch.bfloat16, output=torch.float32)
+    model = STAGES[stage](model, axis())
+    model = zf.precision(model, compute=torch.float32, where="two.*", output=torch.float16)
+    output = model(torch.ones(2, 6))
+    assert (model.seen, output.dtype) == ([torch.float32], torch.float16)
+    assert copy.deepcopy(model)(torch.ones(2, 6)).dtype == torch.float16
+    assert model.seen == [torch.float32]
+    output.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    with zf.accumulate(model, unshard=True):
+        model(torch.ones(2, 6)).sum().backward()
+    assert model.seen == [torch.float32] * 2
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_transformed(
+    ranks: Ranks, stage: str
+) -> None:
+    ranks(2).run(_output_of_a_part, stage)
+
+
 def _to_double(stage: str) -> None:
     torch.manual_seed(0)
     reference = STAGES[stage](Language().double(), axis())

@@ -493,6 +493,14 @@ BUGS: tuple[Bug, ...] = (
         "property_tests/test_simulated_training.py::test_ties_of_skipped_experts_train_in_later_backwards",
     ),
     Bug(
+        "steps-not-counted",
+        "Run.note_optimizer_step",
+        "a rank that left out a step of the optimizer trains on, and replicas part",
+        "self.backwards.updates += 1",
+        "self.backwards.updates += 0",
+        "tests/test_desync.py",
+    ),
+    Bug(
         "uses-not-compared",
         "Backwards._begun",
         "ranks that ran the same units in another order share a backward",

@@ -151,8 +151,10 @@ class Backwards:
         alive = [graphs.use(use) for use in uses]
         local = [use is not None and use.will_run for use in alive]
         later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
-        # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it.
-        passed = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]), self.updates)
+        # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it,
+        # and replicas of which one left a step out would part.
+        units = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]))
+        passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         notes = self._forwards.statistics.bits()
         what = "what the backward runs through"
         union = module.control.any(local, what, check=passed, second=later, notes=notes)

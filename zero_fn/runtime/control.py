@@ -31,7 +31,7 @@ class Control:
         local: list[bool],
         what: str,
         *,
-        check: int = 0,
+        check: str = "",
         second: Sequence[bool] = (),
         notes: Sequence[bool] = (),
     ) -> list[bool]:

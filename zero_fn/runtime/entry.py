@@ -471,14 +471,17 @@ def require_idle(units: Iterable[Unit], verb: str) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """With floating point tensors in a dtype, also those in dataclasses, of which torch makes no pytrees."""
+    """With floating point tensors in a dtype, also those in dataclasses and attrs, of which torch makes no pytrees."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if not is_dataclass(leaf) or isinstance(leaf, type | nn.Module):
+        if isinstance(leaf, type | nn.Module):
             return leaf
-        before = {field.name: getattr(leaf, field.name) for field in fields(leaf) if hasattr(leaf, field.name)}
+        declared = fields(leaf) if is_dataclass(leaf) else getattr(leaf, "__attrs_attrs__", None)
+        if declared is None:
+            return leaf
+        before = {field.name: getattr(leaf, field.name) for field in declared if hasattr(leaf, field.name)}
         after = {name: _cast(value, dtype) for name, value in before.items()}
         if all(one is other for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True)):
             return leaf  # a configuration

@@ -144,4 +144,5 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 units[id(unit)] = unit
     for unit in units.values():
         unit.generation += 1
-        run_of(unit).note_optimizer_step()
+    for run in {run_of(unit) for unit in units.values()}:
+        run.note_optimizer_step()

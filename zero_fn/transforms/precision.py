@@ -42,6 +42,7 @@ def precision(
         compute: Dtype of parameters and inputs in flight.
         reduce: Dtype of gradient sums.
         output: Floating point outputs of the whole module, whatever `where` selects, are cast to this; None leaves them.
+            A part gets one of its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the resting parameters: torch.float32 makes masters of weights that were loaded in 16 bits. Of a module
             that is sharded already only the shards are widened; None leaves them. The optimizer is built after.
         where: Which parameters; only floating point ones are ever cast.
@@ -57,7 +58,7 @@ def precision(
             raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
     home = Home(compute=compute, reduce=reduce)
     homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
-    request = Assignment(homes=homes, output=output)
+    request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, assignment_of(module).join(request), verb="precision", donate=False)
     if rest is None:
         return result

@@ -103,13 +103,13 @@ class _Event:
 
     __slots__ = ("check", "done_s", "issued_s", "number", "numel", "text")
 
-    def __init__(self, number: int, text: str, numel: int, check: int) -> None:
+    def __init__(self, number: int, text: str, numel: int, check: str) -> None:
         self.number, self.text, self.numel, self.check = number, text, numel, check
         self.issued_s = time.monotonic()
         self.done_s: float | None = None
 
     def __str__(self) -> str:
-        check = f", check {self.check:08x}" if self.check else ""
+        check = f", {self.check}" if self.check else ""
         return f"#{self.number} {self.text} ({self.numel} elements{check})"
 
     @property
@@ -189,14 +189,14 @@ class Guarded:
             _say_where_no_deadline_acts()
 
     def issue(
-        self, operation: Callable[[Any, int], Pending], payload: object, text: str, numel: int, check: int = 0
+        self, operation: Callable[[Any, int], Pending], payload: object, text: str, numel: int, check: str = ""
     ) -> Watched:
         """Begins a collective.
 
         Args:
             operation, payload: Of `raw`, and what it is given.
             text: Which operation, and of what, in the words of an error: "all-gather of parameters of unit layers.0".
-            numel, check: Elements, and another number that must be the same on every rank.
+            numel, check: Elements, and words beside, which must be the same on every rank.
         """
         history = self.history
         if history.failure is not None:
@@ -207,7 +207,8 @@ class Guarded:
             self._compare(event)
         history.events.append(event)
         try:
-            pending = operation(payload, (self._marks[text] ^ check ^ numel * 0x9E3779B1) & 0x7FFFFFFF)
+            mark = self._marks[text] ^ numel * 0x9E3779B1
+            pending = operation(payload, (mark ^ crc32(check.encode()) if check else mark) & 0x7FFFFFFF)
         except (PeerLost, OutOfStep) as lost:
             raise self.broken(lost, event) from lost
         if open_counts and self.size > 1:
@@ -255,7 +256,8 @@ class Guarded:
                 "collectives",
                 [str(event)],
                 why="the next bytes would be taken for others, or never come",
-                fix=f"run the same forwards and backwards on every rank; the last collective that agreed was {last}",
+                fix="run the same forwards, backwards and steps of optimizers on every rank; the last collective that "
+                f"agreed was {last}",
             )
         except (PeerLost, OutOfStep) as lost:
             history.events.append(event)
@@ -273,7 +275,8 @@ def _explained(failure: Failure, event: _Event, axis: Axis) -> ZeroError:
         return DisagreementError(
             f"Ranks {first} and {second} of axis {axis} are at different collectives.",
             here=here,
-            why="the ranks did not run the same forwards and backwards, or one of them raised and went on",
+            why="the ranks did not run the same forwards and backwards, or one of them raised and went on, or left out "
+            "optimizer.step()",
             fix="run the same program on every rank; `with zf.guard(compare=True):` stops where they part",
         )
     who = f"A rank of axis {axis}" if failure.peer is None else f"Rank {failure.peer} of axis {axis}"

@@ -100,8 +100,8 @@ class Links:
             heads = [next(chain) for chain in chains]
         return self._rest_of(hop for head, later in zip(heads, chains, strict=True) for hop in chain([head], later))
 
-    def any(self, bits: Tensor, what: str, *, check: int = 0) -> Waits:
-        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a number that must be the same on every rank."""
+    def any(self, bits: Tensor, what: str, *, check: str = "") -> Waits:
+        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a text that must be the same on every rank."""
         if self._only is not None:
             return _ored(self._only, bits, what, check)
         with self._telling_others():
@@ -211,7 +211,7 @@ def _reduced(line: Guarded, contributions: Sequence[Contribution], what: str) ->
     return line.issue(line.raw.reduce_scatter, contributions, "reduce-scatter of " + what, numel)
 
 
-def _ored(line: Guarded, bits: Tensor, what: str, check: int) -> Watched:
+def _ored(line: Guarded, bits: Tensor, what: str, check: str) -> Watched:
     return line.issue(line.raw.any, bits, "agreement on " + what, bits.numel(), check)
 
 
