@@ -12,6 +12,7 @@ parameters again, through one autograd node of their own; the modules inside ste
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from threading import Lock
 from zlib import crc32
@@ -153,7 +154,7 @@ class Backwards:
         later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
         # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it,
         # and replicas of which one left a step out would part.
-        units = crc32(b"".join([use.unit.to_bytes(4, "little") for use in uses]))
+        units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         notes = self._forwards.statistics.bits()
         what = "what the backward runs through"
