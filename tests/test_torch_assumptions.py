@@ -129,7 +129,7 @@ def test_optimizer_states_follow_the_placement_of_their_parameter(
 
 
 def test_versions_do_not_tell_that_an_optimizer_stepped(mesh: DeviceMesh) -> None:
-    """Why `runtime/optimizer_watch.py` uses hooks: `_version` stays where it was under `foreach`."""
+    """Why `runtime/optimizers.py` uses hooks: `_version` stays where it was under `foreach`."""
     parameter = nn.Parameter(sharded(mesh, torch.zeros(2, 3)))
     parameter.grad = sharded(mesh, torch.ones(2, 3))
     before = parameter._version

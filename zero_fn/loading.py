@@ -18,7 +18,7 @@ from zero_fn.errors import CheckpointError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.loaded import require_own_shard, sharded
+from zero_fn.runtime.optimizers import require_own_shard, sharded
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import in_memory

@@ -30,7 +30,7 @@ from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
-from zero_fn.runtime.optimizer_watch import watch_optimizers
+from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.refused import note_mesh
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
@@ -236,10 +236,10 @@ def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
     unit.at_rest.allocate([source.requires_grad for source in sources])
     unit.note_moved()
     unit.at_rest.write(
-        [
-            part if part is not None else slot.path.owned(wholes.of(source))
+        {
+            slot: part if part is not None else slot.path.owned(wholes.of(source))
             for slot, source, part in zip(slots, sources, owned, strict=True)
-        ]
+        }
     )
 
 

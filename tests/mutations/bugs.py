@@ -414,7 +414,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "changes-unseen",
-        "require_unchanged",
+        "Shown.require_unchanged",
         "that what a forward changes in place is refused",
         "or not tensor._version:",
         "or True:",
@@ -510,7 +510,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "nested-units-stay-gathered",
-        "Nested.reshard",
+        "_Nested.reshard",
         "memory of reentrant checkpoints",
         "if unit.shown.is_left and now",
         "if False and now",
@@ -518,7 +518,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "accumulate-is-never-fresh",
-        "begin_accumulation",
+        "Run.begin_accumulation",
         "a block gathers what a step has changed",
         "is_fresh = True",
         "is_fresh = False",
@@ -526,7 +526,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "accumulate-forgets-to-reset",
-        "end_accumulation",
+        "Run.end_accumulation",
         "what was accumulated before an exception is dropped",
         "unit.gradients.take()",
         "pass",

@@ -7,16 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from zero_fn.errors import StateError
+from zero_fn.errors import PlacementError, StateError
 from zero_fn.home import ReshardAfter
-from zero_fn.resting import local_of, resting_parameter
+from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import tell
 from zero_fn.runtime.group import Groups, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.record import Form, Record, record_of
-from zero_fn.runtime.replaced import on_other_memory, resting_successor
+from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.transport.links import Links, Waits
@@ -53,8 +54,7 @@ class AtRest:
         for slot, flag in zip(self.slots, requires_grad, strict=True):
             parameter = resting_parameter(slot.resting_local(), slot.spec, requires_grad=flag)
             slot.adopt(parameter, slot.flat)
-            for place in slot.places:
-                place.register(parameter)
+            slot.register(parameter)
 
     @property
     def is_current(self) -> bool:
@@ -79,7 +79,7 @@ class AtRest:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
         with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
-            moved = [resting_successor(slot) for slot in self.slots]
+            moved = [_successor(slot) for slot in self.slots]
             locals_ = [local_of(parameter) for parameter in moved]
             self.form_groups([parameter.dtype for parameter in moved], [local.device for local in locals_])
             self._lay_out()
@@ -89,10 +89,9 @@ class AtRest:
                         view = slot.resting_local()
                         if local.device.type != "meta":
                             view.copy_(local)
-                        parameter = on_other_memory(parameter, view, slot)
+                        parameter = _on_other_memory(parameter, view, slot)
                     slot.adopt(parameter, slot.flat)
-                    for place in slot.places:
-                        place.register(slot.parameter)
+                    slot.register(parameter)
 
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere."""
@@ -102,18 +101,16 @@ class AtRest:
         for group in self.groups:
             group.vacate()
 
-    def write(self, values: Sequence[Tensor]) -> None:
-        """Fills the memory of each parameter with this rank's elements of it."""
-        with self.groups.in_memory():
-            for slot, own in zip(self.slots, values, strict=True):
+    def write(self, values: Mapping[Slot, Tensor]) -> None:
+        """Fills the memory of parameters with this rank's elements of them. No communication."""
+        with torch.no_grad(), self.groups.in_memory():
+            for slot, own in values.items():
                 if own.device.type != "meta":
-                    slot.path.local_view(slot.flat).copy_(own)
+                    slot.local.copy_(own)
 
     def scatter(self, wholes: Mapping[Slot, Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""
-        with torch.no_grad(), self.groups.in_memory():
-            for slot, whole in wholes.items():
-                slot.local.copy_(slot.path.owned(local_of(whole)))
+        self.write({slot: slot.path.owned(local_of(whole)) for slot, whole in wholes.items()})
 
     def gather_whole(self) -> list[Tensor]:
         """New tensors with the whole parameters in the dtype at rest. Communicates one all-gather; waits."""
@@ -172,3 +169,37 @@ class AtRest:
         record = record_type(self._away.shelf(what), forms, device, self._away.place_for(what, forms, device))
         record.owner = self._owner
         return record
+
+
+def _successor(slot: Slot) -> nn.Parameter:
+    """What is registered now where the resting parameter of a slot was.
+
+    Raises:
+        PlacementError: It is not sharded as the parameter was.
+    """
+    parameter = slot.places[0].registered
+    if (
+        parameter is None
+        or isinstance(parameter, DTensor) != (slot.spec is not None)
+        or tuple(parameter.shape) != slot.full_shape
+        or local_of(parameter).shape != slot.path.local_shape
+    ):
+        found = "nothing" if parameter is None else f"{type(parameter.data).__name__} of {list(parameter.shape)}"
+        raise PlacementError(
+            f"{slot.fqn!r} was replaced after the transform.",
+            expected=f"{slot}, {list(slot.path.local_shape)} of it on this rank",
+            got=found,
+            why="it would be trained on this rank alone and never reduced",
+            fix="replace parameters before the transform, or edit values in `with zf.unsharded(model, writeback=True):`",
+        )
+    return parameter
+
+
+def _on_other_memory(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
+    """A resting parameter on other memory. A plain one cannot lose its memory: another one takes its place."""
+    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor | TierTensor):
+        successor = nn.Parameter(view, requires_grad=parameter.requires_grad)
+        note_replacement(parameter, Replacement(slot.fqn, successor, "a cast or a move of the module"))
+        return successor
+    set_local(parameter, view)
+    return parameter

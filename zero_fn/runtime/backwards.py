@@ -8,6 +8,11 @@ in the order of arrival.
 [Note: recomputation in a unit] A checkpoint inside a unit runs parts of its forward again in backward, possibly parts that
 read a parameter by its name. From the moment backward reaches the unit until it is resharded, the names show gathered
 parameters again, through one autograd node of their own; the modules inside step aside as they did in forward.
+
+[Note: nested backward] A reentrant checkpoint runs a backward inside the backward. Its uses are not in the schedule:
+they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
+backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
+called: the unit is resharded when the backward that needed it goes on.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ from torch import Tensor
 from zero_fn.runtime.ending import Ending, current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards
 from zero_fn.runtime.gather import gather_again, returns_gradients
-from zero_fn.runtime.nested import Nested
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY, BackwardPass, Script
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.transformed import Transformed
@@ -51,7 +55,7 @@ class Backwards:
         self.updates = 0
         self.settling = Settling(module.away, module.control)
         self._script: Script | None = None  # of the last backward
-        self._nested = Nested()
+        self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
 
     # -- what autograd needs and brings -----------------------------------------------------------------------------
@@ -279,3 +283,30 @@ class Backwards:
                 unit.gradients.take()
             unit.running = 0
             unit.mark_stale()
+
+
+class _Nested:
+    """Units that nested backwards of one transformed module have run through. [Note: nested backward]
+
+    Attributes:
+        left: Those that are still gathered.
+    """
+
+    def __init__(self) -> None:
+        self.left: list[Unit] = []
+
+    def leave(self, unit: Unit) -> None:
+        """Reshards a unit, now or when the backward that needed it goes on."""
+        if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.needed_in:
+            self.left.append(unit)
+            unit.shown.is_left = True
+        else:
+            unit.reshard()
+
+    def reshard(self) -> None:
+        """Reshards those whose nested backward has ended."""
+        now = current_graph_task()  # tasks inside others have larger numbers
+        for unit in self.left:
+            if unit.shown.is_left and now <= unit.shown.needed_in:
+                unit.reshard()
+        self.left = [unit for unit in self.left if unit.shown.is_left]

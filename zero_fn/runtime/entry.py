@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
-from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
@@ -210,8 +209,7 @@ class Attached:
         elif use.node is not None:
             use.has_graph = True
         if not is_transforming():
-            unit = use.unit
-            require_unchanged(unit.name, unit.slots, unit.shown, begun.tensors)
+            use.unit.shown.require_unchanged(use.unit.name, begun.tensors)
         return output
 
     def _begin_with_leaves(self) -> None:
@@ -227,7 +225,7 @@ class Attached:
         try:
             if failed:
                 return output
-            require_unchanged(unit.name, unit.slots, unit.shown, begun.tensors)
+            unit.shown.require_unchanged(unit.name, begun.tensors)
             if self.output_dtype is not None:
                 output = _cast(output, self.output_dtype)
             show_in_backward(unit, begun.tensors, _tensors_in(output))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
-from zero_fn.runtime.dense import dense_offsets
+from zero_fn.runtime.group import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.slot import Slot

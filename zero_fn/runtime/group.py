@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,14 +12,14 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
-from zero_fn.runtime.dense import dense_offsets
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links
+from zero_fn.transport.segment import PACKED_NBYTES
 
-__all__ = ["Buffer", "Group", "Groups", "MakeRecord", "groups_of"]
+__all__ = ["Buffer", "Group", "Groups", "MakeRecord", "dense_offsets", "groups_of"]
 
 MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
 """Makes room for tensors on the shelf of a tier."""
@@ -325,3 +326,31 @@ def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Seq
 def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -> tuple[dict[Slot, int], int]:
     *starts, numel = aligned_offsets(numels, dtype.itemsize)
     return dict(zip(slots, starts, strict=True)), numel
+
+
+def dense_offsets(slots: Sequence[Slot], numels: Sequence[int], itemsize: int) -> tuple[dict[Slot, int], int]:
+    """Where each slot begins in a buffer of their own, and the elements of the buffer. The same on every rank.
+
+    Large ones lie on aligned boundaries, small ones back to back: what travels in one message should rest as it travels. The
+    pieces of small parameters then leave from where they rest, and the sums of their gradients are made where the gradients
+    rest, without a copy on either side.
+
+    Args:
+        slots: Of one dtype.
+        numels: Elements of each.
+        itemsize: Bytes per element.
+    """
+    sizes = dict(zip(slots, numels, strict=True))
+    small = [slot for slot in slots if _is_even_and_small(slot)]
+    apart = [slot for slot in slots if not _is_even_and_small(slot)]
+    *starts, total = aligned_offsets([*(sizes[slot] for slot in apart), sum(sizes[slot] for slot in small)], itemsize)
+    run = accumulate((sizes[slot] for slot in small), initial=starts.pop())
+    return dict(zip((*apart, *small), (*starts, *run), strict=False)), total
+
+
+def _is_even_and_small(slot: Slot) -> bool:
+    """Whether its piece is as large on every rank, and travels packed with others."""
+    is_even = slot.path.sublayout is None and slot.path.numel == slot.path.piece_numel * slot.path.size
+    return (
+        not slot.path.keeps_whole_gradient and is_even and slot.path.piece_numel * slot.dtype.itemsize < PACKED_NBYTES
+    )

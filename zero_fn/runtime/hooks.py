@@ -7,11 +7,11 @@ remove them. What autograd calls is then ignored, and `settle` calls the user's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero_fn.runtime.slot import Slot, slot_of
 
@@ -22,14 +22,16 @@ _current_graph_task = torch._C._current_graph_task_id
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """What users gave to `register_hook`."""
-    hooks = parameter._backward_hooks
-    return [hook.users if isinstance(hook, _OfGradient) else hook for hook in hooks.values()] if hooks else []
+    return _given(parameter._backward_hooks)
 
 
 def parameter_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
     """What users gave to `register_post_accumulate_grad_hook`."""
-    hooks = parameter._post_accumulate_grad_hooks
-    return [hook.users if isinstance(hook, _OfParameter) else hook for hook in hooks.values()] if hooks else []
+    return _given(parameter._post_accumulate_grad_hooks)
+
+
+def _given(hooks: Mapping[int, Any] | None) -> list[Callable[[Tensor], Any]]:
+    return [hook.given if isinstance(hook, _Deferred) else hook for hook in hooks.values()] if hooks else []
 
 
 def defer_hooks(slots: Sequence[Slot]) -> None:
@@ -38,46 +40,26 @@ def defer_hooks(slots: Sequence[Slot]) -> None:
     for slot in slots:
         slot.deferred_in = now
         parameter = slot.parameter
-        if parameter._backward_hooks:
-            _wrap(parameter._backward_hooks, _OfGradient)
-        if parameter._post_accumulate_grad_hooks:
-            _wrap(parameter._post_accumulate_grad_hooks, _OfParameter)
+        both: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+        for hooks in both:
+            if hooks:
+                hooks.update({k: _Deferred(hook) for k, hook in hooks.items() if not isinstance(hook, _Deferred)})
 
 
-def _wrap(hooks: dict[int, Any], wrapped: Callable[[Any], _Wrapped]) -> None:
-    for key, hook in list(hooks.items()):
-        if not isinstance(hook, _Wrapped):
-            hooks[key] = wrapped(hook)
-
-
-class _Wrapped:
-    """A hook of a user.
+class _Deferred:
+    """A hook of a user. It is called with a gradient or, if it is one that runs after accumulation, with the parameter.
 
     Attributes:
-        users: It.
+        given: What the user gave.
     """
 
-    __slots__ = ("users",)
+    __slots__ = ("given",)
 
-    def __init__(self, users: Callable[..., Any]) -> None:
-        self.users = users
+    def __init__(self, given: Callable[[Tensor], Any]) -> None:
+        self.given = given
 
-
-class _OfGradient(_Wrapped):
-    """A hook on a gradient that autograd may call with None."""
-
-    __slots__ = ()
-
-    def __call__(self, grad: Tensor | None) -> Tensor | None:
-        return None if grad is None else self.users(grad)
-
-
-class _OfParameter(_Wrapped):
-    """A hook on a parameter that autograd may call before its gradient is reduced."""
-
-    __slots__ = ()
-
-    def __call__(self, parameter: nn.Parameter) -> None:
-        slot = slot_of(parameter)
-        if slot is None or slot.deferred_in != _current_graph_task():
-            self.users(parameter)
+    def __call__(self, argument: Tensor | None) -> Any:
+        slot = slot_of(argument)
+        if argument is None or (slot is not None and slot.deferred_in == _current_graph_task()):
+            return None
+        return self.given(argument)

@@ -103,6 +103,53 @@ class Run:
         if self.backwards.current is None and self.forwards.current is None:
             self.module.graphs.forget()
 
+    # -- for blocks in which local gradients are summed over several backwards, and reduced once at the end -------------
+
+    def begin_accumulation(self) -> None:
+        """A block begins, which may be inside another."""
+        if not self.module.accumulating:
+            self.recover()  # what a backward before left must not be taken for a part of this sum
+            self.forwards.is_fresh = True
+        self.module.accumulating += 1
+
+    def end_accumulation(self, *, failed: bool) -> None:
+        """A block ends: the outermost reduces what was summed, or drops it after an exception. All ranks call it."""
+        module = self.module
+        module.accumulating -= 1
+        if module.accumulating:
+            return
+        is_reduced = False
+        try:
+            if not failed:
+                self._reduce()  # hooks of the user run inside
+                is_reduced = True
+        finally:
+            if not is_reduced:
+                self.backwards.recover()
+                self.backwards.settling.drop()
+                module.control.read()
+                for unit in module.live_units():
+                    unit.gradients.take()
+            for unit in module.live_units():
+                unit.mark_stale()
+
+    def _reduce(self) -> None:
+        """Reduces and settles all local gradients."""
+        module, units, settling = self.module, self.module.live_units(), self.backwards.settling
+        if not units:
+            return
+        for unit in units:
+            unit.gradients.unmark()
+        local = [grad is not None for unit in units for grad in unit.gradients.local]
+        union = iter(module.control.any(local, "which gradients were accumulated"))
+        for unit in units:
+            present = [next(union) for _ in unit.slots]
+            if any(present):
+                settling.settle(unit, unit.gradients.reduce(exact=True, present=present))
+        settling.decide()
+        module.control.read()
+        module.away.finish_gradients(unit.groups for unit in units)
+
     def _rest(self) -> None:
         self.backwards.recover()
         self.module.caller = get_ident()

@@ -1,12 +1,20 @@
-"""What modules see under the names of a unit's parameters, besides the registered resting ones."""
+"""What modules see under the names of a unit's parameters, besides the registered resting ones.
+
+[Note: names] A tensor in the `__dict__` of a module hides the registered parameter of the same name, which stays registered.
+
+[Note: changed values] An embedding with `max_norm`, a clamp, or a codebook with running means changes its parameters in a
+forward. A forward computes with copies of its parameters, which are dropped. So a change of one is refused, at every stage,
+when the forward ends: torch counts changes in place. It counts none through `.data`, which are lost (docs/limits.md).
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from zero_fn.runtime.names import Names
+from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 
@@ -27,7 +35,16 @@ class Shown:
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
-        self._names, self._count = Names(slots), len(slots)
+        self._slots = slots
+        self._by_module: list[tuple[weakref.ref[nn.Module], list[tuple[str, int]]]] = []
+        numbers: dict[int, int] = {}
+        for i, slot in enumerate(slots):
+            for place in slot.places:
+                number = numbers.setdefault(id(place.module), len(self._by_module))
+                if number == len(self._by_module):
+                    self._by_module.append((weakref.ref(place.module), []))
+                self._by_module[number][1].append((place.attribute, i))
+        self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
         self.swapped: dict[int, Tensor] = {}
         self.unsharded_values: list[Tensor] | None = None
         self.leaves: list[nn.Parameter] | None = None
@@ -39,7 +56,7 @@ class Shown:
     @property
     def is_replaced(self) -> bool:
         """Whether the running forward uses other tensors in place of every parameter."""
-        return bool(self.swapped) and len(self.swapped) == self._count
+        return bool(self.swapped) and len(self.swapped) == len(self._slots)
 
     @property
     def is_ours(self) -> bool:
@@ -48,16 +65,23 @@ class Shown:
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
-        """Lets modules see `tensors`, one for each parameter."""
-        self._names.show(tensors)
+        """Lets modules see `tensors`, one for each parameter. A module that is gone sees nothing: its graph outlived it."""
+        for reference, names in self._by_module:
+            module = reference()
+            if module is not None:
+                seen = module.__dict__
+                for name, i in names:
+                    seen[name] = tensors[i]
+        for place, i in self._aliased:
+            place.set_aliases(tensors[i])
 
     @uncompiled
     def hide(self) -> None:
         """Undoes `show`. While backward is in the unit modules see again what it has shown."""
         if self._in_backward:
-            self._names.show(self._in_backward)
+            self.show(self._in_backward)
         else:
-            self._names.hide()
+            self._show_registered()
 
     def show_in_backward(self, tensors: list[Tensor], entry: object) -> None:
         """As `show`, until `leave_backward`, for the backward of a forward that began at `entry`."""
@@ -74,7 +98,47 @@ class Shown:
     def hide_from_backward(self) -> None:
         """Lets modules see resting parameters, whatever backward has shown them."""
         if self.backward_entry is not None:
-            self._names.hide()
+            self._show_registered()
+
+    def _show_registered(self) -> None:
+        for reference, names in self._by_module:
+            module = reference()
+            if module is not None:
+                seen = module.__dict__
+                for name, _ in names:
+                    seen.pop(name, None)
+        for place, _ in self._aliased:
+            if not place.is_gone and (registered := place.registered) is not None:
+                place.set_aliases(registered)
+
+    @uncompiled
+    def require_unchanged(self, unit: str, tensors: Sequence[Tensor]) -> None:
+        """Refuses changes of what modules saw under the names of parameters. [Note: changed values]
+
+        Tensors of the user may be changed: those of `functional_call`, and whole parameters that are registered for a while.
+
+        Args:
+            unit: Whose forward or backward has ended.
+            tensors: What was seen, new or of version 0 when it began.
+
+        Raises:
+            PlacementError: One was changed in place.
+        """
+        is_registered = self.unsharded_values is not None or self.leaves is not None
+        for number, tensor in enumerate(tensors):
+            if number in self.swapped or (is_registered and tensor.is_inference()) or not tensor._version:
+                continue
+            slot = self._slots[number]
+            if is_registered and slot.kind.compute_dtype == slot.dtype:
+                continue
+            raise PlacementError(
+                f"The forward changed {slot.fqn!r} in place.",
+                parameter=slot,
+                unit=unit or "root",
+                why="a forward computes with copies of what rests, and each rank with its own",
+                fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); keep running means in a buffer; "
+                "instead of max_norm: with zf.unsharded(model, writeback=True), torch.no_grad(): weight.renorm_(2, 0, 1.0)",
+            )
 
 
 def _no_entry() -> None:

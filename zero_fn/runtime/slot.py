@@ -79,9 +79,8 @@ class Place:
 
     def register(self, parameter: nn.Parameter) -> None:
         """Makes `parameter` the registered one."""
-        module = self.module
-        module._parameters[self.attribute] = parameter
-        self._set_aliases(module, parameter)
+        self.module._parameters[self.attribute] = parameter
+        self.set_aliases(parameter)
 
     @property
     def shown(self) -> Tensor | None:
@@ -89,29 +88,12 @@ class Place:
         module = self._module()
         return None if module is None else module.__dict__.get(self.attribute)
 
-    def shadow(self, tensor: Tensor) -> None:
-        """Lets the module see `tensor` under the name of the parameter; the registered parameter stays."""
+    def set_aliases(self, tensor: Tensor) -> None:
+        """Puts `tensor` into the lists and dicts of the module that hold the parameter."""
         module = self._module()
-        if module is None:  # a graph outlived its model
-            return
-        module.__dict__[self.attribute] = tensor
-        if self.aliases:
-            self._set_aliases(module, tensor)
-
-    def unshadow(self) -> None:
-        """Undoes `shadow`."""
-        module = self._module()
-        if module is None:
-            return
-        module.__dict__.pop(self.attribute, None)
-        if self.aliases:
-            parameter = module._parameters.get(self.attribute)
-            if parameter is not None:
-                self._set_aliases(module, parameter)
-
-    def _set_aliases(self, module: nn.Module, tensor: Tensor) -> None:
-        for attribute, key in self.aliases:
-            module.__dict__[attribute][key] = tensor
+        if module is not None:
+            for attribute, key in self.aliases:
+                module.__dict__[attribute][key] = tensor
 
 
 def _aliases(module: nn.Module, parameter: nn.Parameter | None) -> Iterator[tuple[str, int | str]]:
@@ -218,6 +200,11 @@ class Slot:
         self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Lets modules hold `parameter`, under all its names."""
+        for place in self.places:
+            place.register(parameter)
 
     def is_current(self) -> bool:
         """Whether the module still holds the parameter, on the memory, that this slot knows."""

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
-from zero_fn.runtime.changes import require_unchanged
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
@@ -189,7 +188,7 @@ class Unit:
         if self.shown.backward_entry is not None:
             tensors = self.shown.leave_backward()
             if self.in_flight.phase is Phase.GATHERED and self.shown.leaves is None:
-                require_unchanged(self.name, self.slots, self.shown, tensors)
+                self.shown.require_unchanged(self.name, tensors)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 

@@ -12,22 +12,47 @@ the casts of that forward until it ends: a checkpoint inside the unit computes w
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import is_
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
+from zero_fn.resting import on_spec
 from zero_fn.runtime.on_model_axes import local_gradient
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.wholes import register_resting, register_wholes
 
-__all__ = ["begin_whole_step", "cast_leaves", "end_whole_step", "show_in_backward"]
+__all__ = [
+    "begin_whole_step",
+    "cast_leaves",
+    "end_whole_step",
+    "register_resting",
+    "register_wholes",
+    "show_in_backward",
+]
+
+
+def register_wholes(unit: Unit, wholes: Sequence[Tensor]) -> list[nn.Parameter]:
+    """Registers whole values in place of the resting parameters: plain, or on the model axes where they were placed."""
+    parameters = []
+    for slot, whole in zip(unit.slots, wholes, strict=True):
+        value = whole.data  # its version counts changes from here on
+        value = value if slot.model is None else on_spec(value, slot.model)
+        parameter = nn.Parameter(value, requires_grad=slot.parameter.requires_grad)
+        slot.register(parameter)
+        parameters.append(parameter)
+    return parameters
+
+
+def register_resting(unit: Unit) -> None:
+    """Registers the resting parameters again."""
+    for slot in unit.slots:
+        slot.register(slot.parameter)
 
 
 def begin_whole_step(units: list[Unit]) -> None:

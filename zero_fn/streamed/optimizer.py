@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.resting import rest_gradient
-from zero_fn.runtime.advice import say_if_rounded, say_if_slow
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
-from zero_fn.runtime.loaded import settle_states
+from zero_fn.runtime.optimizers import say_if_rounded, say_if_slow, settle_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, replaced, require_not_streamed, require_streamable
 from zero_fn.streamed.one_pass import arithmetic_of

@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from zero_fn.runtime.accumulation import begin_accumulation, end_accumulation
 from zero_fn.runtime.entry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
@@ -59,7 +58,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     if unshard:
         require_idle((unit for run in runs for unit in run.module.live_units()), "accumulate(unshard=True)")
     for run in runs:
-        begin_accumulation(run)
+        run.begin_accumulation()
     failed = True
     try:
         if unshard:
@@ -74,7 +73,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
                 _take_over(run, failed=failed)
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for run in reversed(runs):
-                ends.callback(end_accumulation, run, failed=failed)
+                ends.callback(run.end_accumulation, failed=failed)
 
 
 def _take_over(run: Run, *, failed: bool) -> None:

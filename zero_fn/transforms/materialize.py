@@ -21,6 +21,7 @@ from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
+from zero_fn.runtime.whole_step import register_resting
 from zero_fn.transport.agreement import content_digest
 
 __all__ = ["materialize"]
@@ -103,8 +104,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     """
     wholes = [nn.Parameter(filled(_empty(slot, device)), slot.parameter.requires_grad) for slot in unit.slots]
     for slot, whole in zip(unit.slots, wholes, strict=True):
-        for place in slot.places:
-            place.register(whole)
+        slot.register(whole)
     try:
         for way in ways:
             way()
@@ -112,9 +112,7 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
                 if len(slot.places) > 1 and not is_filled(whole):
                     whole._is_hf_initialized = True  # type: ignore[attr-defined]  # a tied one is drawn by its first name
     finally:
-        for slot in unit.slots:
-            for place in slot.places:
-                place.register(slot.parameter)
+        register_resting(unit)
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
     unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, whole in zip(unit.slots, wholes, strict=True):

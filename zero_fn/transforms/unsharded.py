@@ -14,7 +14,7 @@ from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_paramete
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.wholes import register_resting, register_wholes
+from zero_fn.runtime.whole_step import register_resting, register_wholes
 from zero_fn.transport.agreement import agree_along, content_digest
 
 __all__ = ["refresh", "unsharded"]

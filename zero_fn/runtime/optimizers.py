@@ -1,4 +1,4 @@
-"""Notices when any torch optimizer steps: the only moment at which resting parameters change behind our back.
+"""What is done when an optimizer over resting parameters steps: the only moment at which these change behind our back.
 
 The hooks are torch's public ones for all optimizers and are installed by the first transform, not by importing. They
 cost a dictionary look-up per parameter, and refuse steps that would be silently wrong:
@@ -7,11 +7,15 @@ cost a dictionary look-up per parameter, and refuse steps that would be silently
     a step of an optimizer whose parameters a transform replaced
     a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
     a step with states of another dtype than a parameter that `.to()` has cast since
-    a step with states that another rank had written (`loaded.py`)
-    a step after a compiled graph changed buffers that should be those of rank 0
+    a step with states that another rank had written
     a step of an optimizer that is not streamed over parameters in another tier
     a step in a backward, by a hook on the node that accumulates a gradient
     a backward, after the step, of a forward before it (through `Unit.generation`)
+
+[Note: loaded states] Whole ones are sharded as their parameters are, shards of another rank are refused: `torch.load` gives
+such shards to all ranks if one of them called `torch.save` on a sharded state_dict, as the file holds those of the rank that
+wrote it. A DTensor read from it lies on an equal mesh, but its mesh still stands where it was written, which tells it apart.
+Training would go on with the first rows in place of the others.
 """
 
 from __future__ import annotations
@@ -20,22 +24,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from zero_fn.errors import StaleError, StateError
-from zero_fn.runtime.advice import say_if_rounded
-from zero_fn.runtime.elementwise import require_elementwise
-from zero_fn.runtime.loaded import settle_states
-from zero_fn.runtime.local_step import steps_locally
+from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
+from zero_fn.resting import alone, on_spec
+from zero_fn.runtime.elementwise import require_elementwise, steps_locally
 from zero_fn.runtime.registry import replacement_of, slot_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
 
-__all__ = ["watch_optimizers"]
+__all__ = ["require_own_shard", "say_if_rounded", "say_if_slow", "settle_states", "sharded", "watch_optimizers"]
 
 _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for states that are loaded
 _STEPS_IN_BACKWARD = (
@@ -146,3 +150,85 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         unit.generation += 1
     for run in {run_of(unit) for unit in units.values()}:
         run.note_optimizer_step()
+
+
+# -- loaded states ------------------------------------------------------------------------------------------------------
+
+
+def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
+    """For a loaded tensor that is to take the place of one on `mesh`.
+
+    Raises:
+        CheckpointError: It holds the shard of another rank. Raised on the ranks that did not write the file.
+    """
+    if entry.device_mesh is mesh or entry.device_mesh != mesh:
+        return
+    theirs, ours = entry.device_mesh.get_coordinate(), mesh.get_coordinate()
+    assert theirs is not None and ours is not None, "a mesh without this rank"
+    if all(placement.is_replicate() or theirs[i] == ours[i] for i, placement in enumerate(entry.placements)):
+        return
+    raise CheckpointError(
+        f"{what} holds the shard of another rank.",
+        written_by=f"the rank at {list(theirs)} of the mesh",
+        read_by=f"the rank at {list(ours)}",
+        why="one rank called torch.save on a sharded state_dict, so the file has the shards of that rank only",
+        fix="save with torch.distributed.checkpoint, every rank its part; or whole tensors: sd = get_state_dict(model, "
+        "optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on every rank, torch.save(sd) on "
+        "rank 0",
+    )
+
+
+def sharded(whole: Tensor, slot: Slot, spec: DTensorSpec) -> DTensor:
+    """This rank's part of a whole tensor, at rest as the parameter of a slot is, in memory of its own."""
+    return on_spec(alone(slot.owned_of_full(whole)), spec)
+
+
+@uncompiled
+def settle_states(optimizer: Optimizer) -> None:
+    """Takes over what was loaded into an optimizer. [Note: loaded states]
+
+    Raises:
+        CheckpointError: A state is the shard of another rank.
+    """
+    for parameter, states in optimizer.state.items():
+        slot = slot_of(parameter)
+        if slot is None or slot.spec is None or not isinstance(states, dict):
+            continue
+        for name, value in states.items():
+            if isinstance(value, DTensor):
+                require_own_shard(f"The optimizer's {name} of {slot.fqn!r}", value, slot.spec.mesh)
+            elif isinstance(value, Tensor) and name != "step" and tuple(value.shape) == slot.full_shape:
+                states[name] = sharded(value, slot, slot.spec)
+
+
+# -- advice: what is right, and surely not what the user wants, said once; never an error --------------------------------
+
+
+def say_if_rounded(optimizer: Optimizer) -> None:
+    """Adam's updates are a few thousandths of a parameter at most: added to one in 8 or 11 bits, most of them are lost."""
+    if type(optimizer) not in (Adam, AdamW, Adamax, NAdam, RAdam):
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            slot = slot_of(parameter)
+            if slot is not None and parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+                name = str(parameter.dtype).removeprefix("torch.")
+                warn_once(
+                    f"{type(optimizer).__name__} trains parameters that rest in {name}, without float32 masters.",
+                    first=slot,
+                    why="updates smaller than half a unit in the last place of a parameter are rounded away",
+                    fix=f"before the optimizer model = zf.precision(model, rest=torch.float32, compute=torch.{name}); "
+                    "if it is meant: warnings.filterwarnings('ignore', '.*without float32 masters')",
+                )
+                return
+
+
+def say_if_slow(optimizer: Optimizer) -> None:
+    """Adam of a streamed optimizer is stepped on the host, where only its fused step has a kernel."""
+    if type(optimizer) in (Adam, AdamW) and any(group["fused"] is None for group in optimizer.param_groups):
+        name = type(optimizer).__name__
+        warn_once(
+            f"{name} is stepped on the host without fused=True: several times slower.",
+            why="a kernel in C does the fused step in one pass over memory; it took 6.8 times as long without, on two cores",
+            fix=f"{name}(model.parameters(), ..., fused=True); if it is meant: fused=False",
+        )
