@@ -106,6 +106,9 @@ MORE: dict[str, Act] = {
 }
 """More of the same."""
 
+OLD = TorchVersion(torch.__version__) < "2.13"
+"""Whether this torch is older than the table. It has no rule for some of the operations, and raises: that will do."""
+
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
     *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
@@ -119,7 +122,7 @@ def _is_of_this_torch(row: Row) -> bool:
 
 def test_every_operation_in_the_table_has_an_example() -> None:
     names = {name for row in ROWS if _is_of_this_torch(row) for name in row.names.split()}
-    assert names == WRONG.keys() | ELSEWHERE
+    assert names - ({"mean.default"} if OLD else set()) == WRONG.keys() | ELSEWHERE
 
 
 def _outcome(act: Act, tensor: Any, anchor: Any) -> list[Tensor]:
@@ -153,6 +156,7 @@ def _alone(name: str) -> bool:
     return _is_as_plain(name, {**WRONG, **MORE}[name], tensor, distribute_tensor(anchor, mesh, [Shard(0)]))
 
 
+@pytest.mark.skipif(OLD, reason="the table is that of torch 2.13")
 @pytest.mark.parametrize("name", [*WRONG, *MORE])
 def test_torch_alone_is_still_wrong(ranks: Ranks, name: str) -> None:
     """Once it is right or raises, its row can leave."""
@@ -178,6 +182,7 @@ def _reshaped() -> None:
     assert torch.equal(full(weight), before)
 
 
+@pytest.mark.skipif(OLD, reason="torch refuses the view")
 def test_a_view_in_another_shape_that_gathers_is_not_written(ranks: Ranks) -> None:
     assert ranks(2).run(_reshaped_alone) == [True] * 2
     ranks(4).run(_reshaped)
@@ -195,7 +200,8 @@ def _resting(rows: int, composition: str) -> tuple[Any, Any]:
     return weight, distribute_tensor(anchor, weight.device_mesh, weight.placements)
 
 
-def _ours(name: str, composition: str) -> bool | str:
+def _ours(name: str, composition: str) -> bool | str | None:
+    """The fix that was named, whether it is right, or None where an old torch refuses it."""
     weight, anchor = _resting(7, composition)
     before = full(weight.detach())
     try:
@@ -203,6 +209,11 @@ def _ours(name: str, composition: str) -> bool | str:
     except zf.ShardedAccessError as error:
         assert torch.equal(full(weight.detach()), before), "it raised after the damage"
         return error.fix
+    except (NotImplementedError, RuntimeError):
+        if not OLD:
+            raise
+        assert torch.equal(full(weight.detach()), before), "it raised after the damage"
+        return None
 
 
 def _fix(name: str) -> str:
@@ -215,7 +226,8 @@ def _fix(name: str) -> str:
 def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, composition: str) -> None:
     view = _fix("select.int")
     fix = _fix(name) if name in WRONG else "" if name.startswith("the backward") else view
-    assert ranks(2).run(_ours, name, composition) == [fix or True] * 2
+    allowed = [fix or True, None] if OLD else [fix or True]
+    assert all(found in allowed for found in ranks(2).run(_ours, name, composition))
 
 
 def _mixed() -> list[str]:
