@@ -116,3 +116,30 @@ def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
         assert one.keys() == other.keys()
         apart = {name: (value.double() - other[name].double()).abs().max().item() for name, value in one.items()}
         assert {name: most for name, most in apart.items() if most != 0} == {}
+
+
+def _statistics(folder: str) -> None:
+    """Each rank sees other rows, and keeps its own statistics of them."""
+    model = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    model(noise(4, WIDTH, seed=dist.get_rank()))
+    zf.save(f"{folder}/step-1", model)
+
+
+def _elsewhere(folder: str) -> list[float]:
+    """The statistics of rank 0, where they are asked for."""
+    model: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis(), buffers="local")
+    before = model[1].running_mean.clone()
+    with pytest.raises(zf.CheckpointError, match=r"running_mean: 2 ranks have saved different values of a buffer"):
+        zf.load(folder, model)
+    assert torch.equal(model[1].running_mean, before), "a refused load has changed something"
+    asked: Any = zf.zero3(nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH)), axis())
+    zf.load(folder, asked)
+    found: list[float] = asked[1].running_mean.tolist()
+    return found
+
+
+def test_buffers_of_ranks_are_not_those_of_rank_0_in_silence(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_statistics, str(tmp_path))
+    plain: Any = nn.Sequential(Tower(), nn.BatchNorm1d(WIDTH))
+    zf.load(tmp_path, plain)
+    assert ranks(3).run(_elsewhere, str(tmp_path)) == [plain[1].running_mean.tolist()] * 3

@@ -6,8 +6,11 @@ values     numbers, strings, lists and dicts as JSON
 folders    what checkpoints there are; drafts, which become one by a rename
 together   what ranks agree on
 leaves     tensors of a model and an optimizer, with their way in and out
-catalog    what a checkpoint has, and where
+pieces     tensors in files, of any format: where each element is
+catalog    what a checkpoint of ours has
 passing    states of streamed optimizers
+fit        how tensors in files fit a model
+whole_fit  how a checkpoint of ours fits a model, an optimizer and anything else
 saving     `save` and `save_async`
 loading    `load`
 """

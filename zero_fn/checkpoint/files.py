@@ -27,6 +27,7 @@ from zero_fn.checkpoint.boxes import Box
 from zero_fn.errors import CheckpointError, StorageError
 
 __all__ = [
+    "BUFFER_NBYTES",
     "StoredBox",
     "TensorFile",
     "TensorReader",
@@ -37,6 +38,9 @@ __all__ = [
     "sync_folder",
     "write_json",
 ]
+
+BUFFER_NBYTES = 64 << 20
+"""Bytes of tensors in memory at a time, beside what rests."""
 
 BLOCK_NBYTES = 1 << 20
 """Bytes of a tensor that have a digest of their own."""
@@ -244,27 +248,34 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 class TensorReader:
     """A file of tensors that is read, block by block."""
 
-    def __init__(self, path: Path, info: Mapping[str, Any]) -> None:
-        """Opens the file, of which a manifest says this.
+    def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
+        """Opens the file.
+
+        Args:
+            path: Where it is.
+            begin: Bytes before the elements.
+            nbytes: Of all of it.
+            digest: Of what comes before the elements; None: nobody has noted it.
 
         Raises:
             StorageError: The disk refused.
             CheckpointError: It has another size, or another header.
         """
-        self._path, self._begin = path, info["begin"]
+        self._path, self._begin = path, begin
         self._scratch = memoryview(bytearray(BLOCK_NBYTES))
         with disk(path, "Reading a checkpoint"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            nbytes = os.fstat(self._fd).st_size
-        if nbytes != info["nbytes"]:
-            raise damaged(path, expected=f"{info['nbytes']} bytes", found=f"{nbytes} bytes")
-        header = memoryview(bytearray(self._begin))
-        self._fill(header, 0)
-        if xxhash.xxh3_64_hexdigest(header) != info["xxh3"]:
-            raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
+            found = os.fstat(self._fd).st_size
+        if found != nbytes:
+            raise damaged(path, expected=f"{nbytes} bytes", found=f"{found} bytes")
+        if digest is not None:
+            header = memoryview(bytearray(begin))
+            self._fill(header, 0)
+            if xxhash.xxh3_64_hexdigest(header) != digest:
+                raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
 
     def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
-        """Reads some elements of a piece, and verifies the blocks they are in.
+        """Reads some elements of a piece, and verifies the blocks they are in, if they have digests.
 
         Args:
             piece: Which.
@@ -277,6 +288,10 @@ class TensorReader:
         """
         begin, end = first * piece.dtype.itemsize, last * piece.dtype.itemsize
         target = None if out is None else bytes_of(out)
+        if not piece.digests:
+            if target is not None:
+                self._fill(target, self._begin + piece.offset + begin)
+            return
         for at in range(begin // BLOCK_NBYTES * BLOCK_NBYTES, end, BLOCK_NBYTES):
             stop = min(at + BLOCK_NBYTES, piece.nbytes)
             is_direct = target is not None and begin <= at and stop <= end

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero_fn.checkpoint.boxes import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.catalog import Catalog
-from zero_fn.checkpoint.files import StoredBox, TensorFile, require_dtype, write_json
+from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, prune, tensors_name
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, options_of, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
@@ -39,10 +39,7 @@ from zero_fn.streamed import Streamed
 from zero_fn.tiers import Cpu
 from zero_fn.transforms.selection import Where
 
-__all__ = ["BUFFER_NBYTES", "Saving", "save", "save_async", "wait_for_saving"]
-
-BUFFER_NBYTES = 64 << 20
-"""Bytes of tensors in memory at a time, beside what rests."""
+__all__ = ["Saving", "save", "save_async", "wait_for_saving"]
 
 SAVING = "Saving a checkpoint"
 
