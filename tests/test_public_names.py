@@ -1,4 +1,4 @@
-"""`zero_fn.__all__` is the public interface: sorted, complete, documented, and the same as the table of the README."""
+"""`zero_fn.__all__` is the public interface: sorted, complete, documented, and the same as the table of the reference."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import pytest
 import zero_fn
 from zero_fn import errors
 
-_README = Path(__file__).parent.parent / "README.md"
+_REFERENCE = Path(__file__).parent.parent / "docs" / "reference" / "names.md"
 
 
-def _table(readme: str) -> list[str]:
-    """The names in the first column of the table of public names."""
-    _, _, rest = readme.partition("\n## Public names\n")
-    section, _, _ = rest.partition("\n## ")
-    return [
-        name for row in re.findall(r"^\| (`.*?`) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
+def _table(reference: str) -> list[str]:
+    """The names in the first column of the table of public names, which is the first of the page."""
+    table, _, _ = reference.partition("\nBeside them:")
+    return [name for row in re.findall(r"^\| (`.*?`) \|", table, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)]
 
 
 def test_public_names_are_sorted_and_unique() -> None:
@@ -56,10 +53,10 @@ def test_public_name_is_documented(name: str) -> None:
         assert not undocumented, f"{name} does not say what these are: {undocumented}"
 
 
-def test_public_names_are_those_of_the_readme() -> None:
-    assert sorted(_table(_README.read_text(encoding="utf-8"))) == zero_fn.__all__
+def test_public_names_are_those_of_the_reference() -> None:
+    assert sorted(_table(_REFERENCE.read_text(encoding="utf-8"))) == zero_fn.__all__
 
 
-def test_a_name_missing_from_the_readme_is_noticed() -> None:
-    without = re.sub(r"^\| `accumulate` \|.*\n", "", _README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+def test_a_name_missing_from_the_reference_is_noticed() -> None:
+    without = re.sub(r"^\| `accumulate` \|.*\n", "", _REFERENCE.read_text(encoding="utf-8"), flags=re.MULTILINE)
     assert set(zero_fn.__all__) - set(_table(without)) == {"accumulate"}

@@ -1,0 +1,152 @@
+"""Every block of Python in README.md and docs/ is run: the blocks of a page are one program, in their order.
+
+A page without a mark is run by one process, as a script. A page that begins with `<!-- ranks: N -->` is run by N ranks, after
+the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Ranks
+
+_ROOT = Path(__file__).parent.parent
+_GUIDES = _ROOT / "docs" / "guides" / "index.md"
+_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+_RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
+_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page: its path below the root, its blocks that are run and those that are not, and how many ranks run it."""
+
+    name: str
+    run: tuple[tuple[int, str], ...]
+    parsed: tuple[tuple[int, str], ...]
+    ranks: int | None
+
+    def program(self) -> str:
+        """The blocks that are run, each in the lines of the page, so that a traceback names the page's lines."""
+        lines: list[str] = []
+        for line, code in self.run:
+            lines += [""] * (line - 1 - len(lines))
+            lines += code.splitlines()
+        return "\n".join(lines) + "\n"
+
+
+def page_of(path: Path) -> Page:
+    """Reads one page."""
+    text = path.read_text(encoding="utf-8")
+    run, parsed = [], []
+    for found in _BLOCK.finditer(text):
+        block = (text.count("\n", 0, found.start("code")) + 1, found["code"])
+        (parsed if found["mark"] else run).append(block)
+    ranks = _RANKS.match(text)
+    return Page(str(path.relative_to(_ROOT)), tuple(run), tuple(parsed), int(ranks[1]) if ranks else None)
+
+
+_ALL = [page_of(path) for path in _PAGES]
+
+
+def _ids(pages: list[Page]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", pages, ids=[page.name for page in pages])
+
+
+def test_pages_have_blocks() -> None:
+    assert sum(len(page.run) for page in _ALL) > 40
+    assert sum(len(page.parsed) for page in _ALL) < sum(len(page.run) for page in _ALL) / 3
+
+
+@_ids([page for page in _ALL if page.run or page.parsed])
+def test_blocks_of_a_page_are_python(page: Page) -> None:
+    for _, code in (*page.run, *page.parsed):
+        ast.parse(code)
+
+
+def _on_a_rank(preamble: str, program: str, name: str, folder: str) -> str:
+    """Runs a page on a rank, in a folder of its own for all ranks; what it prints."""
+    before, printed = os.getcwd(), io.StringIO()
+    os.chdir(folder)
+    try:
+        space: dict[str, object] = {"__name__": "__main__"}
+        with contextlib.redirect_stdout(printed):
+            exec(compile(preamble, "docs/guides/index.md", "exec"), space)
+            exec(compile(program, name, "exec"), space)
+    finally:
+        os.chdir(before)
+    return printed.getvalue()
+
+
+@_ids([page for page in _ALL if page.run and page.ranks])
+def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
+    assert page.ranks is not None
+    ranks(page.ranks).run(_on_a_rank, page_of(_GUIDES).program(), page.program(), page.name, str(tmp_path))
+
+
+@_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
+def test_a_page_runs_as_a_script(page: Page, tmp_path: Path) -> None:
+    script = tmp_path / "page.py"
+    script.write_text(page.program())
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(tmp_path: Path) -> None:
+    """What the README promises of its fifteen lines: two ranks, whose losses differ, and fall."""
+    script = tmp_path / "page.py"
+    script.write_text(page_of(_ROOT / "README.md").program())
+    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes held", done.stdout)
+    assert [rank for rank, *_ in found] == ["0", "1"], done.stdout + done.stderr
+    assert all(float(last) < float(first) / 5 for _, first, last, _ in found), found
+    assert found[0][1] != found[1][1], "ranks trained on the same batch"
+
+
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_links_of_a_page_lead_somewhere(path: Path) -> None:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target, _ in _LINK.findall(text):
+        if not re.match(r"https?:|mailto:", target):
+            assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
+
+
+def test_a_block_that_fails_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        ranks(2).run(_on_a_rank, "x = 0\n", "\n\n1 / x\n", "a page", str(tmp_path))
+
+
+def test_a_mark_moves_a_block_from_run_to_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "_ROOT", tmp_path)
+    path = tmp_path / "page.md"
+    path.write_text(
+        "<!-- ranks: 3 -->\n\n```python\na = 1\n```\n\n<!-- not run: needs a GPU -->\n```python\nb = 2\n```\n"
+    )
+    assert page_of(path) == Page("page.md", ((4, "a = 1\n"),), ((9, "b = 2\n"),), 3)
