@@ -211,6 +211,17 @@ def test_reading_a_parameter_reads_the_tier_and_writing_writes_it(pair: Any) -> 
         next(p for p in away.parameters() if p.dim() == 2).data.view(torch.int32)
 
 
+def test_a_complex_parameter_away_is_not_read_as_its_own_conjugate(tmp_path: Path) -> None:
+    """A conjugate is a view with a flag, which what has no memory cannot carry."""
+    plain = nn.Linear(2, 2, bias=False, dtype=torch.complex64)
+    away = zf.offload(copy.deepcopy(plain), params=zf.nvme(tmp_path))
+    for read in (Tensor.conj, lambda p: p.conj().imag, lambda p: torch.view_as_real(p)):
+        with pytest.raises(zf.StateError, match="viewed as another dtype"):
+            read(away.weight)
+    assert torch.equal(away.weight.detach().clone().conj(), plain.weight.conj())
+    assert torch.equal(away.weight.conj_physical(), plain.weight.conj())
+
+
 def test_state_dicts_are_saved_and_loaded(pair: Any, tmp_path: Path) -> None:
     model, offload = pair
     away = offload(model)

@@ -607,6 +607,21 @@ def test_a_step_that_fails_before_any_update_can_be_taken_again(
     assert same(parameters, expected)
 
 
+def test_states_that_could_not_be_read_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read that failed leaves its memory with any bytes, and the next one may not take it for the states."""
+    _, optimizer = streamed_late(tmp_path)
+    expected = optimizer.state_dict()
+    failures = [-errno.EIO]
+
+    def fails_once(request: Request, result: int) -> int:
+        return failures.pop() if failures and not request.is_write else result
+
+    answers(monkeypatch, fails_once)
+    with pytest.raises(zf.StorageError, match="EIO"):
+        optimizer.state_dict()
+    assert same(optimizer.state_dict(), expected)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="opens a file without a name again")
 def test_a_flipped_bit_is_not_stepped_with(tmp_path: Path) -> None:
     parameters, optimizer = streamed_late(tmp_path)

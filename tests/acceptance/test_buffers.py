@@ -269,6 +269,25 @@ def test_g15_statistics_wait_while_graphs_do(ranks: Ranks, stage: str) -> None:
     assert all(torch.equal(one, other) for one, other in zip(first, ranks(2).run(alone)[0], strict=True))
 
 
+def test_g15_statistics_told_in_several_backwards_are_sent_together(ranks: Ranks) -> None:
+    """While a graph waits nothing is sent, and what each backward tells adds up."""
+
+    def case() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.BatchNorm1d(6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+        model = zf.shard_params(model, axis())
+        model(noise(5, 6, seed=0)).sum().backward()
+        waiting = model[2](noise(5, 6, seed=1))
+        for part in (0, 1):
+            model[part](noise(5, 6, seed=part + 2)).sum().backward()
+        waiting.sum().backward()
+        assert not same_on_all_ranks(list(model.buffers()))
+        model.eval()(torch.ones(1, 6))
+        assert same_on_all_ranks(list(model.buffers()))
+
+    ranks(2).run(case)
+
+
 def test_g15_sync_batch_norm_is_that_of_torch(ranks: Ranks) -> None:
     """It takes the statistics of all ranks by collectives of its own, on accelerators only: on the CPU torch refuses."""
 
