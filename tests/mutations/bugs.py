@@ -533,6 +533,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/acceptance/test_buffers.py",
     ),
     Bug(
+        "shared-gradient-summed-in-place",
+        "Gradients.add",
+        "a gradient that two parameters share is added to both",
+        "have.to(slot.kind.sum_dtype, copy=True)",
+        "have.to(slot.kind.sum_dtype)",
+        "tests/test_gradients.py",
+    ),
+    Bug(
         "steps-not-counted",
         "Run.note_optimizer_step",
         "a rank that left out a step of the optimizer trains on, and replicas part",
