@@ -20,8 +20,8 @@ T = TypeVar("T", Home, Assignment)
 def assignments() -> st.SearchStrategy[Assignment]:
     named = st.dictionaries(st.sampled_from(["a", "b", "c.d"]), homes())
     anchors = st.sampled_from([None, None, ("",), ("", "c")])
-    dtypes = st.sampled_from([None, None, torch.float32, torch.float16])
-    return st.builds(Assignment, named, anchors=anchors, output=dtypes)
+    outputs = st.dictionaries(st.sampled_from(["", "c"]), st.sampled_from([torch.float32, torch.float16]))
+    return st.builds(Assignment, named, anchors=anchors, outputs=outputs)
 
 
 ANY = st.one_of(homes(), assignments())

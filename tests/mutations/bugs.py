@@ -493,14 +493,6 @@ BUGS: tuple[Bug, ...] = (
         "property_tests/test_simulated_training.py::test_ties_of_skipped_experts_train_in_later_backwards",
     ),
     Bug(
-        "place-gives-its-old-bytes",
-        "Lot.put",
-        "activations of another layer are taken from a place on the disk that is used again",
-        "self._let_go(place)  # of what was there before",
-        "pass",
-        "tests/storage/test_lot.py",
-    ),
-    Bug(
         "failed-pass-keeps-its-buffers",
         "Pass.close",
         "states are taken from memory that a failed read has left",

@@ -14,18 +14,6 @@ def _bytes(number: int, count: int = 5000) -> torch.Tensor:
     return torch.full((count,), number, dtype=torch.uint8)
 
 
-def test_a_place_that_is_used_again_gives_what_was_put_there_last(tmp_path: Path) -> None:
-    """Its staging held the bytes of before, and was asked first."""
-    lot = Lot(nvme(tmp_path), "activations")
-    first = lot.put(_bytes(1))
-    lot.free(first, 5000)
-    again = lot.put(_bytes(2))
-    assert again == first
-    out = _bytes(0)
-    lot.get(again, out)
-    assert torch.equal(out, _bytes(2))
-
-
 def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp_path: Path) -> None:
     lot = Lot(nvme(tmp_path), "activations")
     places = [lot.put(_bytes(number)) for number in range(5)]
