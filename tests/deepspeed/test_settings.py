@@ -411,6 +411,11 @@ def test_what_deepspeed_reads_for_others_is_said_to_change_nothing() -> None:
     assert became["comms_config"] == "off, as here"
     with pytest.raises(ConfigError, match="comms_logger"):
         settings_of({**SMALL, "comms_config": {"enabled": True}}, 1)
+    config = {**SMALL, "_comment": "mine", "compile": {"disable": False, "backend": "inductor"}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["compile.backend"].startswith("none by itself")
+    with pytest.raises(ConfigError, match=r"compile\.deepcompile"):
+        settings_of({**SMALL, "compile": {"deepcompile": True}}, 1)
     with pytest.raises(ConfigError, match="context_parallel"):
         settings_of({**SMALL, "sequence_parallel_size": 4}, 1)
 
@@ -456,10 +461,27 @@ def test_all_autos_that_are_left_are_named(left: set[str]) -> None:
     assert f'auto={{"{next(iter(sorted(left)))}"' in caught.value.fix or len(left) > 1
 
 
-@pytest.mark.parametrize("path", ["optimizer.params.betas", "zero_optimization.stage", "nowhere", "bf16"])
-def test_an_auto_is_filled_in_only_where_the_config_has_one(path: str) -> None:
-    with pytest.raises(ConfigError, match=rf"(?s){path}.*optimizer\.params\.lr"):
-        settings_of(AUTO, 2, {**FILLED, path: 1})
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        ("zero_optimization.stage", 1, "contradicts(.|\n)*stage = 3, and auto= has 1"),
+        ("bf16", 1, "contradicts(.|\n)*bf16 = "),
+        ("bf16.enabled.more", 1, "contradicts"),
+        ("optimizer.params.betas", 1, "wants : 2 numbers"),
+        ("nowhere", 1, "the name of an entry"),
+    ],
+)
+def test_what_is_filled_in_is_not_said_otherwise_and_is_read(path: str, value: object, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        settings_of(AUTO, 2, {**FILLED, path: value})
+
+
+def test_what_is_not_there_is_filled_in() -> None:
+    config = {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    settings = settings_of(config, 2, {"train_micro_batch_size_per_gpu": 4, "bf16.enabled": True})
+    assert (settings.micro_batch_size, settings.compute) == (4, torch.bfloat16)
+    assert config == {"optimizer": ADAM, "zero_optimization": {"stage": 3}}
+    assert settings_of(config, 2, {"train_batch_size": 8, "zero_optimization.stage": 3}).micro_batch_size == 4
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------

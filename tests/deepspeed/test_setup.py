@@ -389,3 +389,30 @@ def test_it_prints_what_became_of_each_entry() -> None:
         "nothing to set: computed from the units of the model",
     ] in rows
     assert any(row[0] == "optimizer.params.lr" for row in rows)
+
+
+def _of_16_bits() -> None:
+    """As in DeepSpeed: masters of what is trained; what is frozen stays, where something is computed in 16 bits."""
+    model = built().bfloat16()
+    frozen = next(name for name, _ in model.named_parameters())
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    for stage in range(4):
+        for dtype in ("bf16", "fp16", "none"):
+            config = {**zero(stage), **({dtype: {"enabled": True}} if dtype != "none" else {})}
+            setup = zf.from_deepspeed(model, config, axis())
+            dtypes = {name: parameter.dtype for name, parameter in setup.model.named_parameters()}
+            assert dtypes.pop(frozen) == (torch.float32 if dtype == "none" else torch.bfloat16)
+            assert set(dtypes.values()) == {torch.float32}
+            before = values(setup.model)
+            for name, value in model.named_parameters():
+                assert torch.equal(before[name], value.float())
+            setup.optimizer.param_groups[0]["lr"] = 1e-4  # less than bfloat16 can add
+            setup.scaled(loss_of(setup.model, 0, 0)).backward()
+            setup.step()
+            after = values(setup.model)
+            assert all(not torch.equal(after[name], before[name]) for name in dtypes if after[name].numel())
+
+
+def test_weights_of_16_bits_have_masters(ranks: Ranks) -> None:
+    ranks(2).run(_of_16_bits)

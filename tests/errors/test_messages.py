@@ -1335,8 +1335,8 @@ def config_waits_for_the_trainer() -> None:
 
 def config_has_no_auto_where_one_is_filled_in() -> None:
     with alone() as mesh:
-        config = {"train_batch_size": 2, "gradient_clipping": "auto"}
-        zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"optimizer.params.lr": 1e-3})
+        config = {"train_batch_size": 2, "gradient_clipping": 0.5}
+        zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"gradient_clipping": 1.0})
 
 
 def config_is_wrong_in_many_ways() -> None:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES, Key
 from zero_fn.errors import ConfigError
 
-__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "leaves_of", "shown"]
+__all__ = ["Config", "Entries", "RefusedEntry", "TakenEntry", "config_of", "filled", "leaves_of", "shown"]
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 _SECTIONS = {path.rpartition(".")[0] for path in KEYS} - {""}
@@ -67,6 +67,37 @@ def _finite(name: str) -> float:
     raise ValueError(f"{name} is not finite")
 
 
+def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str, object]:
+    """A copy of a config with values for entries that are `"auto"`, null or not there.
+
+    Args:
+        config: The JSON.
+        auto: Values by their paths, `{"optimizer.params.lr": 3e-4}`.
+
+    Raises:
+        ConfigError: An entry says something else.
+    """
+    found = {name: filled(value, {}) if isinstance(value, Mapping) else value for name, value in config.items()}
+    others = []
+    for path, value in auto.items():
+        *sections, name = str(path).split(".")
+        inside: Any = found
+        for section in sections:
+            inside = inside.setdefault(section, {}) if isinstance(inside, dict) else None
+        said = inside.get(name) if isinstance(inside, dict) else inside
+        if isinstance(inside, dict) and said in (None, "auto", value):
+            inside[name] = value
+        else:
+            others.append(f"{path} = {shown(said)}, and auto= has {shown(value)}")
+    if others:
+        raise ConfigError(
+            "auto= contradicts a DeepSpeed config.",
+            **{str(number): line for number, line in enumerate(others, 1)},
+            fix='one of the two; auto= is for what is "auto" in the config, or not there',
+        )
+    return found
+
+
 def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """The path and the value of each entry that is no section with entries, in the order of names."""
     for name, value in sorted(config.items(), key=lambda item: str(item[0])):
@@ -110,32 +141,13 @@ class Entries:
         autos: Those that hold `"auto"` and have to be filled in.
     """
 
-    def __init__(self, config: Mapping[str, object], auto: Mapping[str, object] | None = None) -> None:
-        """Reads a config.
-
-        Args:
-            config: The JSON.
-            auto: Values for entries that hold `"auto"`, by their paths.
-
-        Raises:
-            ConfigError: An entry that `auto` has a value for does not hold that.
-        """
+    def __init__(self, config: Mapping[str, object]) -> None:
         self.outcomes: list[TakenEntry] = []
         self.autos: list[str] = []
         self._problems: list[_Problem] = []
         self._found: dict[str, tuple[str, object]] = {}  # by what name they stand in the config, and as what
         self._taken: dict[str, object] = {}  # those that say something, as what they are meant to be
         self._refused: set[str] = set()
-        self._auto = auto or {}
-        waiting = [path for path, value in leaves_of(config) if value == "auto"]
-        wrong = [path for path in self._auto if path not in waiting]
-        if wrong:
-            raise ConfigError(
-                'auto= has a value for an entry that is not "auto".',
-                entry=", ".join(map(str, wrong)),
-                autos=", ".join(waiting) or "none",
-                fix="write it into the config",
-            )
         self._read(config, "", "")
 
     def __getitem__(self, path: str) -> Any:
@@ -179,8 +191,8 @@ class Entries:
         found = list(self._problems)
         if self.autos:
             first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
-            wants = "values, which the Trainer of transformers would fill in"
-            found.append(_Problem(", ".join(self.autos), '"auto"', wants, f"zf.from_deepspeed(..., auto={first})"))
+            fix = f"write them into it, or zf.from_deepspeed(..., auto={first})"
+            found.append(_Problem(", ".join(self.autos), '"auto"', "values, which only a Trainer fills in", fix))
         if len(found) == 1:
             raise ConfigError("A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict())
         if found:
@@ -197,7 +209,6 @@ class Entries:
         """Reads all entries of a section, which stands at `written` in the config and at `path` in `KEYS`."""
         for name, value in section.items():
             entry, known = f"{written}{name}", OTHER_NAMES.get(f"{path}{name}", f"{path}{name}")
-            value = self._auto.get(entry, value)
             key = KEYS.get(known, KEYS.get(f"{path}*"))
             is_name = isinstance(name, str) and "." not in name
             if known in self._found:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry
+from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Warmup, warmup_of
@@ -76,12 +76,12 @@ def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, obj
     Args:
         config: The JSON.
         ranks: How many share a batch.
-        auto: Values for entries that are `"auto"`, by their paths.
+        auto: Values for entries that are `"auto"` or not there, by their paths.
 
     Raises:
         ConfigError: Entries are unknown, cannot be taken, contradict others, or ask for what is not done here; names all.
     """
-    entries = Entries(config, auto)
+    entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
         "compute": _compute,
         "reduce": _reduce,

@@ -27,7 +27,7 @@ from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
 from zero_fn.units import Units
 
-__all__ = ["DeepSpeedSetup", "from_deepspeed"]
+__all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "placed_by"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -125,7 +125,8 @@ def from_deepspeed(
                     setup.scaled(loss(setup.model(x), y)).backward()
             setup.step()
 
-    The stage, offload, `bf16` and `fp16` become transforms, `optimizer` one of torch.optim; clipping and the skipping of
+    The stage, offload, `bf16` and `fp16` become transforms, `optimizer` one of torch.optim; what is trained rests in
+    float32, whatever it was loaded in; clipping and the skipping of
     overflows are in `setup.step()`. Defaults are DeepSpeed's (0.19): clipping at 1.0, an `Adam` that decays as AdamW, and no
     weight decay; but gradients are summed in float32 unless `communication_data_type` says otherwise. What says how and not
     what (sizes of buckets, overlap, buffers) has nothing to set here. What asks for something that is not done here is
@@ -138,7 +139,7 @@ def from_deepspeed(
         config: A path of a JSON file, or the object itself. `"auto"`, which the Trainer of transformers fills in, will do
             where nothing is to be set, and for a batch size that follows from the other two.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
-        auto: Values for entries that are `"auto"`, by their paths: `{"optimizer.params.lr": 3e-4}`.
+        auto: Values for entries that are `"auto"` or not there, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: Makes an optimizer over the parameters of the transformed model, in place of the config's.
         units: What is gathered together.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
@@ -158,7 +159,7 @@ def from_deepspeed(
     """
     if not isinstance(mesh, DeviceMesh) or mesh.ndim != 2:
         _one_axis(mesh)
-    settings = _agreed(config, auto or {}, mesh)
+    settings = agreed_settings(config, lambda _: auto or {}, mesh)
     make = settings.stock if optimizer is None else optimizer
     if make is None:
         raise ConfigError(
@@ -174,7 +175,7 @@ def from_deepspeed(
             why="an optimizer that was built before holds the parameters of before",
             fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
-    placed = _placed(model, settings, mesh, units, donate=donate)
+    placed = placed_by(settings, mesh, model, units, donate=donate)
     stepped = make(placed)
     if settings.sharding.tiers != IN_MEMORY:
         stepped = streamed(stepped)
@@ -197,14 +198,25 @@ def from_deepspeed(
     )
 
 
-def _agreed(config: Config, auto: Mapping[str, object], mesh: DeviceMesh) -> Settings:
-    """The settings, which are those of every rank; or what is wrong with the config, on every rank."""
+def agreed_settings(
+    config: Config, auto: Callable[[Mapping[str, object]], Mapping[str, object]], mesh: DeviceMesh
+) -> Settings:
+    """The settings of a config, which are those of every rank; or what is wrong with it, on every rank.
+
+    Communicates 16 bytes per rank.
+
+    Args:
+        config: A path, or the object itself.
+        auto: Values for entries of that object that are `"auto"` or not there, by their paths.
+        mesh: The ranks that share a batch.
+    """
     failure: ConfigError | None = None
     try:
         found = config_of(config)
-        settings = settings_of(found, mesh.size(), auto)
+        values = auto(found)
+        settings = settings_of(found, mesh.size(), values)
         # Folders of disks may differ between ranks.
-        said = (*leaves_of(found), *leaves_of(auto))
+        said = (*leaves_of(found), *leaves_of(values))
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
@@ -214,11 +226,23 @@ def _agreed(config: Config, auto: Mapping[str, object], mesh: DeviceMesh) -> Set
     return settings
 
 
-def _placed(model: M, settings: Settings, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:
-    """The model with every state where the config says."""
+def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
+    """The model with every state where settings say.
+
+    [Note: masters] As in DeepSpeed, what is trained rests in float32, whatever it was loaded in. Frozen parameters stay as
+    they are where something is computed in 16 bits.
+    """
+
+    def is_widened(name: str, parameter: Tensor) -> bool:
+        is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
+        return is_narrow and (parameter.requires_grad or settings.compute is None)
+
     placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
     if settings.compute is not None:
         placed = precision(placed, compute=settings.compute, reduce=settings.reduce)
+    if any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
+        compute = settings.compute or torch.float32
+        placed = precision(placed, compute=compute, reduce=settings.reduce, rest=torch.float32, where=is_widened)
     if tiers == IN_MEMORY:
         return placed
     return offload(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,9 @@ class ZeroAccelerator(Accelerator):
     """
 
     place: Place[nn.Module] | None = None
+    skips_overflow = False  # whether a step whose norm of gradients is not finite is none: DeepSpeed does so in bf16
     _models: list[nn.Module]
-    _optimizers: list[Optimizer]
+    _optimizers: list[Any]
     _own_window: AccumulationWindow | None = None
 
     def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
@@ -117,6 +119,29 @@ class ZeroAccelerator(Accelerator):
             super().backward(loss, **options)
         if self.sync_gradients:
             self._window.end()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Divides gradients by the scale of the loss; accelerate does it under its own fp16 alone."""
+        if self.native_amp or self.scaler is None:
+            super().unscale_gradients(optimizer)
+            return
+        for each in self._optimizers if optimizer is None else [optimizer]:
+            self.scaler.unscale_(bare(each))
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step was none. accelerate takes a fused optimizer, which skips by itself, to have stepped."""
+        return bool(getattr(self.scaler, "has_skipped", False) or super().optimizer_step_was_skipped)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
+        """Clips gradients and measures them; drops them, so that nothing is stepped, where overflows are skipped."""
+        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if self.skips_overflow and self.scaler is None:
+            for optimizer in self._optimizers:
+                optimizer._is_overflow = not isfinite(norm)  # which is what a Trainer asks before it moves rates
+                if optimizer._is_overflow:
+                    optimizer.optimizer.zero_grad()
+        return norm
 
     def free_memory(self, *objects: Any) -> Any:
         """Forgets models and optimizers, and gradients that were not reduced yet."""

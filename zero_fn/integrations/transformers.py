@@ -4,6 +4,8 @@
 
     trainer = ZeroTrainer(model=model, args=args, train_dataset=..., place=lambda model: zf.zero3(model, mesh["dp"]))
 
+    trainer = ZeroTrainer(model=model, args=args, train_dataset=..., deepspeed="ds_config.json")
+
     class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...
 
 [Note: when a model is placed] A trainer changes its model while it is made: adapters, resized embeddings, fused heads,
@@ -13,18 +15,25 @@ reference models that are copies. So the model is transformed when all that is d
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Trainer
 
 import zero_fn as zf
+from zero_fn.deepspeed.settings import Settings
+from zero_fn.deepspeed.setup import placed_by
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare
 from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, save_states, whole_state
+from zero_fn.integrations.trainer_config import settings_for
+from zero_fn.tiers import IN_MEMORY
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
 
@@ -48,30 +57,60 @@ class ZeroTrainerMixin(_AnyTrainer):
         *args: As of the Trainer.
         place: Any chain of transforms, for the model as the Trainer has made it; None if `model` is transformed already.
         finish: What becomes of the optimizer, such as `zf.streamed`; None leaves it.
+        deepspeed: In place of both, a DeepSpeed config: a path, or the object itself. Its `"auto"`, and batch sizes that it
+            lacks, are what `args` say. See `zf.from_deepspeed`; what became of each entry is in `settings.outcomes`.
+        mesh: Axes of a mesh for that config; None for one axis of all ranks.
         **options: As of the Trainer.
 
     Raises:
         StateError: There is neither `place` nor a transformed model, or an optimizer took steps before.
         StaleError: An optimizer was built for the model before it was transformed elsewhere.
-        ConfigError: An argument of the Trainer asks for what a transformed model cannot do.
+        ConfigError: An argument of the Trainer asks for what a transformed model cannot do, or an entry of the DeepSpeed
+            config cannot be followed, or contradicts an argument.
+
+    Attributes:
+        settings: What the DeepSpeed config asks for; None without one.
     """
 
     model: nn.Module
     optimizer: Any
+    lr_scheduler: Any
+    settings: Settings | None = None
     _place: Place[nn.Module] | None = None
     _finish: Any = None
+    _settings_at: Callable[[int], Settings]
 
     def __init__(
         self,
         *args: Any,
         place: Place[nn.Module] | None = None,
         finish: Any = None,
+        deepspeed: Any = None,
+        mesh: DeviceMesh | None = None,
         **options: Any,
     ) -> None:
-        self._place, self._finish = place, finish
+        self._place, self._finish, self._is_configured = place, finish, deepspeed is not None
         super().__init__(*args, **options)
         _refuse_arguments(self.args)
+        if deepspeed is not None:
+            self._follow_config(deepspeed, mesh)
         self._place_model()
+
+    def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
+        """Reads the DeepSpeed config: how the model is placed, losses are scaled, and the optimizer is finished."""
+        if self._place is not None or self._finish is not None or zf.is_transformed(self.model):
+            raise zf.ConfigError(
+                "A ZeroTrainer was given a DeepSpeed config, and another way to place its model.",
+                fix='deepspeed="ds_config.json" alone, with a plain model; or place=, finish= without it',
+            )
+        if mesh is None:
+            mesh = init_device_mesh(self.args.device.type, (self.args.world_size,), mesh_dim_names=("dp",))
+        self._settings_at = partial(settings_for, config, self.args, mesh)
+        settings = self._settings_at(max(0, self.args.max_steps))
+        self.settings, self._place = settings, partial(placed_by, settings, mesh)
+        self._finish = None if settings.sharding.tiers == IN_MEMORY else zf.streamed
+        self.accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
+        self.accelerator.skips_overflow = settings.skips_overflow
 
     def _place_model(self) -> None:
         """Transforms the model if it is not yet: at the end of `__init__`, and where `train` has made another one."""
@@ -92,6 +131,12 @@ class ZeroTrainerMixin(_AnyTrainer):
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
+    def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
+        arguments: dict[str, Any] = super()._build_accelerator_args(**options)
+        if self._is_configured:
+            arguments["mixed_precision"] = "no"  # that of the config is a transform; autocast would come on top of it
+        return arguments
+
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         # The Trainer names the class of its accelerator and has no way to name another.
@@ -103,11 +148,20 @@ class ZeroTrainerMixin(_AnyTrainer):
 
     def create_optimizer(self, *args: Any, **options: Any) -> Any:
         is_new = self.optimizer is None
+        if is_new and self.settings is not None and self.settings.stock is not None:
+            self.optimizer = self.settings.stock(self.model)
         super().create_optimizer(*args, **options)
         if is_new and self._finish is not None:
             self.optimizer = self._finish(self.optimizer)
         zf.check(self.model, bare(self.optimizer))
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.lr_scheduler is None and self.settings is not None:
+            self.settings = settings = self._settings_at(num_training_steps)  # which nobody knew before
+            if settings.scheduler is not None:
+                self.lr_scheduler, self._created_lr_scheduler = settings.scheduler(bare(self.optimizer)), True
+        return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self._load_weights(resume_from_checkpoint):
@@ -175,7 +229,7 @@ def _refuse_arguments(args: Any) -> None:
         "deepspeed=...": (
             args.deepspeed,
             "DeepSpeed would shard the model, and so do its transforms",
-            "leave it out, and place=lambda model: zf.from_deepspeed(model, config, mesh['dp']).model",
+            "leave it out of the arguments: ZeroTrainer(..., deepspeed=config)",
         ),
         "fsdp=...": (
             args.fsdp_plugin_args,

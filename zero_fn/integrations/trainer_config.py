@@ -1,0 +1,105 @@
+"""A DeepSpeed config beside the arguments of a Trainer: what these fill in, and where the two contradict one another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+import zero_fn as zf
+from zero_fn.deepspeed.entries import leaves_of, shown
+from zero_fn.deepspeed.settings import Settings
+from zero_fn.deepspeed.setup import agreed_settings
+
+__all__ = ["settings_for", "values_of"]
+
+_BATCHES = {
+    "train_batch_size": "per_device_train_batch_size x gradient_accumulation_steps x ranks",
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+}
+"""Entries that the arguments fill in where a config does not have them, and the arguments."""
+
+_OTHERS = {
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1, adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_min_lr": "",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "the steps of the training",
+}
+"""Entries that the arguments fill in where a config has `"auto"`, and the arguments; no argument has the least rate."""
+
+
+def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settings:
+    """Reads a config as the Trainer of transformers does: `"auto"` is what its arguments say.
+
+    Communicates 16 bytes per rank, by which ranks learn that all have the same config.
+
+    Args:
+        config: A path of a JSON file, or the object itself.
+        args: TrainingArguments.
+        mesh: The ranks that share a batch.
+        steps: Of the training; 0 where they are not known yet, which leaves the scheduler's entries unchecked.
+
+    Raises:
+        ConfigError: An entry cannot be followed, or contradicts an argument; names all.
+        DisagreementError: Ranks have different configs.
+    """
+    return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps), mesh)
+
+
+def _auto_of(values: Mapping[str, Any], steps: int, config: Mapping[str, object]) -> Mapping[str, Any]:
+    """Those values that a config leaves to the arguments.
+
+    Raises:
+        ConfigError: It has others.
+    """
+    said = {path: value for path, value in leaves_of(config) if value is not None}
+    others = [
+        f"{path} = {shown(said[path])}, and {argument} is {shown(values[path])}"
+        for path, argument in (_BATCHES | _OTHERS).items()
+        if argument and said.get(path, "auto") not in ("auto", values[path])
+        if steps or not path.endswith("_num_steps")
+    ]
+    if others:
+        raise zf.ConfigError(
+            "A DeepSpeed config contradicts the arguments of its Trainer.",
+            **{str(number): line for number, line in enumerate(others, 1)},
+            fix='the same value in both; or "auto" in the config',
+        )
+    return {path: value for path, value in values.items() if said.get(path, path in _BATCHES and "auto") == "auto"}
+
+
+def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
+    """What the arguments of a Trainer say, by the paths of a config.
+
+    Args:
+        args: TrainingArguments.
+        ranks: How many share a batch.
+        steps: Of the training; 0 where they are not known yet.
+    """
+    micro, microbatches = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    return {
+        "train_batch_size": micro * microbatches * ranks,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": microbatches,
+        "gradient_clipping": args.max_grad_norm,
+        "bf16.enabled": args.bf16 or args.bf16_full_eval,
+        "fp16.enabled": args.fp16 or args.fp16_full_eval,
+        "optimizer.params.lr": args.learning_rate,
+        "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
+        "optimizer.params.eps": args.adam_epsilon,
+        "optimizer.params.weight_decay": args.weight_decay,
+        "scheduler.params.warmup_min_lr": 0,
+        "scheduler.params.warmup_max_lr": args.learning_rate,
+        "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(steps)),
+        "scheduler.params.total_num_steps": max(1, steps),
+    }
