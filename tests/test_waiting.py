@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from tests.models import Language
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.storage.disks import failing
-from zero_fn.streamed.waiting import Waiting
+from zero_fn.streamed.pipeline import Waiting
 
 
 def tokens(seed: int) -> Tensor:
@@ -154,14 +155,17 @@ def test_parameters_outlive_their_optimizer(pair: Pair, is_in_a_cycle: bool) -> 
 
 
 def test_a_model_that_is_gone_is_not_stepped(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair.step(1)
     reached: list[int] = []
     reach = Waiting.reach
     monkeypatch.setattr(Waiting, "reach", lambda self, count: (reached.append(count), reach(self, count)))
+    pair.step(1)
+    waiting = weakref.ref(pair.waiting)
+    reached.clear()
     gc.disable()
     try:
         del pair.model
         del pair.optimizer
+        assert waiting() is None, "it keeps the memory of a model that nobody has"
     finally:
         gc.enable()
     assert reached == []

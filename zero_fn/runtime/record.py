@@ -1,6 +1,6 @@
 """Tensors of one unit that rest in another tier, in parcels (`parcels.py`).
 
-[Note: a step that waits] An optimizer may leave parcels to be stepped later (`streamed/waiting.py`). Everything that brings
+[Note: a step that waits] An optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything that brings
 values from the tier or puts them there, but for the step itself, calls `settle` first.
 """
 

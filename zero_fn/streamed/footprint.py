@@ -129,8 +129,7 @@ def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            value = nbytes * ((slot is not None and slot.kind.is_away) != on_host)
-            gradient = nbytes * ((slot is not None and slot.kind.is_gradient_away) != on_host)
+            value, gradient = (nbytes * ((begin is None) != on_host) for begin in cut.visits)
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
             # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import at_same_address
+from zero_fn.resting import at_same_address, local_of
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
 
@@ -113,26 +113,20 @@ class KeptStates(NamedTuple):
     elsewhere: Sequence[str]
 
 
-def kept_by(
-    optimizer: Optimizer,
-    group: Mapping[str, Any],
-    parameter: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    ndim: int,
-) -> KeptStates:
+def kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device) -> KeptStates:
     """What a first step in this group keeps of a parameter like this, found out on one of seven elements.
 
     Args:
         optimizer: Whose step it is. It stays as it was.
         group: The options to step with.
         parameter: What it steps. States that it made for this one before any step (Adagrad in torch) are made for the other.
-        dtype, device, ndim: Of the parameter that is stepped in its place.
+        device: Where that is stepped.
 
     Raises:
         PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
     """
-    probe = nn.Parameter(torch.zeros(*[1] * (ndim - 1), _NUMEL, dtype=dtype, device=device))
+    local = local_of(parameter)
+    probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
     vars(probe).update(attributes_of(parameter))
     probe.grad = torch.zeros_like(probe)
     born = {

@@ -22,44 +22,56 @@ from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.inner import KeptStates, Schema, kept_by, require_kept_in_states, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
-from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_away
+from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
 
-__all__ = [
-    "BUFFER_NBYTES",
-    "Chunk",
-    "Planner",
-    "SteppedPiece",
-    "contiguous_stride",
-    "name_of",
-    "padded_nbytes",
-    "parcel_of",
-    "rooms_of",
-]
+__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]
 
 BUFFER_NBYTES = 64 << 20
 _LEAST_PART_NBYTES = 64 << 10
 _ALIGNMENT_NBYTES = 64
 
 
-def padded_nbytes(numel: int, dtype: torch.dtype) -> int:
+def _padded_nbytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of so many elements up to where the next ones may begin."""
     return -(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def _states_nbytes(schema: Schema, numel: int) -> int:
     """Bytes that the states of so many elements take in a chunk, with padding."""
-    return sum(padded_nbytes(numel, dtype) for _, dtype in schema)
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a tensor laid out row by row."""
-    return tuple(prod(max(n, 1) for n in shape[dim + 1 :]) for dim in range(len(shape)))
+    return sum(_padded_nbytes(numel, dtype) for _, dtype in schema)
 
 
 def name_of(parameter: Tensor) -> str:
     """A parameter as errors show it: with its name, if a transform made it."""
     slot = slot_of(parameter)
     return str(slot) if slot is not None else f"{str(parameter.dtype).removeprefix('torch.')}{list(parameter.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stepped:
+    """A parameter that is to be stepped.
+
+    Attributes:
+        number: Its number.
+        group: That of its group.
+        parameter: Itself.
+        schema: Its states.
+        tier, fraction: Where these are to rest, and how much of them.
+        place: Where the parameter rests, if that is in another tier.
+    """
+
+    number: int
+    group: int
+    parameter: Tensor
+    schema: Schema
+    tier: Tier | None
+    fraction: float
+    place: RestsAt | None
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return local_of(self.parameter).numel()
 
 
 class SteppedPiece:
@@ -72,30 +84,51 @@ class SteppedPiece:
         shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
         fields: Where each state lies: its name, dtype and first byte in the chunk.
         in_parcel: Its first byte in the parcel of the chunk; None where the parameter is in memory.
+        visits: The first byte of the value, and of the gradient, in the buffer through which they visit the states of the
+            chunk; None of what rests in a tier.
         present: Names of the states that the chunk holds now.
         resident: What stays in memory: step counts, flags, and states that came later than the plan.
     """
 
-    __slots__ = ("dtype", "fields", "group", "in_parcel", "numel", "piece", "present", "resident", "shape", "stride")
+    __slots__ = (
+        "dtype", "fields", "group", "in_parcel", "numel", "piece", "present", "resident", "shape", "stride", "visits",
+    )  # fmt: skip
 
-    def __init__(
-        self, piece: Piece, group: int, local: Tensor, schema: Schema, offset: int, in_parcel: int | None = None
-    ) -> None:
-        self.piece, self.group, self.in_parcel = piece, group, in_parcel
+    def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
+        local = local_of(row.parameter)
+        if not piece.is_whole and not is_dense(local):
+            raise PlacementError(
+                f"The states of {name_of(row.parameter)} do not fit a buffer, and cannot be cut.",
+                why="its elements have gaps in memory",
+                fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
+            )
+        self.piece = Piece(row.number, piece.start, piece.stop, piece.is_whole)
+        self.group, self.in_parcel = row.group, in_parcel
         self.numel, self.dtype = local.numel(), local.dtype
         # A row where it is cut: some decay matrices only, by `p.ndim`.
         self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
-        self.stride = tuple(local.stride()) if piece.is_whole and is_dense(local) else contiguous_stride(self.shape)
-        self.fields: dict[str, tuple[torch.dtype, int]] = {}
-        for name, dtype in schema:
-            self.fields[name] = (dtype, offset)
-            offset += padded_nbytes(piece.numel, dtype)
+        self.stride = tuple(local.stride())
+        if not piece.is_whole or not is_dense(local):
+            self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
+        self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
+        kind = slot.kind if (slot := slot_of(row.parameter)) is not None else None
+        self.visits: tuple[int | None, int | None] = (
+            None if kind is not None and kind.is_away else 0,
+            None if kind is not None and kind.is_gradient_away else 0,
+        )
         self.present: set[str] = set()
         self.resident: dict[str, Any] = {}
 
-    def shift(self, nbytes: int) -> None:
-        """Its states begin so many bytes later in the chunk."""
-        self.fields = {name: (dtype, offset + nbytes) for name, (dtype, offset) in self.fields.items()}
+    def lie(self, begin: int, visits: int) -> tuple[int, int]:
+        """Its states begin at a byte of its chunk, its visits at a byte of their buffer. Where those of the next begin."""
+        for name, (dtype, _) in self.fields.items():
+            self.fields[name] = dtype, begin
+            begin += _padded_nbytes(self.piece.numel, dtype)
+        room = _padded_nbytes(self.piece.numel, self.dtype)
+        value, grad = self.visits
+        after_value = visits if value is None else visits + room
+        self.visits = None if value is None else visits, None if grad is None else after_value
+        return begin, after_value if grad is None else after_value + room
 
     def of(self, local: Tensor) -> Tensor:
         """The elements of the piece in a tensor that lies as the parameter does."""
@@ -139,12 +172,11 @@ class SteppedPiece:
         return self.at(buffer, offset, dtype)
 
 
-@dataclass(slots=True, eq=False)
 class Chunk:
     """Pieces whose states are in one range of bytes.
 
     Attributes:
-        cuts: The pieces.
+        cuts: The pieces, in the order in which their states lie.
         nbytes: Bytes of that range.
         device: Where the parameters are computed with.
         parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
@@ -153,13 +185,19 @@ class Chunk:
         is_stored: Whether they do: false before the first step.
     """
 
-    cuts: Sequence[SteppedPiece]
-    nbytes: int
-    device: torch.device
-    parcel: int | None
-    tier: Tier | None = None
-    place: int = 0
-    is_stored: bool = False
+    def __init__(
+        self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None, tier: Tier | None = None
+    ) -> None:
+        self.cuts, self.device, self.parcel, self.tier = cuts, device, parcel, tier
+        self.nbytes = self._visits_nbytes = self.place = 0
+        self.is_stored = False
+        for cut in cuts:
+            self.nbytes, self._visits_nbytes = cut.lie(self.nbytes, self._visits_nbytes)
+
+    @property
+    def visits_nbytes(self) -> int:
+        """Bytes of the buffer through which what it has on an accelerator visits its states, if these are on the host."""
+        return self._visits_nbytes if self.tier is not None and is_accelerator(self.device.type) else 0
 
 
 def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
@@ -168,36 +206,6 @@ def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], 
     for chunk in chunks:
         found.setdefault((chunk.tier, chunk.device), []).append(chunk)
     return found
-
-
-def parcel_of(chunk: Chunk, known: Sequence[Tensor]) -> Hashable:
-    """The parcel that a chunk steps, None if it is in memory."""
-    place = place_of(known[chunk.cuts[0].piece.parameter]) if chunk.parcel is not None else None
-    return (place.record, chunk.parcel) if place is not None else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Stepped:
-    """A parameter that is to be stepped.
-
-    Attributes:
-        number: Its number.
-        group: That of its group.
-        local: What this rank has of it.
-        schema: Its states.
-        tier, fraction: Where these are to rest, and how much of them.
-        place: Where the parameter rests, if that is in another tier.
-        parameter: Itself.
-    """
-
-    number: int
-    group: int
-    local: Tensor
-    schema: Schema
-    tier: Tier | None
-    fraction: float
-    place: RestsAt | None
-    parameter: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,10 +244,10 @@ class Planner:
                 fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
             )
         rows = [
-            _Stepped(first + at, groups[at], local_of(p), all_kept[at].schema, *wanted[at], place_of(p), p)
+            _Stepped(first + at, groups[at], p, all_kept[at].schema, *wanted[at], place_of(p))
             for at, p in enumerate(parameters)
         ]
-        found = [*self._here(rows), *self._away(rows)]
+        found = [*self._here([row for row in rows if row.place is None]), *self._away(rows)]
         _choose_tiers(found, {row.number: row for row in rows})
         return found
 
@@ -249,20 +257,16 @@ class Planner:
         Raises:
             PlacementError: It cannot step one parameter alone.
         """
-        locals_ = [local_of(parameter) for parameter in parameters]
-        kinds = [
-            (group, local.dtype, self._step_device(parameter))
-            for group, local, parameter in zip(self._groups_of(parameters), locals_, parameters, strict=True)
-        ]
-        ndims = {kind: local.dim() for kind, local in zip(kinds, locals_, strict=True)}
         found: dict[object, KeptStates] = {}
-        for kind, parameter in zip(kinds, parameters, strict=True):
-            group, dtype, device = kind
+        kinds = []
+        for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
+            local, device = local_of(parameter), self._step_device(parameter)
+            kind = group, local.dtype, device, local.dim()
+            kinds.append(kind)
             if kind not in found:
                 found[kind] = KeptStates((), ())
-                if dtype.is_floating_point or dtype.is_complex:  # others are never trained
-                    own = self.inner.param_groups[group]
-                    found[kind] = kept_by(self.inner, own, parameter, dtype, device, ndims[kind])
+                if local.is_floating_point() or local.is_complex():  # others are never trained
+                    found[kind] = kept_by(self.inner, self.inner.param_groups[group], parameter, device)
             schema = schema_of(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
             if parameter.numel() > 1 and len(schema) > len(found[kind].schema):
                 found[kind] = found[kind]._replace(schema=schema)
@@ -302,20 +306,22 @@ class Planner:
 
     def _here(self, rows: Sequence[_Stepped]) -> list[Chunk]:
         """Chunks of parameters in memory."""
-        here = [row for row in rows if row.place is None]
         limit = self.buffer_nbytes
         if any(row.fraction != 1 for row in rows):  # so little that the part is met
-            total = sum(_states_nbytes(row.schema, row.local.numel()) for row in here)
+            total = sum(_states_nbytes(row.schema, row.numel) for row in rows)
             limit = min(limit, max(total // 32, _LEAST_PART_NBYTES))
-        devices = [device_of(row.parameter) for row in here]
         packed = chunks_of(
-            [row.local.numel() for row in here],
-            [(device, row.tier, row.fraction) for device, row in zip(devices, here, strict=True)],
-            lambda at, numel: _states_nbytes(here[at].schema, numel),
+            [row.numel for row in rows],
+            [(device_of(row.parameter), row.tier, row.fraction) for row in rows],
+            lambda at, numel: _states_nbytes(rows[at].schema, numel),
             limit,
         )
         return [
-            _chunk([(here[piece.parameter], piece, None) for piece in pieces], devices[pieces[0].parameter], None)
+            Chunk(
+                [SteppedPiece(rows[piece.parameter], piece, None) for piece in pieces],
+                device_of(rows[pieces[0].parameter].parameter),
+                None,
+            )
             for pieces in packed
         ]
 
@@ -331,31 +337,15 @@ class Planner:
         for record, place in places.items():
             row_of = by_record[record]
             for index, parcel in enumerate(place.parcels):
-                inside = [
-                    (row_of[piece.parameter], piece, offset)
+                cuts = [
+                    SteppedPiece(row_of[piece.parameter], piece, offset)
                     for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
                     if piece.parameter in row_of
                 ]
-                if inside:
-                    found.append(_chunk(sorted(inside, key=lambda each: each[0].group), place.device, index))
+                if cuts:
+                    found.append(Chunk(cuts, place.device, index))
         self.require_buffer(max((chunk.nbytes for chunk in found), default=0))
         return found
-
-
-def _chunk(inside: Sequence[tuple[_Stepped, Piece, int | None]], device: torch.device, parcel: int | None) -> Chunk:
-    """A chunk of these pieces, with the first byte of each in the parcel."""
-    cuts, nbytes = [], 0
-    for row, piece, in_parcel in inside:
-        if not piece.is_whole and not is_dense(row.local):
-            raise PlacementError(
-                f"The states of {name_of(row.parameter)} do not fit a buffer, and cannot be cut.",
-                why="its elements have gaps in memory",
-                fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
-            )
-        numbered = Piece(row.number, piece.start, piece.stop, piece.is_whole)
-        cuts.append(SteppedPiece(numbered, row.group, row.local, row.schema, nbytes, in_parcel))
-        nbytes += _states_nbytes(row.schema, piece.numel)
-    return Chunk(cuts, nbytes, device, parcel)
 
 
 def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[int, _Stepped]) -> None:

@@ -1,4 +1,4 @@
-"""Fetches chunks ahead, hands each to a function, and writes it back, in a few buffers.
+"""Fetches chunks ahead, hands each to a function, and writes it back, in a few buffers: at once, or as far as it is needed.
 
     chunk        0      1      2      3      4         with four buffers
     fetch        ====   ====   ====   ....   ....      two ahead of the one that is computed
@@ -11,6 +11,22 @@ Reads and writes are under way beside each other and beside the computation; wha
 direction begins with those: it reads four buffers less, and has work from its first moment, while the disk fetches the rest.
 So whatever the disk could not be asked to do before (a norm over all gradients decides by how much they are clipped) costs
 a step no waiting for it.
+
+[Note: a pass that waits] A step may be taken piece by piece, each piece before whatever would read or write what it steps.
+
+    step()       gradients, rates and options are those of now; nothing is computed yet
+    forward      unit 0 is about to be read: its chunks are stepped, and it is read
+                 unit 1 ...                        meanwhile the device computes unit 0, and the disk brings the next chunks
+
+So updated weights return unit by unit, and the next forward begins when its first units are there. What the loop does in
+between (a norm of gradients, an average of parameters, `state_dict()`, an edit) finds what it would have found: everything in
+a tier is read and written through its `Record`, and a record asks first whether a step waits for it. That holds for
+parameters and gradients in tiers; what is in memory can be read by anybody, and is stepped at once.
+
+A step whose disk fails meanwhile fails where it is asked for: in a forward, on every rank, as a disk does that fails there.
+It stays half taken, and its optimizer remembers.
+
+The one-step delayed update of ZeRO-Offload (Ren et al. 2021) overlaps more, and changes the numbers; this does not.
 """
 
 from __future__ import annotations
@@ -19,11 +35,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from zero_fn.errors import StorageError
+import torch
+
+from zero_fn.errors import StateError, StorageError
+from zero_fn.runtime.record import Record
+from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import Waited, wait_all
 from zero_fn.streamed.store import BUFFERS
 
-__all__ = ["Lane", "Pass", "Transfers", "each_chunk"]
+__all__ = ["Lane", "Pass", "Transfers", "Waiting", "each_chunk"]
 
 Transfers = Sequence[Waited | None]
 """What is under way; None was there already."""
@@ -49,6 +69,7 @@ class Pass:
     """Brings chunks into memory, in order, computes with each, and puts it back; as far as it is asked to.
 
     Attributes:
+        count: How many chunks there are.
         done: How many were computed.
     """
 
@@ -63,7 +84,7 @@ class Pass:
             compute: What to do with each, as `compute(chunk, *memory)`; it may change the memory.
             writes: Whether it does, and parts are to be put back.
         """
-        self.done = 0
+        self.count, self.done = len(order), 0
         self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
         self._fetches: dict[int, list[tuple[Any, Transfers]]] = {}
         self._puts: dict[int, list[Transfers]] = {}  # by lane
@@ -75,7 +96,7 @@ class Pass:
             StorageError: A write failed.
         """
         turn = self.done
-        for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, len(self._order))):
+        for later in range(turn + len(self._fetches), min(turn + BUFFERS // 2 + 1, self.count)):
             _wait(self._puts.pop(later - BUFFERS, ()))
             self._fetches[later] = []
             for lane in self._lanes:
@@ -115,7 +136,7 @@ class Pass:
 
     def close(self) -> None:
         """Lets nothing be under way; what was not computed stays as it was."""
-        is_whole = self.done == len(self._order) and not self._puts
+        is_whole = self.done == self.count and not self._puts
         left = [transfers for fetched in self._fetches.values() for _, transfers in fetched]
         for transfers in (*left, *(each for put in self._puts.values() for each in put)):
             with suppress(StorageError):  # the first failure is the one that is told
@@ -128,6 +149,110 @@ class Pass:
 
 def _wait(transfers: Sequence[Transfers]) -> None:
     wait_all(transfer for each in transfers for transfer in each)
+
+
+class Waiting:
+    """A pass of a step that is taken as far as it is needed. [Note: a pass that waits]
+
+    The records that it reads and writes hold it until then, so that parameters may outlive their optimizer.
+
+    Attributes:
+        failure: Why it cannot go on.
+    """
+
+    def __init__(self, visits: Pass, records: Sequence[Sequence[Record]], first: Lane) -> None:
+        """Lets a pass wait. Whoever makes it finishes it.
+
+        Args:
+            visits: The pass.
+            records: What each of its chunks reads and writes, but for states.
+            first: The lane of these: who reads them waits for what has come through it.
+
+        Raises:
+            StorageError: The disk failed. Nothing waits.
+        """
+        self.failure: Exception | None = None
+        self._visits, self._first, self._is_stepping = visits, first, False
+        self._counts = {record: number for number, each in enumerate(records, start=1) for record in each}
+        for record in self._counts:
+            record.drop()  # fetched before the step
+        try:
+            visits.fetch()
+        except BaseException:
+            visits.close()
+            raise
+        for record, count in self._counts.items():
+            record.waited_for = self.reach, count
+
+    @uncompiled
+    def reach(self, count: int) -> None:
+        """Steps until so many chunks are done, and what they have stepped is back.
+
+        Raises:
+            StorageError: The disk failed, now or before.
+        """
+        if self._is_stepping:
+            return  # what the step itself reads
+        if self.failure is not None:
+            raise self.failure
+        if count <= self._visits.done:
+            return
+        self._is_stepping = True
+        try:
+            # Whoever reads may be in the midst of anything; what is stepped here is to be stepped again.
+            with torch.inference_mode(False), torch.no_grad():
+                self._visits.reach(count)
+                self._visits.wait(self._first)  # states may still be on their way
+                if count < self._visits.count:
+                    self._visits.fetch()
+        except BaseException as error:
+            self.failure = error if isinstance(error, Exception) else _interrupted(error, self.progress)
+            self._visits.close()
+            count = self._visits.count  # nothing waits any more
+            raise
+        finally:
+            self._is_stepping = False
+            self._let_go(count)
+
+    def finish(self) -> None:
+        """Takes all of it.
+
+        Raises:
+            StorageError: The disk failed, now or before.
+        """
+        self.reach(self._visits.count)
+        try:
+            self._visits.wait()
+        except Exception as error:
+            self.failure = error
+            raise
+        finally:
+            self._visits.close()
+
+    def abandon(self) -> None:
+        """Nobody finishes it any more: it ends, unless the model of any of its parameters is alive, whose records have it."""
+        if all(record.owner() is None for record in self._counts):
+            self._let_go(self._visits.count)
+
+    @property
+    def progress(self) -> str:
+        """How many chunks were stepped, of how many."""
+        return f"{self._visits.done} of {self._visits.count} chunks"
+
+    def _let_go(self, count: int) -> None:
+        """Nothing waits for what no chunk after so many steps."""
+        for record, last in self._counts.items():
+            if last <= count and record.waited_for == (self.reach, last):  # and not that of a later step
+                record.waited_for = None
+
+
+def _interrupted(error: BaseException, progress: str) -> StateError:
+    return StateError(
+        "A step that waited was interrupted half-way.",
+        by=type(error).__name__,
+        stepped=progress,
+        fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
+    )
 
 
 def each_chunk(
@@ -151,7 +276,7 @@ def each_chunk(
     order = list(reversed(chunks)) if backwards else chunks
     visits = Pass(lanes, order, compute, writes=writes)
     try:
-        visits.reach(len(order))
+        visits.reach(visits.count)
         visits.wait()
     finally:
         visits.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.streamed.inner import replaced
-from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, parcel_of, rooms_of
+from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
 from zero_fn.streamed.pipeline import Transfers, each_chunk
 from zero_fn.streamed.places import place_of
 from zero_fn.streamed.store import Store
@@ -72,12 +72,12 @@ class States:
         planned = self._planner.chunks(new, len(self.known))
         self.known = [*self.known, *new]
         # A parcel is read, stepped and written back as one: new parameters in it join the chunk that there is.
-        chunk_of = {parcel_of(c, self.known): at for at, c in enumerate(self.chunks) if c.parcel is not None}
-        joining = {chunk_of[key]: c for c in planned if (key := parcel_of(c, self.known)) in chunk_of}
+        chunk_of = {key: at for at, chunk in enumerate(self.chunks) if (key := self._parcel_of(chunk)) is not None}
+        joining = {at: chunk for chunk in planned if (at := chunk_of.get(self._parcel_of(chunk))) is not None}
         for at, chunk in joining.items():
             self._planner.require_buffer(self.chunks[at].nbytes + chunk.nbytes)
         for at, chunk in joining.items():
-            self.chunks[at] = self._grown(self.chunks[at], chunk)
+            self.chunks[at] = self._joined(self.chunks[at], chunk)
         self.chunks += self._with_room([chunk for chunk in planned if chunk not in joining.values()])
         self.rings = rings_for(self.chunks, self.known)
 
@@ -163,15 +163,17 @@ class States:
             self.stores[tier].reserve(members, device)
         return chunks
 
-    def _grown(self, old: Chunk, new: Chunk) -> Chunk:
-        """A chunk with the pieces and states of another, and more pieces."""
+    def _parcel_of(self, chunk: Chunk) -> Hashable:
+        """The parcel that a chunk steps, None if it is in memory."""
+        place = place_of(self.known[chunk.cuts[0].piece.parameter]) if chunk.parcel is not None else None
+        return (place.record, chunk.parcel) if place is not None else None
+
+    def _joined(self, old: Chunk, new: Chunk) -> Chunk:
+        """A chunk with the pieces and states of one, and the pieces of another."""
         kept: list[Tensor] = []
         if old.is_stored:
             self._visit([old], lambda _, memory: kept.append(memory.clone()), writes=False)
-        for cut in new.cuts:
-            cut.shift(old.nbytes)
-        cuts = sorted([*old.cuts, *new.cuts], key=lambda cut: cut.group)
-        chunk = Chunk(cuts, old.nbytes + new.nbytes, old.device, old.parcel, old.tier)
+        chunk = Chunk([*old.cuts, *new.cuts], old.device, old.parcel, old.tier)
         self._with_room([chunk])
         if kept:
             self._visit([chunk], lambda _, memory: memory[: old.nbytes].copy_(kept[0][: old.nbytes]))

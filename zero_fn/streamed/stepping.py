@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.inner import raw_step, replaced
 from zero_fn.streamed.one_pass import steps_in_one_pass
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
-from zero_fn.streamed.pipeline import Pass, each_chunk
+from zero_fn.streamed.pipeline import Pass, Waiting, each_chunk
 from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
-from zero_fn.streamed.waiting import Waiting
 from zero_fn.streamed.windows import Window, Windows
 
 __all__ = ["Steps"]
+
+_group = attrgetter("group")
 
 
 class Steps:
@@ -181,7 +183,7 @@ class _Step:
         state: defaultdict[Any, Any] = defaultdict(dict)
         groups: list[dict[str, Any]] = []
         stepped: dict[SteppedPiece, nn.Parameter] = {}
-        for number, cuts in groupby(window.values, key=lambda cut: cut.group):
+        for number, cuts in groupby(sorted(window.values, key=_group), key=_group):
             members = []
             for cut in cuts:
                 stand_in = stepped[cut] = self._stand_in(cut, window, states.device)

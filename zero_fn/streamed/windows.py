@@ -22,11 +22,10 @@ from torch import Tensor
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Record, record_of
-from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Ring, Transfer, Waited
-from zero_fn.streamed.pieces import Chunk, SteppedPiece, contiguous_stride, padded_nbytes
+from zero_fn.storage import Ring, Waited
+from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.streamed.places import KINDS, away_of, parcels_away
 from zero_fn.streamed.store import NOTHING, ring_of
@@ -35,7 +34,9 @@ from zero_fn.tiers import Cpu, is_accelerator
 __all__ = ["PASSING", "Window", "Windows", "rings_for", "sizes_passing"]
 
 PASSING = (*(f"{kind} from their tier" for kind in KINDS), "what is on the device")
-"""What passes through buffers."""
+"""What passes through buffers, in the order of their rings."""
+
+_PARAMETERS, _COPIES, _GRADIENTS, _VISITS = range(4)
 
 
 def sizes_passing(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[list[int]]:
@@ -45,7 +46,7 @@ def sizes_passing(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list
         [parcel.nbytes for tier, parcels in away[kind] if not isinstance(tier, Cpu) for parcel in parcels]
         for kind in KINDS
     ]
-    return [*found, [nbytes for chunk in chunks if (nbytes := _visit_nbytes(chunk, parameters))]]
+    return [*found, [chunk.visits_nbytes for chunk in chunks if chunk.visits_nbytes]]
 
 
 def rings_for(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[Ring]:
@@ -58,18 +59,18 @@ def rings_for(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[Rin
     return [ring_of(sizes, name) for sizes, name in zip(sizes_passing(chunks, parameters), names, strict=True)]
 
 
-def _visit_nbytes(chunk: Chunk, parameters: Sequence[Tensor]) -> int:
-    """Bytes of a buffer through which what a chunk has on its device passes, if its states are on the host."""
-    if chunk.tier is None or not is_accelerator(chunk.device.type):
-        return 0
-    each = ((cut, parameters[cut.piece.parameter]) for cut in chunk.cuts)
-    return sum(sum(_visiting(parameter)) * padded_nbytes(cut.piece.numel, parameter.dtype) for cut, parameter in each)
+class Visit:
+    """One way of a visit: a copy between the host and an accelerator, under way beside the computation."""
 
+    __slots__ = ("_end",)
 
-def _visiting(parameter: Tensor) -> tuple[bool, bool]:
-    """Whether there is room for visits of a parameter, and of its gradient: if they do not rest in a tier."""
-    slot = slot_of(parameter)
-    return slot is None or not slot.kind.is_away, slot is None or not slot.kind.is_gradient_away
+    def __init__(self, to: Tensor, source: Tensor) -> None:
+        device = source.device if to.device.type == "cpu" else to.device
+        self._end = side_stream(device).copy(to, source)
+
+    def wait(self) -> None:
+        """See `Transfer.wait`."""
+        self._end.synchronize()
 
 
 @dataclass(slots=True)
@@ -79,7 +80,9 @@ class Window:
     Attributes:
         values, grads: Of the pieces that have a gradient: in a parcel, in a buffer on the host, or where they rest.
         record: Of the parameters, if they rest in a tier.
-        parcel, copy: Memory of their parcel, and for the parcel of their compute copies.
+        parcel, copy, of_grads: Memory of their parcel, for the parcel of their compute copies, and of that of gradients.
+        visits: Memory for what comes from an accelerator.
+        arriving: What is on its way into all this.
         leaving: What goes back to an accelerator: where it goes, and from where.
     """
 
@@ -88,7 +91,24 @@ class Window:
     record: ParameterRecord | None = None
     parcel: Tensor = NOTHING
     copy: Tensor = NOTHING
+    of_grads: Tensor = NOTHING
+    visits: Tensor = NOTHING
+    arriving: list[Waited | None] = field(default_factory=list)
     leaving: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def bring(self, there: Tensor, begin: int | None) -> Tensor | None:
+        """Begins to copy a tensor of an accelerator into the room for its visit; None if it is to stay where it is.
+
+        The room is laid out alike if the tensor is dense. Copies the other way round need memory of their own, which is gone
+        before an asynchronous one has ended.
+        """
+        is_on_device = not isinstance(there, TierTensor) and is_accelerator(there.device.type)
+        if begin is None or not is_on_device or not self.visits.numel() or not there.numel():
+            return None
+        flat = self.visits[begin : begin + there.numel() * there.itemsize].view(there.dtype)
+        room = flat.view(there.shape) if not is_dense(there) else flat.as_strided(there.shape, there.stride())
+        self.arriving.append(Visit(room, there))
+        return room
 
 
 class Windows:
@@ -107,22 +127,19 @@ class Windows:
         self._laid: dict[int, Tensor] = {}
 
     def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
-        window, transfers, grads = Window(), list[Waited | None](), None
-        window.record, of_gradients = self._record(chunk), self._record_of_gradients(chunk)
+        window = Window(record=self._record(chunk), visits=self._buffer(_VISITS, chunk.visits_nbytes))
+        of_gradients = self._record_of_gradients(chunk)
         if window.record is not None:
-            window.parcel = self._parcel(0, window.record, chunk)
-            transfers.append(_read(window.record, chunk, window.parcel))
+            window.parcel = self._parcel(_PARAMETERS, window.record, chunk, window.arriving)
             if window.record.copies is not None:
-                window.copy = self._parcel(1, window.record.copies, chunk)
+                window.copy = self._parcel(_COPIES, window.record.copies, chunk)
         if of_gradients is not None:
-            grads = self._parcel(2, of_gradients, chunk)
-            transfers.append(_read(of_gradients, chunk, grads))
-        visits = _Visits(self._buffer(3, _visit_nbytes(chunk, self._known)))
+            window.of_grads = self._parcel(_GRADIENTS, of_gradients, chunk, window.arriving)
         for cut in chunk.cuts:
             if cut.piece.parameter in self._grads:
-                self._show_value(cut, window, visits)
-                self._show_grad(cut, window, visits, grads)
-        return window, [*transfers, visits.begun]
+                self._show_value(cut, window)
+                self._show_grad(cut, window, is_in_parcel=of_gradients is not None)
+        return window, window.arriving
 
     def keep(self, chunk: Chunk, window: Window) -> Transfers:
         transfers: list[Waited | None] = []
@@ -130,31 +147,30 @@ class Windows:
             transfers.append(window.record.write_parcel(window.record.parcels[chunk.parcel], window.parcel))
             if window.copy.numel():
                 transfers.append(window.record.write_copy(chunk.parcel, window.copy))
-        ends = [side_stream(there.device).copy(there, room) for there, room in window.leaving]
-        return [*transfers, *map(_CopiedOut, ends[-1:])]  # they leave one after the other
+        return [*transfers, *(Visit(there, room) for there, room in window.leaving)]
 
     def forget(self) -> None:
         """Nothing to do: what a window shows comes anew in every pass."""
 
-    def _show_value(self, cut: SteppedPiece, window: Window, visits: _Visits) -> None:
-        parameter = self._known[cut.piece.parameter]
+    def _show_value(self, cut: SteppedPiece, window: Window) -> None:
         if window.record is not None and cut.in_parcel is not None:
-            window.values[cut] = cut.at(window.parcel, cut.in_parcel, parameter.dtype)
+            window.values[cut] = cut.at(window.parcel, cut.in_parcel, cut.dtype)
             return
-        value = window.values[cut] = cut.of(local_of(parameter))
-        if visits.takes(value) and _visiting(parameter)[0]:
-            window.values[cut] = visits.bring(value, parameter.dtype)
-            window.leaving.append((value, window.values[cut]))
+        value = cut.of(local_of(self._known[cut.piece.parameter]))
+        room = window.bring(value, cut.visits[0])
+        window.values[cut] = value if room is None else room
+        if room is not None:
+            window.leaving.append((value, room))
 
-    def _show_grad(self, cut: SteppedPiece, window: Window, visits: _Visits, grads: Tensor | None) -> None:
-        parameter, grad = self._known[cut.piece.parameter], local_of(self._grads[cut.piece.parameter])
-        if grads is not None and cut.in_parcel is not None and isinstance(grad, TierTensor):
-            window.grads[cut] = cut.at(grads, cut.in_parcel, parameter.dtype)
+    def _show_grad(self, cut: SteppedPiece, window: Window, *, is_in_parcel: bool) -> None:
+        grad = local_of(self._grads[cut.piece.parameter])
+        if is_in_parcel and cut.in_parcel is not None and isinstance(grad, TierTensor):
+            window.grads[cut] = cut.at(window.of_grads, cut.in_parcel, cut.dtype)
             return
-        grad = window.grads[cut] = cut.of(self._laid_as_parameter(cut, grad))
+        grad = cut.of(self._laid_as_parameter(cut, grad))
         # One of a larger dtype than its parameter's has no room, nor one that was to be in a tier: the step copies it.
-        if visits.takes(grad) and _visiting(parameter)[1] and grad.itemsize <= parameter.itemsize:
-            window.grads[cut] = visits.bring(grad, parameter.dtype)
+        room = window.bring(grad, cut.visits[1]) if grad.itemsize <= cut.dtype.itemsize else None
+        window.grads[cut] = grad if room is None else room
 
     def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:
         number, local = cut.piece.parameter, local_of(self._known[cut.piece.parameter])
@@ -183,62 +199,19 @@ class Windows:
                 found.add(record_of(grad))
         return found.pop() if len(found) == 1 else None
 
-    def _parcel(self, kind: int, record: Record, chunk: Chunk) -> Tensor:
-        """Memory for the parcel of a chunk."""
+    def _parcel(self, kind: int, record: Record, chunk: Chunk, arriving: list[Waited | None] | None = None) -> Tensor:
+        """Memory for the parcel of a chunk; its content comes if `arriving` takes note of it."""
         assert chunk.parcel is not None
         parcel = record.parcels[chunk.parcel]
-        return record.memory_of(parcel) if record.is_addressable else self._buffer(kind, parcel.nbytes)
+        if record.is_addressable:
+            return record.memory_of(parcel)
+        memory = self._buffer(kind, parcel.nbytes)
+        if arriving is not None:
+            arriving.append(record.read_parcel(parcel, memory))
+        return memory
 
     def _buffer(self, kind: int, nbytes: int) -> Tensor:
         if not nbytes:
             return NOTHING  # it takes no turn: a ring has no more buffers than there are chunks that pass through it
         self._turns[kind] += 1
         return self._rings[kind].buffer(self._turns[kind], nbytes)
-
-
-def _read(record: Record, chunk: Chunk, memory: Tensor) -> Transfer | None:
-    assert chunk.parcel is not None
-    return None if record.is_addressable else record.read_parcel(record.parcels[chunk.parcel], memory)
-
-
-class _CopiedOut:
-    """A copy between the host and an accelerator, under way."""
-
-    __slots__ = ("_end",)
-
-    def __init__(self, end: torch.Event) -> None:
-        self._end = end
-
-    def wait(self) -> None:
-        """See `Transfer.wait`."""
-        self._end.synchronize()
-
-
-class _Visits:
-    """What comes from an accelerator, in one buffer.
-
-    Attributes:
-        begun: The last copy; they come one after the other.
-    """
-
-    def __init__(self, memory: Tensor) -> None:
-        self.begun: _CopiedOut | None = None
-        self._memory, self._begin = memory, 0
-
-    def takes(self, there: Tensor) -> bool:
-        """Whether a tensor is to come."""
-        is_on_device = not isinstance(there, TierTensor) and is_accelerator(there.device.type)
-        return is_on_device and self._memory.numel() > 0 and there.numel() > 0
-
-    def bring(self, there: Tensor, dtype: torch.dtype) -> Tensor:
-        """Begins to copy a tensor into room for as many elements of a dtype.
-
-        Returns:
-            Where it will be: laid out alike if that is dense. Copies the other way round need memory of their own, which is
-            gone before an asynchronous one has ended.
-        """
-        flat = self._memory[self._begin : self._begin + there.numel() * there.itemsize].view(there.dtype)
-        self._begin += padded_nbytes(there.numel(), dtype)
-        room = flat.as_strided(there.shape, there.stride() if is_dense(there) else contiguous_stride(there.shape))
-        self.begun = _CopiedOut(side_stream(there.device).copy(room, there))
-        return room
