@@ -25,7 +25,7 @@ BUDGET = {
     "plan": 1040,
     "runtime": 8450,
     "storage": 1415,
-    "streamed": 2560,
+    "streamed": 2480,
     "transforms": 1590,
     "transport": 2395,
     "": 4190,
