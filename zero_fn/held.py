@@ -78,7 +78,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
     for unit in units_of(module):
         memory = unit.in_flight.memory
         parameters += [*unit.groups.kept(), *(slot.flat for slot in unit.slots)]  # with the padding between them
-        parameters += [*(memory.buffers if memory is not None else ()), *(unit.shown.unsharded_values or ())]
+        parameters += memory.buffers if memory is not None else ()
         gradients += [grad for grad in unit.gradients.local if grad is not None]
         buffers += unit.gradients.memory().held()
     shelves = [shelf for run in {unit.run for unit in units_of(module)} for _, shelf in run.away.shelves()]

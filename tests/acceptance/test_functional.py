@@ -242,8 +242,10 @@ def test_g21_a_swap_leaves_units_and_parameters_as_they_were(ranks: Ranks) -> No
             broken = {**values, "leave.weight": torch.randn(6, 5)}
             with pytest.raises(zf.PlacementError, match=r"leave\.weight"):
                 functional_call(model, broken, (x,))
-            with zf.unsharded(model):
-                assert torch.equal(functional_call(model, values, (x,)), Stack_of(values)(x))
+            for block in (zf.unsharded(model), zf.accumulate(model, unshard=True)):
+                with block:
+                    assert torch.equal(functional_call(model, values, (x,)), Stack_of(values)(x))
+                    assert torch.equal(model(x), expected)
             assert torch.equal(model(x), expected)
             assert [id(parameter) for parameter in model.parameters()] == before
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
@@ -41,7 +42,7 @@ from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
-from zero_fn.runtime.whole_step import cast_leaves, show_in_backward
+from zero_fn.runtime.whole_step import see_leaves, show_in_backward
 
 __all__ = [
     "Attached",
@@ -70,7 +71,7 @@ class _Begun:
     """A call that entered its unit.
 
     Attributes:
-        use: What the unit was entered for; None in a block in which it is whole.
+        use: What the unit was entered for; None in a block in which its parameters are whole.
         tensors: The whole parameters, as modules see them.
         error_before: The exception that was being handled when it began.
         has_backward: Whether what autograd saves is packed, and the output is watched.
@@ -147,7 +148,7 @@ class Attached:
             self._forget()
         if unit.running:
             return False
-        if unit.shown.leaves is not None:
+        if unit.shown.leaves is not None and not self._recomputes_before_block():
             self._begin_with_leaves()
             return True
         if self.run.backwards.is_recomputing(unit, self):
@@ -212,12 +213,18 @@ class Attached:
             use.unit.shown.require_unchanged(use.unit.name, begun.tensors)
         return output
 
+    def _recomputes_before_block(self) -> bool:
+        """Whether a checkpoint computes a forward again that came before the block in which parameters are whole."""
+        return current_graph_task() != -1 and bool(self.run.module.graphs.uses_of(self.unit.index))
+
     def _begin_with_leaves(self) -> None:
         """A forward of the plain module that the unit is for a while. (whole_step.py)"""
-        begun = self._begun = _Begun(None)
+        called_outside(self.run.forwards.agree)
+        begun = _Begun(None)
+        begun.tensors = see_leaves(self.unit)
+        self._begun = begun
         self.unit.running += 1
         _take_hooks_inside(self.unit, self._module())
-        begun.tensors = cast_leaves(self.unit)
         self.unit.shown.show(begun.tensors)
 
     def _end_with_leaves(self, begun: _Begun, output: Any, *, failed: bool) -> Any:
@@ -232,6 +239,7 @@ class Attached:
             return output
         finally:
             unit.running -= 1
+            unit.shown.swapped = {}
             unit.shown.hide()
 
     def _require_run(self) -> None:

@@ -134,7 +134,10 @@ class Forwards:
         kind, unit = type(action), self._module.units[action.unit]()
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
-            unit.unshard()
+            if (
+                self.current is None or unit.shown.leaves is None
+            ):  # backwards need what forwards before the block have read
+                unit.unshard()
         elif kind is Await:
             unit.await_gathered()
         elif kind is Reshard:
@@ -185,8 +188,7 @@ class Forwards:
         refuse_new(self._module)
         if present != self._present:
             self._forget_gone(present)
-        if not self.has_agreed:
-            self._agree()
+        self.agree()
         if self.statistics.is_active and not is_swapped:
             self._broadcast_statistics()
         return is_swapped
@@ -201,9 +203,11 @@ class Forwards:
             if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
         }
 
-    def _agree(self) -> None:
+    def agree(self) -> None:
         """Ranks compare what they hold, once, and again after loading."""
         module = self._module
+        if self.has_agreed:
+            return
         if (root := module.root()) is not None:
             require_written_buffers(root)
         self.has_agreed = True

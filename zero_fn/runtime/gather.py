@@ -24,8 +24,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
-from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.swapped import is_transforming, outside_transforms
+from zero_fn.runtime.swapped import in_compute_dtype, is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse, UseInBackward, will_execute
@@ -79,17 +78,12 @@ def gather(use: UnitUse) -> list[Tensor]:
         return _gathered(use)
     with outside_transforms():  # [Note: torch.func sees whole tensors]
         tensors = _gathered(use) if not unit.shown.is_replaced else []
-    return [_in_compute_dtype(slot, swapped[i]) if i in swapped else tensors[i] for i, slot in enumerate(unit.slots)]
-
-
-def _in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
-    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
+    return [in_compute_dtype(slot, swapped[i]) if i in swapped else tensors[i] for i, slot in enumerate(unit.slots)]
 
 
 def _gathered(use: UnitUse) -> list[Tensor]:
     unit = use.unit
-    values = unit.shown.unsharded_values
-    tensors = unit.in_flight.tensors() if values is None else _cast_values(unit, values)
+    tensors = unit.in_flight.tensors()
     leaves = [slot.parameter for slot in unit.slots]
     trained = [leaf.requires_grad for leaf in leaves] if torch.is_grad_enabled() else []
     if True not in trained:
@@ -100,14 +94,6 @@ def _gathered(use: UnitUse) -> list[Tensor]:
     assert node is not None
     use.node = weakref.ref(node)
     return placed(unit.slots, outputs) if unit.has_model_axes else list(outputs)
-
-
-def _cast_values(unit: Unit, values: Sequence[Tensor]) -> list[Tensor]:
-    """Whole values of a block of `unsharded`, in the compute dtype, with autograd identities of their own."""
-    return [
-        whole.to(slot.kind.compute_dtype) if slot.kind.compute_dtype != whole.dtype else whole.data
-        for slot, whole in zip(unit.slots, values, strict=True)
-    ]
 
 
 def _apply(function: type[torch.autograd.Function], *args: object) -> tuple[Tensor, ...]:

@@ -14,7 +14,6 @@ from torch.jit import ScriptModule
 from zero_fn.errors import PlacementError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.transformed import Transformed
-from zero_fn.runtime.unit import Unit
 
 __all__ = ["forget_if_changed", "forget_members", "refuse_late", "refuse_new"]
 
@@ -76,7 +75,7 @@ def refuse_late(transformed: Transformed) -> bool:
         PlacementError: One belongs to no unit, or not to this place of the model.
     """
     root = transformed.root()
-    if root is None or any(_is_whole(unit) for unit in transformed.live_units()):
+    if root is None or any(unit.shown.leaves is not None for unit in transformed.live_units()):
         return False
     for name, module in root.named_modules():
         for attribute, parameter in module._parameters.items():
@@ -89,10 +88,6 @@ def refuse_late(transformed: Transformed) -> bool:
                     "zf.shard_params(added, axis)",
                 )
     return True
-
-
-def _is_whole(unit: Unit) -> bool:
-    return unit.shown.unsharded_values is not None or unit.shown.leaves is not None
 
 
 def _is_known(parameter: nn.Parameter, module: nn.Module, attribute: str) -> bool:

@@ -26,7 +26,6 @@ class Shown:
 
     Attributes:
         swapped: Tensors that stand in for parameters in the running forward, by number: `torch.func.functional_call`.
-        unsharded_values: Whole values, in a block of `unsharded`.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         last_entry: The entry at which the last forward with gradients began, weakly.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
@@ -46,7 +45,6 @@ class Shown:
                 self._by_module[number][1].append((place.attribute, i))
         self._aliased = [(place, i) for i, slot in enumerate(slots) for place in slot.places if place.aliases]
         self.swapped: dict[int, Tensor] = {}
-        self.unsharded_values: list[Tensor] | None = None
         self.leaves: list[nn.Parameter] | None = None
         self.last_entry: Callable[[], object] = _no_entry
         self.backward_entry: object = None
@@ -61,7 +59,7 @@ class Shown:
     @property
     def is_ours(self) -> bool:
         """Whether forwards read the gathered parameters: nothing stands in for them."""
-        return self.unsharded_values is None and self.leaves is None and not self.is_replaced
+        return self.leaves is None and not self.is_replaced
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
@@ -124,12 +122,11 @@ class Shown:
         Raises:
             PlacementError: One was changed in place.
         """
-        is_registered = self.unsharded_values is not None or self.leaves is not None
         for number, tensor in enumerate(tensors):
-            if number in self.swapped or (is_registered and tensor.is_inference()) or not tensor._version:
+            if number in self.swapped or (self.leaves is not None and tensor.is_inference()) or not tensor._version:
                 continue
             slot = self._slots[number]
-            if is_registered and slot.kind.compute_dtype == slot.dtype:
+            if self.leaves is not None and slot.kind.compute_dtype == slot.dtype:
                 continue
             raise PlacementError(
                 f"The forward changed {slot.fqn!r} in place.",

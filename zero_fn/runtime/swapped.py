@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.slot import Slot
 
-__all__ = ["called_outside", "is_transforming", "outside_transforms", "swapped_values"]
+__all__ = ["called_outside", "in_compute_dtype", "is_transforming", "outside_transforms", "swapped_values"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,6 +84,11 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
             )
         found[i] = swapped[0]
     return found
+
+
+def in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
+    """A whole value as a forward computes with it: cast if it is of the dtype at rest."""
+    return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
 
 
 def _is_resting(value: Tensor, slot: Slot) -> bool:

@@ -122,12 +122,10 @@ class Unit:
         """
         shown = self.shown
         shown.swapped = {}
-        if shown.leaves is not None or (shown.unsharded_values is None and self.at_rest.is_current):
+        if shown.leaves is not None or self.at_rest.is_current:
             return
         self.at_rest.require_in_memory(self.name)
         shown.swapped = swapped_values(self.slots)
-        if shown.unsharded_values is not None:
-            return
         if shown.swapped and all(i in shown.swapped or slot.is_current() for i, slot in enumerate(self.slots)):
             return
         self.reshard()
@@ -136,14 +134,12 @@ class Unit:
 
     # -- gathered ---------------------------------------------------------------------------------------------------
 
-    def unshard(self, *, even_shown: bool = False) -> None:
+    def unshard(self) -> None:
         """Issues the all-gather; `await_gathered` makes its result readable. Does nothing if it was issued, or if other
-        tensors stand under the names; with `even_shown` also where whole values are shown in a block of `unsharded`."""
-        shown, in_flight = self.shown, self.in_flight
-        if in_flight.phase is not Phase.AT_REST or (shown.swapped and shown.is_replaced):
-            return
-        if shown.unsharded_values is None or even_shown:
-            in_flight.begin(self)
+        tensors stand under all names."""
+        shown = self.shown
+        if self.in_flight.phase is Phase.AT_REST and not (shown.swapped and shown.is_replaced):
+            self.in_flight.begin(self)
 
     def await_gathered(self) -> None:
         """Waits for the all-gather that `unshard` issued.
@@ -176,9 +172,6 @@ class Unit:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         if self.in_flight.phase is not Phase.GATHERED or self.shown.backward_entry is None:
             self.run.need_in_backward(self)  # backward has come, or this is the first it sees
-        if self.shown.unsharded_values is not None:
-            self.unshard(even_shown=True)  # of a forward before `unsharded`: what it saved are not the copies in there
-            self.await_gathered()
         memory = self.in_flight.memory
         assert memory is not None, f"{self} is at rest"
         return memory.buffers[group]
@@ -195,13 +188,7 @@ class Unit:
     @property
     def is_in_use(self) -> bool:
         """Whether a forward of the unit runs, a block of the user has its parameters whole, or gradients wait."""
-        shown = self.shown
-        return (
-            self.running > 0
-            or shown.unsharded_values is not None
-            or shown.leaves is not None
-            or self.gradients.has_pending()
-        )
+        return self.running > 0 or self.shown.leaves is not None or self.gradients.has_pending()
 
     def __str__(self) -> str:
         return f"unit {self.name or 'root'}"

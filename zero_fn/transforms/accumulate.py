@@ -10,7 +10,7 @@ from torch import nn
 from zero_fn.runtime.entry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.whole_step import begin_whole_step, end_whole_step
+from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients
 
 __all__ = ["accumulate"]
 
@@ -64,7 +64,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         if unshard:
             for run in runs:
                 run.prepare()
-            begin_whole_step([unit for run in runs for unit in run.module.live_units()])
+            begin_whole([unit for run in runs for unit in run.module.live_units()])
         yield
         failed = False
     finally:
@@ -82,6 +82,9 @@ def _take_over(run: Run, *, failed: bool) -> None:
     for unit in run.module.live_units():
         if unit.shown.leaves is None:
             continue  # an error came before it was gathered
-        grads = end_whole_step(unit)
+        leaves = end_whole(unit)
+        changed = {slot: leaf for slot, leaf in zip(unit.slots, leaves, strict=True) if leaf._version}
+        if changed:  # they had version 0 when they were registered
+            unit.at_rest.scatter(changed)
         if not failed:
-            unit.gradients.add_pending(grads)
+            unit.gradients.add_pending(local_gradients(unit, leaves))

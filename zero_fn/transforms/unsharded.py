@@ -14,7 +14,7 @@ from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_paramete
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.whole_step import register_resting, register_wholes
+from zero_fn.runtime.whole_step import begin_whole, end_whole
 from zero_fn.transport.agreement import agree_along, content_digest
 
 __all__ = ["refresh", "unsharded"]
@@ -29,9 +29,9 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             nearest = (x @ model.head.weight.detach().T).argmax(-1)
 
     Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
-    without communication. They are copies: without `writeback`, edits are dropped with them, and gradients of what is
-    computed with them outside a forward have nowhere to go: such a backward raises. `accumulate(model, unshard=True)` is the
-    block in which whole parameters train. One that tensor parallelism placed is a DTensor on its model axes.
+    without communication. They are copies: without `writeback`, edits are dropped with them, and their gradients have
+    nowhere to go: a backward that reaches one raises. `accumulate(model, unshard=True)` is the block in which whole
+    parameters train. One that tensor parallelism placed is a DTensor on its model axes.
 
     Communicates: one all-gather of every unit of the modules, and with `writeback` 16 bytes per peer. All ranks enter and
     leave together.
@@ -49,23 +49,25 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
-    runs_of(*with_parameters(modules), verb="unsharded")
+    runs = runs_of(*with_parameters(modules), verb="unsharded")
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     require_idle(units, "unsharded")
     for unit in units:
         unit.follow_moved()
     for unit in units:
         unit.mark_stale()
-        wholes = unit.at_rest.gather_whole()
-        for slot, whole in zip(unit.slots, register_wholes(unit, wholes), strict=True):
+    begin_whole(units)
+    for unit in units:
+        for slot, whole in zip(unit.slots, unit.shown.leaves or (), strict=True):
             if whole.requires_grad:
                 whole.register_post_accumulate_grad_hook(partial(_refuse_gradient, slot))  # type: ignore[no-untyped-call]
-        unit.shown.unsharded_values = wholes
     finished = False
     try:
         yield
         finished = True
     finally:
+        for run in runs:
+            run.forwards.statistics.note()
         edited = [_close(unit) for unit in units]
         if writeback and finished:
             for unit, wholes in zip(units, edited, strict=True):
@@ -90,13 +92,9 @@ def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
 
 def _close(unit: Unit) -> list[Tensor]:
     """Registers the resting parameters again; returns the whole ones, as the user left them."""
-    wholes: list[Tensor] = []
-    unit.shown.unsharded_values = None
-    for slot in unit.slots:
-        registered = slot.places[0].registered
-        wholes.append(local_of(registered if registered is not None else slot.parameter))
-    register_resting(unit)
-    return wholes
+    registered = [slot.places[0].registered for slot in unit.slots]
+    leaves = end_whole(unit)
+    return [local_of(own if own is not None else leaf) for own, leaf in zip(registered, leaves, strict=True)]
 
 
 def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
