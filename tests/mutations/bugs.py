@@ -590,7 +590,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "agreement-skipped",
-        "Forwards._agree",
+        "Forwards.agree",
         "ranks that hold different modules",
         "if module.assignment.axis is not None",
         "if module.assignment.axis is None",
