@@ -22,7 +22,11 @@ from tests.ranks import Ranks
 
 _ROOT = Path(__file__).parent.parent
 _GUIDES = _ROOT / "docs" / "guides" / "index.md"
-_PAGES = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("*.md"))]
+_MADE = {"_build", "_generated"}
+_PAGES = [
+    _ROOT / "README.md",
+    *(path for path in sorted((_ROOT / "docs").rglob("*.md")) if not _MADE.intersection(path.parts)),
+]
 _BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")

@@ -44,6 +44,8 @@ from zero_fn.transport.guarded import guard
 from zero_fn.transport.traffic import Sent, traffic
 from zero_fn.units import by_size
 
+__version__ = "0.2.0"
+
 __all__ = [
     "Checkpoint",
     "CheckpointError",
