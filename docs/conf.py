@@ -1,4 +1,4 @@
-"""Sphinx over these pages, run by `.ci/docs`. Three pages of the reference are made here from what the code and the tests use."""
+"""Sphinx over these pages, run by `.ci/docs`. Three pages of the reference are made of what the code and tests use."""
 
 from __future__ import annotations
 
