@@ -5,7 +5,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its state
 """
 
 from zero_fn.check import check, is_transformed
-from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, save, save_async
+from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.describe import Description, describe
 from zero_fn.errors import (
@@ -90,6 +90,7 @@ __all__ = [
     "is_transformed",
     "launch",
     "load",
+    "load_pretrained",
     "materialize",
     "measure_links",
     "nvme",

@@ -171,6 +171,15 @@ def test_strange_strides_in_another_tier(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_strided_away, tmp_path) == [True, True]
 
 
+def test_the_default_device_does_not_matter(tmp_path: Path) -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    with torch.device("meta"):
+        zf.save(tmp_path / "a", model, extra={"noise": torch.ones(2, device="cpu")})
+        found = zf.load(tmp_path / "a", other)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(found["noise"], torch.ones(2))
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 

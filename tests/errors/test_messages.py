@@ -1459,6 +1459,16 @@ def checkpoint_does_not_fit() -> object:
         return zf.load(folder, nn.Linear(3, 2, bias=False, dtype=torch.bfloat16))
 
 
+def pretrained_of_another_kind() -> object:
+    with a_folder() as folder:
+        torch.save({}, folder / "pytorch_model.bin")
+        return zf.load_pretrained(nn.Linear(2, 2), folder)
+
+
+def pretrained_onto_meta() -> object:
+    return zf.load_pretrained(nn.Linear(2, 2, device="meta"), "folder")
+
+
 def checkpoint_of_two_values_for_a_tie() -> object:
     apart, tied = (nn.ModuleDict({"a": nn.Linear(2, 2, False), "b": nn.Linear(2, 2, False)}) for _ in range(2))
     tied["b"].weight = tied["a"].weight
@@ -1663,7 +1673,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_rank,
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
         checkpoint_is_nowhere, checkpoint_is_damaged, checkpoint_is_of_a_later_version, checkpoint_does_not_fit,
-        checkpoint_of_two_values_for_a_tie,
+        checkpoint_of_two_values_for_a_tie, pretrained_of_another_kind, pretrained_onto_meta,
         checkpoint_of_two_tensors_of_one_name, checkpoint_is_there_already, checkpoint_is_being_saved,
         checkpoint_without_a_name, checkpoint_keeps_none, checkpoint_of_what_has_no_form, checkpoint_of_an_odd_dtype,
         checkpoint_of_meta, checkpoint_of_another_optimizer, checkpoint_of_a_state_of_its_own,

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.integrations.worlds import Counting, gpt2, llama, mixtral, place, start
-from tests.ranks import Ranks
+from tests.ranks import Ranks, axis
 from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -70,6 +70,26 @@ def test_a_placed_model_is_the_one_that_is_loaded_whole(
 
 def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
+
+
+def _without_transformers(folder: str, build: Callable[[], nn.Module]) -> None:
+    _written(folder, build, torch.float32, max_shard_size="20KB")
+    wanted = type(build()).from_pretrained(folder)
+    with torch.device("meta"):
+        model = build()
+    model = zf.zero3(model, axis())
+    zf.load_pretrained(model, folder)
+    tokens = Counting().tokens[:2]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+    for (name, buffer), plain in zip(model.named_buffers(), wanted.buffers(), strict=True):
+        assert torch.equal(buffer, plain), name
+    model.train()(input_ids=tokens, labels=tokens).loss.backward()
+
+
+@pytest.mark.parametrize("build", [llama, tied, gpt2])
+def test_a_folder_is_read_into_a_model_on_meta(prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]) -> None:
+    prepared(2).run(_without_transformers, str(tmp_path), build)
 
 
 def _generated(folder: str) -> None:

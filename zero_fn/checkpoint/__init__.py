@@ -13,10 +13,12 @@ fit        how tensors in files fit a model
 whole_fit  how a checkpoint of ours fits a model, an optimizer and anything else
 saving     `save` and `save_async`
 loading    `load`
+pretrained `load_pretrained`: folders of Hugging Face
 """
 
 from zero_fn.checkpoint.folders import Checkpoint, checkpoints
 from zero_fn.checkpoint.loading import load
+from zero_fn.checkpoint.pretrained import load_pretrained
 from zero_fn.checkpoint.saving import Saving, save, save_async
 
-__all__ = ["Checkpoint", "Saving", "checkpoints", "load", "save", "save_async"]
+__all__ = ["Checkpoint", "Saving", "checkpoints", "load", "load_pretrained", "save", "save_async"]

@@ -16,6 +16,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,38 @@ class TensorReader:
                     raise damaged(self._path, why="it ends too early")
                 offset += count
                 view = view[count:]
+
+
+def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
+    """What a file of tensors begins with, whoever has written it.
+
+    Returns:
+        The bytes before the elements, those of the whole file, and what it says of each tensor, by name.
+
+    Raises:
+        StorageError: The disk refused.
+        CheckpointError: It is no such file, or not all of it.
+    """
+    with disk(path, "Reading a checkpoint"), path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length <= min(nbytes, _HEADER_NBYTES) else b""
+    try:
+        table: dict[str, Any] = json.loads(text)
+        table.pop("__metadata__", None)
+        for name, entry in table.items():
+            first, last = entry["data_offsets"]
+            if last - first != DTYPES[entry["dtype"]].itemsize * prod(entry["shape"]) or not 0 <= first <= last:
+                raise ValueError(f"{name} does not have the bytes of its shape")
+            if 8 + length + last > nbytes:
+                raise ValueError(f"it ends before {name} does")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise damaged(path, why=f"it is no safetensors file, or not all of it: {error}") from error
+    return 8 + length, nbytes, table
+
+
+_HEADER_NBYTES = 100_000_000
+"""The most bytes of a header that the format allows."""
 
 
 def damaged(path: Path, **facts: object) -> CheckpointError:

@@ -104,7 +104,12 @@ class Fit:
                 checkpoint=path,
                 **{f"{number}": line for number, line in enumerate(shown, 1)},
                 fix="build the model with the sizes and dtypes of the checkpoint; rename= for other names; strict=False to "
-                "leave what is in one of them only; only= for a part",
+                "leave what is in one of them only; "
+                + (
+                    "from_pretrained inside zero_fn.integrations.transformers.placed, where transformers converts names"
+                    if self.rounds
+                    else "only= for a part"
+                ),
             )
 
     def require_wanted(self, source: Pieces, together: Together, *, is_strict: bool) -> None:

@@ -181,8 +181,13 @@ def name_in_file(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 
-def named_tensors(module: nn.Module, where: Where) -> Named:
+def named_tensors(module: nn.Module, where: Where, *, on_meta: bool = False) -> Named:
     """Parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
+
+    Args:
+        module: Any.
+        where: See `save`.
+        on_meta: Whether they may lack memory.
 
     Raises:
         CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files lack.
@@ -209,7 +214,7 @@ def named_tensors(module: nn.Module, where: Where) -> Named:
             name = name_in_file(key if tile is None else f"{tile[0]}.{attribute}".lstrip("."))
             if known.setdefault(id(tensor), name) != name:
                 found.aliases[name] = known[id(tensor)]
-            leaf = None if id(tensor) in seen else _leaf_of(name, tensor, is_buffer=is_buffer)
+            leaf = None if id(tensor) in seen else _leaf_of(name, tensor, is_buffer=is_buffer, on_meta=on_meta)
             seen.add(id(tensor))
             if leaf is None:
                 continue
@@ -227,9 +232,9 @@ def named_tensors(module: nn.Module, where: Where) -> Named:
     return found
 
 
-def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool) -> Leaf | None:
+def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> Leaf | None:
     require_dtype(name, tensor.dtype)
-    if local_of(tensor).is_meta:
+    if local_of(tensor).is_meta and not on_meta:
         raise CheckpointError(
             f"{name} is on meta: it has no values.",
             fix="zf.materialize(model, device) first; it may be saved and loaded then",

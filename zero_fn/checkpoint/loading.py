@@ -178,7 +178,7 @@ def fill_together(
 
 def _failure_of(act: Callable[[], None]) -> Exception | None:
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
             act()
     except Exception as error:
         return error

@@ -378,7 +378,7 @@ class _Writing:
         """Does something unless something else has failed."""
         if self.failure is None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
                     act()
             except Exception as error:
                 self.failure = error

@@ -8,7 +8,8 @@ draws the weights of a projection below it anew. Memory is filled with a pattern
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 from zero_fn.runtime.whole_step import register_resting
 from zero_fn.transport.agreement import content_digest
 
-__all__ = ["materialize"]
+__all__ = ["allocate", "materialize", "require_ways"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,17 +59,37 @@ def materialize(module: M, device: torch.device | str) -> M:
     """
     for run in runs_of(module, verb="materialize"):
         run.forwards.note_loaded()
-    ways = _ways(module)
-    _require_ways(module, ways)
+    _fill(module, device, lambda _: False)
+    return module
+
+
+def allocate(module: nn.Module, device: torch.device | str, is_read: Callable[[Tensor], bool]) -> None:
+    """`materialize` for a module whose values are read from files next: only what these lack is drawn.
+
+    Args:
+        module, device: See `materialize`.
+        is_read: Whether somebody writes this parameter or buffer afterwards. No unit that is read is ever whole.
+
+    Raises:
+        StateError: Nothing gives values to what is not read.
+    """
+    _fill(module, device, is_read)
+
+
+def _fill(module: nn.Module, device: torch.device | str, is_read: Callable[[Tensor], bool]) -> None:
+    require_ways(module, is_read)
+    late = {id(child) for _, child in _owners(module, is_read)}
+    ways = _ways(module, late)
     target = torch.empty(0, device=device).device  # with its index
     units = [unit for unit in units_of(module) if any(slot.parameter.is_meta for slot in unit.slots)]
-    late = {id(child) for _, child in _owners(module)}
+    drawn = {id(unit): {slot.fqn for slot in unit.slots if not is_read(slot.parameter)} for unit in units}
     buffers: list[tuple[str, nn.Module, str, Tensor]] = []
-    for name, child in _owners(module):
+    for name, child in module.named_modules():
         for attribute, buffer in child._buffers.items():
             if buffer is not None and buffer.is_meta:
                 child._buffers[attribute] = unwritten = filled(torch.empty_like(buffer, device=target))
-                buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
+                if not is_read(buffer):
+                    buffers.append((f"{name}.{attribute}".lstrip("."), child, attribute, unwritten))
     for unit in units:
         unit.reshard()
         unit.at_rest.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
@@ -79,7 +100,13 @@ def materialize(module: M, device: torch.device | str) -> M:
     with torch.no_grad():
         for unit in units:
             inside = regions[id(unit)] | {id(child) for child in unit.at_rest.modules()}
-            missed += _initialise(unit, [way for key, way in ways.items() if key in inside], target)
+            if drawn[id(unit)]:
+                left_out = _initialise(unit, [way for key, way in ways.items() if key in inside], target)
+                missed += [name for name in left_out if name in drawn[id(unit)]]
+            else:
+                with _without_memory(unit):  # only buffers have to be written
+                    for key in inside & late:
+                        ways[key]()
             late -= inside
         for key in late:
             ways[key]()
@@ -93,7 +120,17 @@ def materialize(module: M, device: torch.device | str) -> M:
             why="reset_parameters() or _init_weights() of their modules leaves them out",
             fix="set them there; or, as they have memory now, write them, and load the rest with load_state_dict()",
         )
-    return module
+
+
+@contextmanager
+def _without_memory(unit: Unit) -> Iterator[None]:
+    """Shows parameters on `meta` to what initialises modules: whatever it draws for them is dropped, and costs nothing."""
+    for slot in unit.slots:
+        slot.register(nn.Parameter(_empty(slot, torch.device("meta")), slot.parameter.requires_grad))
+    try:
+        yield
+    finally:
+        register_resting(unit)
 
 
 def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device) -> list[str]:
@@ -120,19 +157,17 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
     return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if is_filled(whole)]
 
 
-def _owners(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """The modules that have parameters or buffers of their own on `meta`."""
-    return [
-        (name, child)
-        for name, child in module.named_modules()
-        if any(t is not None and t.is_meta for t in (*child._parameters.values(), *child._buffers.values()))
-    ]
+def _owners(module: nn.Module, is_read: Callable[[Tensor], bool]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules that have parameters or buffers of their own on `meta` that nobody reads from files."""
+    for name, child in module.named_modules():
+        own = (*child._parameters.values(), *child._buffers.values())
+        if any(tensor is not None and tensor.is_meta and not is_read(tensor) for tensor in own):
+            yield name, child
 
 
-def _ways(module: nn.Module) -> dict[int, Callable[[], None]]:
+def _ways(module: nn.Module, owners: set[int]) -> dict[int, Callable[[], None]]:
     """What initialises each module, the innermost first. [Note: who writes what]"""
     ways: dict[int, Callable[[], None]] = {}
-    owners = {id(child) for _, child in _owners(module)}
 
     def visit(child: nn.Module, model: Any) -> None:
         if id(child) in ways or hasattr(child, "reset_lora_parameters"):
@@ -151,12 +186,14 @@ def _ways(module: nn.Module) -> dict[int, Callable[[], None]]:
     return ways
 
 
-def _require_ways(module: nn.Module, ways: dict[int, Callable[[], None]]) -> None:
+def require_ways(module: nn.Module, is_read: Callable[[Tensor], bool]) -> None:
     """
     Raises:
-        StateError: Nothing initialises a module that has something on `meta`.
+        StateError: Nothing initialises a module that has something on `meta` that is not read from files.
     """
-    without = [(name, child) for name, child in _owners(module) if id(child) not in ways]
+    owners = list(_owners(module, is_read))
+    ways = _ways(module, {id(child) for _, child in owners})
+    without = [(name, child) for name, child in owners if id(child) not in ways]
     if not without:
         return
     kinds = dict.fromkeys(f"{type(child).__name__} ({name or 'root'})" for name, child in reversed(without))

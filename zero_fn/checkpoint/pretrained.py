@@ -1,0 +1,214 @@
+"""Folders of safetensors as Hugging Face has them: read straight into shards.
+
+folder/model.safetensors                  all tensors, or
+folder/model-00001-of-00003.safetensors   some of them, and
+folder/model.safetensors.index.json       which file has which
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zero_fn.checkpoint.boxes import whole_box
+from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header
+from zero_fn.checkpoint.fit import Fit
+from zero_fn.checkpoint.folders import MANIFEST
+from zero_fn.checkpoint.leaves import Named, named_tensors
+from zero_fn.checkpoint.loading import LOADING, Rename, fill_together, renamed_by
+from zero_fn.checkpoint.pieces import Key, Pieces
+from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.checkpoint.together import Together
+from zero_fn.errors import CheckpointError
+from zero_fn.resting import local_of
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.registry import slot_of
+from zero_fn.transforms.materialize import allocate, require_ways
+
+__all__ = ["load_pretrained"]
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_pretrained(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    strict: bool = True,
+    rename: Rename = None,
+    device: torch.device | str | None = None,
+) -> None:
+    """Reads a folder of safetensors, such as Hugging Face has, into a model of any stage and tier. All ranks call it.
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        model = zf.shard_params(model, mesh["dp"])
+        zf.load_pretrained(model, "llama-3-8b")
+
+    Each rank reads the ranges of the files that it owns, through a buffer of 64 MiB at most. A model on `meta` gets memory
+    for its shards; buffers that the files do not hold, such as the frequencies of rotary embeddings, are computed by their
+    modules, as `materialize` does. Floating-point values are rounded to the dtype that a parameter rests in. Of tied
+    parameters the files need one.
+
+    A model whose files have other names than its parameters (experts of Mixtral, which transformers stacks) is loaded by
+    `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
+
+    Communicates three messages of 640 bytes to each peer; where ranks have parameters of different names, a fourth of a bit
+    for each tensor.
+
+    Args:
+        model: Any module, transformed or not; what is on `meta` must be transformed. Changed in place.
+        folder: With safetensors, on a disk that all ranks see; or one such file.
+        strict: Whether each tensor must be in both, the files and the model. Without, on `meta`, what the files lack is drawn
+            by the module's own initialisation. Shapes must always agree.
+        rename: What names in the files are in the model: regular expressions with what takes their place, or a function.
+        device: Where what is on `meta` gets memory; None: on the device of its mesh, or without a mesh on the CPU.
+
+    Raises:
+        CheckpointError: There are no such files, one is damaged, or they do not fit; lists all that does not. Raised on every
+            rank, and nothing has changed, unless the message says so.
+        StateError: Something on `meta` is neither in the files nor initialised by its module.
+        StorageError: The disk refused. Raised on every rank.
+        DisagreementError: Ranks were given different arguments.
+        LostRankError: A rank has ended, or did not call `load_pretrained`.
+    """
+    wait_for_saving()
+    together, path = Together(), Path(os.path.abspath(folder))
+    named, failure = Named([], {}, {}), None
+    try:
+        named = named_tensors(model, None, on_meta=True)
+        _require_transformed(model)
+    except Exception as error:
+        failure = error
+    names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
+    rows = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
+    fit = Fit(named, model, rounds=True)
+
+    def match() -> Files:
+        source = Files(path, renamed_by(rename), _unsaved(model))
+        fit.match_model(source, is_strict=strict)
+        if not fit.wrong:
+            require_ways(model, _is_filled_by(fit))
+        return source
+
+    def put(source: Files) -> None:
+        if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
+            allocate(model, device or _device_of(model), _is_filled_by(fit))
+        here = Fit(named_tensors(model, None), model, rounds=True)
+        here.match_model(source, is_strict=False)
+        here.put_tensors(source)
+
+    fill_together(
+        together,
+        fit,
+        match,
+        put,
+        is_of_one_kind=all(row.kind == rows[0].kind for row in rows),
+        is_strict=strict,
+        verifies=False,
+    )
+
+
+def _is_filled_by(fit: Fit) -> Callable[[Tensor], bool]:
+    read = {leaf.name for _, leaf in fit.todo}
+    known = fit.named.parameters
+    return lambda tensor: id(tensor) in known and known[id(tensor)].name in read
+
+
+def _device_of(model: nn.Module) -> str:
+    """Of the mesh."""
+    types = {slot.kind.device_type for unit in units_of(model) for slot in unit.slots} - {"meta"}
+    return next(iter(types), "cpu")
+
+
+def _unsaved(model: nn.Module) -> set[str]:
+    """Names of buffers that no state_dict has: files of before may."""
+    return {
+        f"{name}.{attribute}".lstrip(".")
+        for name, child in model.named_modules()
+        for attribute in child._non_persistent_buffers_set
+    }
+
+
+def _require_transformed(model: nn.Module) -> None:
+    """What is on `meta` gets memory by its unit."""
+    for name, parameter in model.named_parameters():
+        if local_of(parameter).is_meta and slot_of(parameter) is None:
+            raise CheckpointError(
+                f"{name} is on meta, and no transform has said where it is to rest.",
+                fix='zf.shard_params(model, mesh["dp"]), or zf.replicate, before; or model.to_empty(device="cpu")',
+            )
+
+
+class Files(Pieces):
+    """Files of safetensors that each have whole tensors."""
+
+    def __init__(self, path: Path, rename: Callable[[str], str], ignored: set[str]) -> None:
+        """Reads what the files say of their tensors.
+
+        Args:
+            path: A folder, or a file.
+            rename: What names in the files are in the model.
+            ignored: Names that nobody needs.
+
+        Raises:
+            CheckpointError: There are none, one is damaged, or two hold one tensor.
+            StorageError: The disk refused.
+        """
+        super().__init__(path)
+        self._files: list[tuple[Path, int, int]] = []
+        for number, file in enumerate(_files_of(path)):
+            begin, nbytes, table = read_header(file)
+            self._files.append((file, begin, nbytes))
+            for name, entry in table.items():
+                shape = tuple(entry["shape"])
+                offset = entry["data_offsets"][0]
+                piece = StoredBox(name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, file=number)
+                key: Key = ("model", rename(name))
+                if key[1] in ignored:
+                    continue
+                if key in self.pieces:
+                    raise damaged(file, tensor=name, why="two tensors have one name")
+                self.pieces[key] = {piece.box: piece}
+
+    def open(self, kind: str, rank: int, file: int) -> TensorReader:
+        """Opens a file."""
+        return TensorReader(*self._files[file])
+
+
+def _files_of(path: Path) -> list[Path]:
+    """The files of a folder that have the tensors of its model."""
+    if path.is_file():
+        return [path]
+    with disk(path, "Looking for safetensors"):
+        inside = sorted(path.iterdir())
+    indices = [file for file in inside if file.name.endswith(".safetensors.index.json")]
+    if path / WEIGHTS in inside:
+        return [path / WEIGHTS]
+    if indices:
+        index = path / INDEX if path / INDEX in indices else indices[0]
+        with disk(index, "Reading a checkpoint"):
+            text = index.read_bytes()
+        try:
+            names = set(json.loads(text)["weight_map"].values())
+            return sorted(path / Path(name).name for name in names)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise damaged(index, why=f"it is no index: {error!r}") from error
+    found = [file for file in inside if file.suffix == ".safetensors"]
+    if not found:
+        is_ours = path / MANIFEST in inside or any((file / MANIFEST).exists() for file in inside)
+        raise CheckpointError(
+            "There are no safetensors in this folder.",
+            folder=path,
+            found=", ".join(file.name for file in inside[:8]) or "nothing",
+            fix="zf.load(folder, model): zf.save has written it"
+            if is_ours
+            else "model.save_pretrained(folder, safe_serialization=True), where the files are of pickle",
+        )
+    return found
