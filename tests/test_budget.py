@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "checkpoint": 3160,
     "deepspeed": 1205,
-    "integrations": 1095,
+    "integrations": 1115,
     "kernels": 910,
     "local": 555,
     "plan": 1040,

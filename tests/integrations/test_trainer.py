@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.integrations.worlds import (
@@ -17,6 +18,7 @@ from tests.integrations.worlds import (
     Counting,
     arguments,
     gpt2,
+    import_all,
     llama,
     lora,
     mixtral,
@@ -56,6 +58,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], str, dict[str, Any], float]] = {
     "lora": (lora, "zero3", {}, 2e-5),
     "without clipping": (llama, "zero3", {"max_grad_norm": 0.0}, 2e-5),
     "mixtral": (mixtral, "zero3", {}, 2e-5),
+    "noise on embeddings": (llama, "zero3", {"neftune_noise_alpha": 5.0, "max_steps": 2}, 2e-5),
+    "smoothed labels": (llama, "zero3", {"label_smoothing_factor": 0.1, "max_steps": 2}, 2e-5),
+    "epochs of uneven steps": (
+        llama,
+        "zero3",
+        {"max_steps": -1, "num_train_epochs": 1, "gradient_accumulation_steps": 3},
+        2e-5,
+    ),
 }
 
 
@@ -251,3 +261,59 @@ def _stopped(folder: str) -> None:
 
 def test_callbacks_stop_a_run_where_they_stop_that_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_stopped, str(tmp_path))
+
+
+def _predicted(folder: str) -> None:
+    """Seven samples, of which the ranks have four and three."""
+    from transformers import Trainer
+
+    start()
+    wanted = Trainer(model=llama(), args=arguments(folder)).predict(Counting(7))
+    found = zero_trainer(folder, llama, "zero3").predict(Counting(7))
+    assert found.predictions.shape == wanted.predictions.shape
+    assert abs(found.predictions - wanted.predictions).max() < 1e-5
+    assert found.metrics["test_loss"] == pytest.approx(wanted.metrics["test_loss"], abs=1e-5)
+
+
+def test_predictions_are_those_of_replicas(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_predicted, str(tmp_path))
+
+
+def _over_two_axes(folder: str) -> None:
+    """HSDP; and tensor parallelism, whose ranks would get different samples: refused before anything is trained."""
+    from accelerate import Accelerator
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import Trainer
+
+    from zero_fn.integrations.accelerate import ZeroAccelerator
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    start()
+    data, args = {"train_dataset": Counting()}, arguments(folder, max_steps=2)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    wanted = numbers(Trainer(model=llama(), args=args, **data))
+    hybrid = ZeroTrainer(
+        model=llama(), args=args, place=lambda m: zf.hybrid(m, mesh, shard="inner", replicate="outer"), **data
+    )
+    require_close(numbers(hybrid), wanted)
+
+    def cut(model: nn.Module) -> nn.Module:
+        plan = {"model.layers.*.mlp.up_proj": ColwiseParallel(), "model.layers.*.mlp.gate_proj": ColwiseParallel()}
+        plan["model.layers.*.mlp.down_proj"] = RowwiseParallel()
+        return zf.zero3(parallelize_module(model, mesh["inner"], plan), mesh["outer"])
+
+    with pytest.raises(zf.MeshError, match="must share them"):
+        ZeroTrainer(model=llama(), args=args, place=cut, **data)
+    with pytest.raises(zf.MeshError, match="must share them"):
+        ZeroTrainer(model=llama(), args=args, place=lambda model: zf.offload(model, params=zf.cpu()), **data)
+    start()
+    accelerator = ZeroAccelerator(cpu=True, place=cut)
+    assert isinstance(accelerator, Accelerator)
+    with pytest.raises(zf.MeshError, match="must share them"):
+        accelerator.prepare(llama(), torch.utils.data.DataLoader(Counting(), batch_size=2))
+    accelerator.prepare(llama())  # with a loader of the user's own
+
+
+def test_two_data_axes_are_trained_and_model_axes_refused(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(4, deadline_s=240).run(import_all)
+    prepared(4).run(_over_two_axes, str(tmp_path))

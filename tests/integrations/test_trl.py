@@ -32,7 +32,7 @@ def _import_all() -> None:
     import zero_fn.integrations.transformers  # noqa: F401
 
     disable_progress_bars()
-    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer"):
+    for name in ("SFTTrainer", "DPOTrainer", "RewardTrainer", "GRPOTrainer", "KTOTrainer", "RLOOTrainer"):
         getattr(trl, name)
 
 
@@ -62,16 +62,19 @@ def _text(first: int, step: int, length: int) -> str:
     return " ".join(str(3 + (first + step * i) % (VOCABULARY - 3)) for i in range(length))
 
 
-def _rows(trainer: str) -> list[dict[str, str]]:
+def _rows(trainer: str) -> list[dict[str, Any]]:
     """Texts of various lengths: ranks have other numbers of tokens."""
     if trainer == "SFTTrainer":
         return [{"text": _text(7 * i, 1 + i % 3, 4 + i % 7)} for i in range(24)]
     prompts = [_text(5 * i, 1, 3 + i % 2) for i in range(24)]
-    if trainer == "GRPOTrainer":
+    if trainer in ("GRPOTrainer", "RLOOTrainer"):
         return [{"prompt": prompt} for prompt in prompts]
     pairs = [(" " + _text(5 * i + 3, 1, 3 + i % 4), " " + _text(9 * i, 2, 2 + i % 3)) for i in range(24)]
     if trainer == "RewardTrainer":
         return [{"chosen": p + good, "rejected": p + bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
+    if trainer == "KTOTrainer":
+        both = zip(prompts, pairs, strict=True)
+        return [{"prompt": p, "completion": pair[i % 2], "label": i % 2 == 0} for i, (p, pair) in enumerate(both)]
     return [{"prompt": p, "chosen": good, "rejected": bad} for p, (good, bad) in zip(prompts, pairs, strict=True)]
 
 
@@ -112,7 +115,7 @@ def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **mo
     config = getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": _tokenizer(), **more}
     arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
-    if trainer == "GRPOTrainer":
+    if trainer in ("GRPOTrainer", "RLOOTrainer"):
         arguments["reward_funcs"] = _length_reward
     if kind == "replicas":
         return theirs(model=model, **arguments)
@@ -135,6 +138,8 @@ CASES: dict[str, dict[str, Any]] = {
     "DPOTrainer": {"max_length": 16},
     "RewardTrainer": {"max_length": 16},
     "GRPOTrainer": {"num_generations": 2, "max_completion_length": 6, "beta": 0.04, "max_steps": 2},
+    "KTOTrainer": {"max_length": 16, "max_steps": 2},
+    "RLOOTrainer": {"num_generations": 2, "max_completion_length": 6, "max_steps": 2},
 }
 
 

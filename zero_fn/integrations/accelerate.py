@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,15 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
 from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
 from zero_fn.integrations.window import AccumulationWindow
+from zero_fn.runtime.entry import runs_of
 
-__all__ = ["STATES", "ZeroAccelerator", "bare"]
+__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
 STATES = "zero_fn"
 """The folder, in a checkpoint of accelerate or of a Trainer, that holds what ranks own."""
@@ -33,6 +35,24 @@ def bare(optimizer: Optimizer) -> Optimizer:
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
+
+
+def require_own_samples(model: nn.Module, processes: int) -> None:
+    """Raises unless each process may have samples of its own, which accelerate and the Trainer give it.
+
+    Raises:
+        MeshError: Gradients are averaged over fewer ranks: the others share samples, as in tensor parallelism.
+    """
+    for run in runs_of(model, verb="a trainer"):
+        axes = run.transport.axes
+        if prod(axis.size for axis in axes) != processes:
+            raise zf.MeshError(
+                "A trainer gives each process samples of its own, and some processes of this model must share them.",
+                averaged_over=" x ".join(map(str, axes)) or "no ranks",
+                processes=processes,
+                fix="transforms over all processes; with tensor parallelism a loop of your own, and DistributedSampler("
+                "data, mesh['dp'].size(), mesh['dp'].get_local_rank())",
+            )
 
 
 class ZeroAccelerator(Accelerator):
@@ -65,12 +85,17 @@ class ZeroAccelerator(Accelerator):
         Raises:
             StateError: An optimizer took steps before its model was transformed.
             StaleError: An optimizer was built before its model was transformed elsewhere.
+            MeshError: A loader is given, and its samples are not those that each process of the model must have.
         """
         new: dict[int, nn.Parameter] = {}
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
         optimizers = [bare(item) for item in objects if isinstance(item, Optimizer)]
         for optimizer in optimizers:
             exchange_parameters(optimizer, new)
+        if any(isinstance(item, DataLoader) for item in objects):
+            for item in objects:
+                if isinstance(item, nn.Module) and zf.is_transformed(item):
+                    require_own_samples(item, self.num_processes)
         refuse_stale(optimizers)
         return super().prepare(*objects, **options)
 

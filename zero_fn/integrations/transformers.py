@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, Trainer
 import zero_fn as zf
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import placed_by
-from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare
+from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, save_states, whole_state
@@ -65,6 +65,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     Raises:
         StateError: There is neither `place` nor a transformed model, or an optimizer took steps before.
         StaleError: An optimizer was built for the model before it was transformed elsewhere.
+        MeshError: The model is transformed over fewer ranks than there are processes, as with tensor parallelism.
         ConfigError: An argument of the Trainer asks for what a transformed model cannot do, or an entry of the DeepSpeed
             config cannot be followed, or contradicts an argument.
 
@@ -126,6 +127,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             self.model = self.model_wrapped = self.callback_handler.model = model
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
+        require_own_samples(self.model, self.args.world_size)
         generate_together(self.model)
         self.model.__dict__["_is_fsdp_managed_module"] = True  # what Seq2SeqTrainer asks: ranks generate together
         if self.optimizer is not None:
