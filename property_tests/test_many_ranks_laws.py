@@ -7,7 +7,7 @@ from functools import partial, reduce
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,6 +16,7 @@ import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.local_tensor import LocalTensors, World
+from tests.profiles import examples
 from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.resting import on_spec, resting_parameter, resting_spec
 from zero_fn.runtime.refused import note_mesh
@@ -100,7 +101,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@settings(max_examples=15)
+@examples(dev=6, ci=60, deep=1200)
 @given(group=st.lists(parameters((torch.float32, torch.float64)), min_size=1, max_size=4), n=SIZES)
 @example([UNEVEN, LARGE], 64)
 def test_an_optimizer_on_shards_is_the_optimizer_on_the_whole(
@@ -136,7 +137,7 @@ def test_an_optimizer_on_shards_is_the_optimizer_on_the_whole(
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
-@settings(max_examples=12)
+@examples(dev=6, ci=48, deep=960)
 @given(group=st.lists(parameters((torch.float32,)), min_size=1, max_size=4), n=SIZES)
 @example([UNEVEN, LARGE], 8)
 @example([Leaf((64, 2), (0, 1)), Leaf((128,), (0,))], 64)
@@ -203,7 +204,7 @@ def alone(tree: Tree, n: int, microbatches: int) -> list[Tensor]:
     return [tensor.detach() for tensor in found]
 
 
-@settings(max_examples=10)
+@examples(dev=5, ci=40, deep=800)
 @given(tree=TREES, chain=chains(), n=st.sampled_from([8, 8, 8, 9, 12]), microbatches=st.integers(1, 2))
 def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
     local_tensor: LocalTensors, tree: Tree, chain: Chain, n: int, microbatches: int
@@ -225,7 +226,7 @@ def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors,
         assert torch.equal(one, other)
 
 
-@settings(max_examples=12)
+@examples(dev=6, ci=48, deep=960)
 @given(tree=trees(dtypes=REAL), chain=chains(), n=SIZES)
 def test_a_state_dict_has_the_names_and_shapes_of_the_module_and_shards_of_its_values(
     local_tensor: LocalTensors, tree: Tree, chain: Chain, n: int
