@@ -1477,6 +1477,49 @@ def checkpoint_of_two_values_for_a_tie() -> object:
         return zf.load(folder, tied)
 
 
+def deepspeed_folder(change: Callable[[dict[str, Any]], object], *, also: str | None = None) -> object:
+    """Loads files as DeepSpeed names them, with what a test changes in those of the optimizer."""
+    said: dict[str, Any] = {
+        "module": {}, "buffer_names": [], "param_shapes": [], "shared_params": {}, "optimizer_state_dict": {
+            "partition_count": 1, "single_partition_of_fp32_groups": [],
+            "base_optimizer_state": {"state": {}, "param_groups": []},
+        },
+    }  # fmt: skip
+    change(said["optimizer_state_dict"])
+    with a_folder() as folder:
+        for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt", also):
+            if name is not None:
+                torch.save(said, folder / name)
+        model = nn.Linear(2, 2)
+        return zf.load(folder, model, torch.optim.SGD(model.parameters()))
+
+
+def deepspeed_without_correction_of_bias() -> object:
+    def change(said: dict[str, Any]) -> None:
+        said["base_optimizer_state"]["param_groups"].append({"lr": 0.1, "bias_correction": False, "params": []})
+
+    return deepspeed_folder(change)
+
+
+def deepspeed_with_elastic_states() -> object:
+    return deepspeed_folder(lambda said: said.update(base_optimizer_state=[]))
+
+
+def deepspeed_with_tensor_parallelism() -> object:
+    return deepspeed_folder(lambda _: None, also="mp_rank_01_model_states.pt")
+
+
+def deepspeed_with_other_objects() -> object:
+    return deepspeed_folder(lambda said: said.update(clip_grad=nn.Linear(1, 1)))
+
+
+def checkpoints_of_two_kinds() -> object:
+    with a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+        torch.save({}, folder / "mp_rank_00_model_states.pt")
+        return zf.load(folder, nn.Linear(2, 2))
+
+
 def checkpoint_of_two_tensors_of_one_name() -> object:
     def twice(path: Path) -> None:
         def add(body: dict[str, Any]) -> None:
@@ -1667,6 +1710,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
     CheckpointError: (
+        deepspeed_without_correction_of_bias, deepspeed_with_elastic_states, deepspeed_with_tensor_parallelism,
+        deepspeed_with_other_objects, checkpoints_of_two_kinds,
         assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,

@@ -7,7 +7,12 @@ folders    what checkpoints there are; drafts, which become one by a rename
 together   what ranks agree on
 leaves     tensors of a model and an optimizer, with their way in and out
 pieces     tensors in files, of any format: where each element is
+contents   a checkpoint that is read, whoever has written it
 catalog    what a checkpoint of ours has
+pickles    files of `torch.save` as values, without running what is in them
+foreign    what a checkpoint of another library has
+of_deepspeed    ... that is DeepSpeed
+opening    which checkpoint a folder means, and who can read it
 passing    states of streamed optimizers
 fit        how tensors in files fit a model
 whole_fit  how a checkpoint of ours fits a model, an optimizer and anything else

@@ -6,23 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json
 from zero_fn.checkpoint.folders import MANIFEST, VERSION, part_name, tensors_name
-from zero_fn.checkpoint.pieces import Key, Pieces
 from zero_fn.checkpoint.values import decoded
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Catalog"]
 
 
-class Catalog(Pieces):
-    """A complete checkpoint of `zf.save`.
-
-    Attributes:
-        ranks: How many have written it.
-        parts: What each of them says.
-        options: Of the group of each parameter, with the rank that says so.
-    """
+class Catalog(Contents):
+    """A complete checkpoint of `zf.save`."""
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
         """Reads what the ranks say of their files.
@@ -47,9 +41,6 @@ class Catalog(Pieces):
             )
         self.ranks = int(manifest["ranks"])
         self.parts = [read_json(path / part_name(rank)) for rank in range(self.ranks)]
-        self.options: dict[str, tuple[int, Any]] = {}
-        self._values: dict[str, tuple[int, Any]] = {}
-        self._states: dict[str, list[tuple[str, Key]]] = {}
         for rank, part in enumerate(self.parts):
             if (part.get("id"), part.get("rank")) != (manifest["id"], rank):
                 raise damaged(path / part_name(rank), why="it belongs to another checkpoint")
@@ -90,15 +81,6 @@ class Catalog(Pieces):
                     fix="give every module the name that it has in the whole model, or save each model under a folder of "
                     "its own",
                 )
-
-    def states_of(self, parameter: str) -> list[tuple[str, Key]]:
-        """The states of a parameter that are tensors: their names and keys."""
-        return self._states.get(parameter, [])
-
-    def values_of(self, parameter: str) -> dict[str, Any]:
-        """The states of a parameter that are none."""
-        rank, values = self._values.get(parameter, (0, {}))
-        return {name: self.value(rank, value) for name, value in values.items()}
 
     def value(self, rank: int, encoded: Any) -> Any:
         """A value that a rank has saved."""

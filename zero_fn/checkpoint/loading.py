@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
-from zero_fn.checkpoint.folders import KINDS, newest
+from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Named, named_tensors
+from zero_fn.checkpoint.opening import chosen, opened
 from zero_fn.checkpoint.pieces import Pieces
 from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.together import Together
@@ -58,6 +59,9 @@ def load(
     Values, moments and step counts are those that were saved, to the bit. Each rank reads what it holds, through a buffer of
     64 MiB. Digests are verified as bytes are read: once before anything changes, and once more as they go where they rest.
 
+    Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, on any number of ranks, and universal ones. What it has kept
+    beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`.
+
     Communicates three messages of 640 bytes to each peer; where ranks have parameters of different names, a fourth of a bit
     for each tensor.
 
@@ -91,20 +95,20 @@ def load(
             "verify or only names nothing.", verify=verify, only=only, fix='verify="first", only=("model", "optimizer")'
         )
     together = Together()
-    path, named, chosen, failure = Path(os.path.abspath(folder)), Named([], {}, {}), "", None
+    path, named, inside, failure = Path(os.path.abspath(folder)), Named([], {}, {}), "", None
     try:
         if model is not None:
             named = named_tensors(model, where)
         if together.rank == 0:
-            chosen = str(newest(path).relative_to(path))
+            inside = str(chosen(path).relative_to(path))
     except Exception as error:
         failure = error
     names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
-    rows = together.agree(LOADING, failure, same=(str(path), kinds, strict, verify), kind=names, text=chosen)
+    rows = together.agree(LOADING, failure, same=(str(path), kinds, strict, verify), kind=names, text=inside)
     fit = WholeFit(named, model if "model" in kinds else None, optimizer=optimizer if "optimizer" in kinds else None)
 
-    def match() -> Catalog:
-        source = Catalog(path / rows[0].text, renamed_by(rename))
+    def match() -> Contents:
+        source = opened(path / rows[0].text, renamed_by(rename), has_states=fit.optimizer is not None)
         fit.match(source, together, dict(extra or {}) if "extra" in kinds else None, is_strict=strict)
         return source
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.leaves import Leaf, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
@@ -47,7 +47,7 @@ class WholeFit(Fit):
     objects: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def match(self, source: Catalog, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
+    def match(self, source: Contents, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
         """Finds everything in the checkpoint; what cannot be found is noted as wrong.
 
         Raises:
@@ -62,7 +62,7 @@ class WholeFit(Fit):
         if extra is not None:
             self._match_extra(source, together, extra, is_strict=is_strict)
 
-    def _match_local_buffers(self, source: Catalog, together: Together, model: nn.Module) -> None:
+    def _match_local_buffers(self, source: Contents, together: Together, model: nn.Module) -> None:
         """Those of `buffers="local"`, which each rank has saved for itself."""
         if source.ranks == together.size:
             own = source.parts[together.rank].get("buffers", {})
@@ -78,7 +78,7 @@ class WholeFit(Fit):
             if name in names and source.is_parted("buffers", name)
         ]
 
-    def _match_optimizer(self, source: Catalog, optimizer: Optimizer, *, is_strict: bool) -> None:
+    def _match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
         groups = leaves_of_groups(optimizer, self.named)
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
         for group, leaves in zip(optimizer.param_groups, groups, strict=True):
@@ -102,7 +102,7 @@ class WholeFit(Fit):
             self.options.append(source.value(*next(iter(options.values()))) if len(options) == 1 else {})
 
     def _match_states(
-        self, source: Catalog, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
     ) -> None:
         found = self.states[parameter] = dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
@@ -120,7 +120,7 @@ class WholeFit(Fit):
             if leaf is not None:
                 self.match_leaf(source, key, leaf)
 
-    def _match_chunks(self, source: Catalog, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
+    def _match_chunks(self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
         dtypes, others = {}, dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
             piece = source.first(key)
@@ -139,7 +139,7 @@ class WholeFit(Fit):
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         self.chunks[id(parameter)] = (own, dtypes, others)
 
-    def _match_extra(self, source: Catalog, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
+    def _match_extra(self, source: Contents, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
         said = [part.get("extra", {}) for part in source.parts]
         if source.ranks != together.size:
             parted = [name for name in said[0] if source.is_parted("extra", name)]
@@ -177,7 +177,7 @@ class WholeFit(Fit):
             (("optimizer", f"{own.name}/{name}"), own) for own, dtypes, _ in self.chunks.values() for name in dtypes
         ]
 
-    def put(self, source: Catalog) -> None:
+    def put(self, source: Contents) -> None:
         """Reads everything to where it rests.
 
         Raises:
@@ -195,7 +195,7 @@ class WholeFit(Fit):
         for name, taker in self.objects.items():
             taker.load_state_dict(self.values[name])
 
-    def _put_states(self, source: Catalog, optimizer: Optimizer) -> None:
+    def _put_states(self, source: Contents, optimizer: Optimizer) -> None:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         if not isinstance(optimizer, Streamed):

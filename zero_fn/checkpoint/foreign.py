@@ -1,0 +1,203 @@
+"""A checkpoint of another library: its tensors are places in files of `torch.save`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zero_fn.checkpoint.boxes import Box, spans, whole_box
+from zero_fn.checkpoint.contents import Contents
+from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, disk
+from zero_fn.checkpoint.pickles import ByteRange, Inert, PlacedTensor, require_checksum
+from zero_fn.errors import CheckpointError
+
+__all__ = ["Foreign"]
+
+_OF_THE_IMPLEMENTATION = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
+"""Of what a group of an optimizer says: what the one that is loaded decides for itself."""
+
+
+class Foreign(Contents):
+    """A checkpoint that `zf.save` has not written.
+
+    The checksums in files of `torch.save` are of whole storages: where one is read from first, it is verified whole.
+    """
+
+    def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
+        """One of which nothing is known yet.
+
+        Args:
+            path: Its folder.
+            rename: What names in the checkpoint are in the model.
+        """
+        super().__init__(path)
+        self.ranks, self.parts = 1, [{"extra": {}}]
+        self._rename = rename
+        self._byte_ranges: list[ByteRange] = []
+        self._numbers: dict[ByteRange, int] = {}
+        self._verified: set[ByteRange] = set()
+        self._kept: list[Tensor | PlacedTensor] = []
+
+    # -- what the readers of each library say --------------------------------------------------------------------------
+
+    def add_model(self, name: str, tensor: PlacedTensor) -> None:
+        """A whole parameter or buffer."""
+        self.add("model", name, "", tensor.shape, tensor)
+
+    def add(
+        self,
+        kind: str,
+        name: str,
+        state: str,
+        shape: tuple[int, ...],
+        tensor: PlacedTensor,
+        *,
+        box: Box | None = None,
+        run: tuple[int, int, int] | None = None,
+    ) -> None:
+        """A part of a tensor.
+
+        Args:
+            kind: "model" or "optimizer".
+            name: Of the parameter or buffer.
+            state: Of the optimizer, or nothing.
+            shape: Of the whole tensor.
+            tensor: What the file has.
+            box: Which box of the whole that is; None: the whole.
+            run: Instead of a box: from which element of the whole on, how many in the order of rows, and from which element
+                of what the file has.
+
+        Raises:
+            CheckpointError: There is less in the file.
+        """
+        at, count, first = run or (0, prod(tensor.shape), 0)
+        size, is_in_rows = prod(tensor.shape), tensor.strides == _strides(tensor.shape)
+        if first + count > size or (run is None and count != (box.numel if box else prod(shape))):
+            raise damaged(
+                tensor.span.path, tensor=name, why=f"{list(tensor.shape)} are fewer elements than it should have"
+            )
+        if is_in_rows:
+            file = self._numbers.setdefault(tensor.span, len(self._byte_ranges))
+            offset = tensor.offset - tensor.span.offset
+            self._byte_ranges += [tensor.span] * (file == len(self._byte_ranges))
+        else:  # its elements are in another order: it passes through memory
+            file, offset = -1 - len(self._kept), 0
+            self._kept.append(tensor)
+        boxes = (box or whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
+        for part in boxes:
+            begin = offset + first * tensor.dtype.itemsize
+            self._add(kind, name, state, StoredBox(name, tensor.dtype, shape, part, begin, file=file))
+            first += part.numel
+
+    def add_state(self, name: str, state: str, value: Any) -> None:
+        """A state of a parameter that is a number."""
+        if isinstance(value, PlacedTensor):
+            value = self.read(value)
+        elif state == "step":  # torch counts steps in tensors
+            value = torch.tensor(float(value))
+        if isinstance(value, Tensor):
+            piece = StoredBox(name, value.dtype, tuple(value.shape), whole_box(value.shape), file=-1 - len(self._kept))
+            self._kept.append(value)
+            self._add("optimizer", name, state, piece)
+        else:
+            self._values.setdefault(self._rename(name), (0, {}))[1][state] = value
+
+    def add_group(self, names: list[str], group: Mapping[str, Any]) -> None:
+        """What the optimizer says of a group of parameters.
+
+        Raises:
+            CheckpointError: It steps in a way that no optimizer of torch does.
+        """
+        options = {name: self.value(0, value) for name, value in group.items() if name not in _OF_THE_IMPLEMENTATION}
+        if not options.pop("bias_correction", True):
+            raise CheckpointError(
+                "The optimizer has no correction of bias, and those of torch do.",
+                checkpoint=self.path,
+                fix='leave its states: only="model"',
+            )
+        for name in names:
+            self.options[self._rename(name)] = (0, options)
+
+    def _add(self, kind: str, name: str, state: str, piece: StoredBox) -> None:
+        name = self._rename(name)
+        key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
+        if kind == "optimizer" and key not in self.pieces:
+            self._states.setdefault(name, []).append((state, key))
+        known = self.pieces.setdefault(key, {})
+        if any((other.shape, other.dtype) != (piece.shape, piece.dtype) for other in known.values()):
+            raise damaged(self.path, tensor=key[1], why="its parts have other shapes or dtypes")
+        known.setdefault(piece.box, piece)
+
+    # -- what is read of them ----------------------------------------------------------------------------------------------
+
+    def value(self, rank: int, encoded: Any) -> Any:
+        """A value as it was saved; what was of a class is a dict of its attributes."""
+        if isinstance(encoded, PlacedTensor):
+            return self.read(encoded)
+        if isinstance(encoded, Inert):
+            return self.value(rank, encoded.state or encoded.args)
+        if isinstance(encoded, dict):
+            return {key: self.value(rank, item) for key, item in encoded.items()}
+        if isinstance(encoded, list | tuple):
+            return type(encoded)(self.value(rank, item) for item in encoded)
+        return encoded
+
+    def is_parted(self, what: str, name: str) -> bool:
+        """Whether ranks have saved different values: such a checkpoint has one."""
+        return False
+
+    def open(self, kind: str, rank: int, file: int) -> TensorReader:
+        """Opens the bytes of a storage, once they are as they were written."""
+        if file < 0:
+            kept = self._kept[-1 - file]
+            return _InMemory(self.read(kept) if isinstance(kept, PlacedTensor) else kept)
+        span = self._byte_ranges[file]
+        self._verify(span)
+        with disk(span.path, "Reading a checkpoint"):
+            nbytes = span.path.stat().st_size
+        return TensorReader(span.path, span.offset, nbytes)
+
+    def read(self, tensor: PlacedTensor) -> Tensor:
+        """A whole tensor, in memory.
+
+        Raises:
+            CheckpointError: It is not what was written.
+            StorageError: The disk refused.
+        """
+        self._verify(tensor.span)
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
+        count = 0 if 0 in tensor.shape else last + 1
+        with disk(tensor.span.path, "Reading a checkpoint"), tensor.span.path.open("rb") as file:
+            file.seek(tensor.offset)
+            found = bytearray(file.read(count * tensor.dtype.itemsize))
+        flat = torch.frombuffer(found, dtype=tensor.dtype) if found else torch.empty(0, dtype=tensor.dtype)
+        return flat.as_strided(tensor.shape, tensor.strides).contiguous()
+
+    def _verify(self, span: ByteRange) -> None:
+        if span not in self._verified:
+            require_checksum(span)
+            self._verified.add(span)
+
+
+class _InMemory(TensorReader):
+    """A tensor in memory, read as if it were in a file."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values = values.reshape(-1)
+
+    def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
+        """Some of its elements."""
+        if out is not None:
+            out.copy_(self._values[first:last])
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -1,0 +1,53 @@
+"""Which checkpoint a folder means, and who can read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.contents import Contents
+from zero_fn.checkpoint.folders import MANIFEST, checkpoints, newest
+from zero_fn.checkpoint.of_deepspeed import DeepSpeedFolder, deepspeed_folder
+from zero_fn.errors import CheckpointError
+
+__all__ = ["chosen", "opened"]
+
+
+def chosen(folder: Path) -> Path:
+    """The checkpoint that a folder is, or the one in it that was committed last.
+
+    Raises:
+        CheckpointError: There is none, or of two kinds.
+        StorageError: The folder cannot be read.
+    """
+    if (folder / MANIFEST).exists():
+        return folder
+    foreign = deepspeed_folder(folder)
+    if foreign is None:
+        return newest(folder)
+    own = checkpoints(folder)
+    if own:
+        raise CheckpointError(
+            "There are checkpoints of two kinds.",
+            folder=folder,
+            found=f"files of DeepSpeed, and {own[-1].path.name}",
+            fix="name the one that is meant",
+        )
+    return foreign
+
+
+def opened(folder: Path, rename: Callable[[str], str], *, has_states: bool = True) -> Contents:
+    """Reads what is in a checkpoint, but for the elements of tensors.
+
+    Args:
+        folder: What `chosen` has found.
+        rename: What names in the checkpoint are in the model.
+        has_states: Whether states of the optimizer are wanted.
+
+    Raises:
+        CheckpointError: It is damaged, or of a kind that is not read.
+        StorageError: The disk refused.
+    """
+    is_own = (folder / MANIFEST).exists() or deepspeed_folder(folder) is None
+    return Catalog(folder, rename) if is_own else DeepSpeedFolder(folder, rename, has_states=has_states)
