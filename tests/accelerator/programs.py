@@ -29,9 +29,9 @@ from torch.optim import SGD, AdamW, Optimizer
 import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.runtime import ending
-from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parked import Parking
+from zero_fn.runtime.side_stream import Arriving
 from zero_fn.storage import Transfer
 from zero_fn.tiers import Cpu, Tier
 

@@ -382,7 +382,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "stale-optimizer-unnoticed",
-        "_before_step",
+        "_require_not_replaced",
         "an optimizer built before the transform is refused",
         "if replacement is not None and successor is not None and successor.grad is not None:",
         "if replacement is None and successor is not None and successor.grad is not None:",

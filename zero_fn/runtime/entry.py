@@ -187,30 +187,35 @@ class Attached:
         failed = error is not begun.error_before
         if failed:
             _explain(error, self.unit, self.run)
-        if begun.use is None:
-            return self._end_with_leaves(begun, output, failed=failed)
         is_done = False
         try:
             if not failed:
-                output = self._finished(begun, begun.use, output)
+                output = self._finished(begun, output)
             is_done = not failed
         finally:
             self.unit.shown.hide()
-            with outside_selection():
-                begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                called_outside(self.run.leave, begun.use, failed=not is_done)
+            if begun.use is None:
+                self.unit.running -= 1
+                self.unit.shown.swapped = {}
+            else:
+                with outside_selection():
+                    begun.tensors.clear()  # memory that somebody holds a part of is not used again
+                    called_outside(self.run.forwards.leave, begun.use, failed=not is_done)
         return output
 
-    def _finished(self, begun: _Begun, use: UnitUse, output: Any) -> Any:
+    def _finished(self, begun: _Begun, output: Any) -> Any:
         """What is done with the output of a call that did not fail, while the unit is still entered."""
+        unit, use = self.unit, begun.use
         if self.output_dtype is not None:
             output = _cast(output, self.output_dtype)
-        if begun.has_backward:
+        if use is None:
+            show_in_backward(unit, begun.tensors, _tensors_in(output))
+        elif begun.has_backward:
             _watch(output, use)
         elif use.node is not None:
             use.has_graph = True
         if not is_transforming():
-            use.unit.shown.require_unchanged(use.unit.name, begun.tensors)
+            unit.shown.require_unchanged(unit.name, begun.tensors)
         return output
 
     def _recomputes_before_block(self) -> bool:
@@ -226,21 +231,6 @@ class Attached:
         self.unit.running += 1
         _take_hooks_inside(self.unit, self._module())
         self.unit.shown.show(begun.tensors)
-
-    def _end_with_leaves(self, begun: _Begun, output: Any, *, failed: bool) -> Any:
-        unit = self.unit
-        try:
-            if failed:
-                return output
-            unit.shown.require_unchanged(unit.name, begun.tensors)
-            if self.output_dtype is not None:
-                output = _cast(output, self.output_dtype)
-            show_in_backward(unit, begun.tensors, _tensors_in(output))
-            return output
-        finally:
-            unit.running -= 1
-            unit.shown.swapped = {}
-            unit.shown.hide()
 
     def _require_run(self) -> None:
         """Raises where a call would be recorded, rather than run."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zero_fn.mesh import Axis
-from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.agreement import agree, agree_along, content_digest
@@ -46,16 +44,11 @@ def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
         transport.exchange,
         transport.axes,
         "values of the same parameter",
-        [(alike, f"{slot}, sum of bits {_held(slot)}") for _, slot in slots if (alike := _held_alike(slot))],
+        [
+            (alike, f"{slot}, sum of bits {content_digest(in_memory(slot.flat))}")
+            for _, slot in slots
+            if (alike := [hop.axis for hop in slot.path.hops if hop.layout is None])
+        ],
         why="what rests whole on several ranks is never gathered, so each would train a model of its own",
         fix="torch.manual_seed(0) before what draws or edits values on every rank, or load the same state_dict",
     )
-
-
-def _held_alike(slot: Slot) -> list[Axis]:
-    """The axes along which ranks hold the same elements of a parameter."""
-    return [hop.axis for hop in slot.path.hops if hop.layout is None]
-
-
-def _held(slot: Slot) -> int:
-    return content_digest(in_memory(slot.flat))

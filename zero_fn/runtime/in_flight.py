@@ -36,7 +36,7 @@ class InFlight:
 
     Attributes:
         phase: Where they are.
-        memory: Of the gathered parameters, from the gather until they are freed.
+        memory: Of the gathered parameters. Once they are freed it is kept for the next gather, unless somebody holds a part.
         failure: Of the tier of resting parameters, on this rank or another; on every rank, once they are gathered.
     """
 
@@ -46,7 +46,6 @@ class InFlight:
         self._unit, self._slots, self._groups = unit, slots, groups
         self._transport = transport
         self._what = f"parameters of {unit}"
-        self._spare: Gathered | None = None  # without memory, for the next gather
         self._pending: Waits | None = None
         self._told: Told | None = None  # how the fetch went on each rank
         self.failure: StorageError | None = None
@@ -59,12 +58,11 @@ class InFlight:
         for group in groups.members:
             if group.inner is not None and not group.is_inner_current:
                 group.gather_inner(transport, self._unit)
-        memory, self._spare = self._spare, None
+        memory = self.memory
         if memory is None:
-            memory = Gathered(source, self._slots, groups, transport)
+            self.memory = memory = Gathered(source, self._slots, groups, transport)
         else:
             memory.renew()
-        self.memory = memory
         memory.fill_own(has_failed=self.failure is not None)
         if memory.segments:
             memory.wait_for_own()
@@ -101,9 +99,8 @@ class InFlight:
         if self.phase is Phase.GATHERING:
             self.finish()
         self.failure = None
-        memory, self.memory = self.memory, None
-        if memory is not None and memory.free():
-            self._spare = memory
+        if self.memory is not None and not self.memory.free():
+            self.memory = None
         self.phase = Phase.AT_REST
 
     def tensors(self) -> list[Tensor]:

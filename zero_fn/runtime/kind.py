@@ -29,7 +29,7 @@ from functools import cached_property
 
 import torch
 
-from zero_fn.home import Home, ReshardAfter, Sharded
+from zero_fn.home import Home, Sharded
 from zero_fn.path import Path
 from zero_fn.tiers import Tier, is_away
 
@@ -148,11 +148,6 @@ class Kind:
         """Whether an all-gather reads the resting parameters where they lie: they rest apart, and need no cast."""
         is_apart = self.rests is Rests.IN_OWN and self.whole is Lifetime.USE
         return is_apart and self.is_cut and self.compute_dtype == self.dtype and len(self.hops) == 1
-
-    @cached_property
-    def reshards_after_backward(self) -> bool:
-        """Whether gathered parameters stay from forward to backward."""
-        return self.home.reshard_after is ReshardAfter.BACKWARD
 
     # -- tiers ------------------------------------------------------------------------------------------------------
 

@@ -68,13 +68,17 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
-            unit = unit_of(slot) if slot is not None else None
-            if slot is not None and hasattr(parameter, _STEPS_IN_BACKWARD):
+            if slot is None:
+                if parameter.grad is None:
+                    _require_not_replaced(parameter)
+                continue
+            if hasattr(parameter, _STEPS_IN_BACKWARD):
                 raise _on_node(slot)
-            if slot is not None and slot.kind.must_be_streamed and not is_streamed:
+            if slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
-            if slot is not None and (slot.is_recast or slot.dtype != parameter.dtype):
+            if slot.is_recast or slot.dtype != parameter.dtype:
                 _require_states_alike(optimizer, slot, parameter)
+            unit = unit_of(slot)
             if unit is not None and run_of(unit).module.accumulating and _has_local_gradients(unit):
                 raise StateError(
                     "optimizer.step() was called inside accumulate(): gradients are not reduced yet.",
@@ -82,16 +86,19 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                     why="each rank would update its shard with the gradient of its own microbatches",
                     fix="call step() after the `with zf.accumulate(model):` block",
                 )
-            replacement = replacement_of(parameter) if slot is None and parameter.grad is None else None
-            successor = replacement.parameter() if replacement is not None else None
-            if replacement is not None and successor is not None and successor.grad is not None:
-                raise StaleError(
-                    "The optimizer holds parameters that the model does not have.",
-                    first=f"{replacement.fqn}, replaced by {replacement.site}",
-                    why="a transform returns a new module; step() updates the old one and the loss would not move",
-                    fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
-                    "another tier and the model was copied or moved since, after its next forward",
-                )
+
+
+def _require_not_replaced(parameter: Tensor) -> None:
+    replacement = replacement_of(parameter)
+    successor = replacement.parameter() if replacement is not None else None
+    if replacement is not None and successor is not None and successor.grad is not None:
+        raise StaleError(
+            "The optimizer holds parameters that the model does not have.",
+            first=f"{replacement.fqn}, replaced by {replacement.site}",
+            why="a transform returns a new module; step() updates the old one and the loss would not move",
+            fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
+            "another tier and the model was copied or moved since, after its next forward",
+        )
 
 
 def _has_local_gradients(unit: Unit) -> bool:

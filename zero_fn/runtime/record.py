@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.arriving import Arriving
 from zero_fn.runtime.parcels import Form, Parcel, parcels_of, record_nbytes
+from zero_fn.runtime.side_stream import Arriving
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all
 from zero_fn.tiers import Cpu

@@ -8,7 +8,6 @@ from threading import get_ident
 from typing import Any
 
 from zero_fn.assignment import Assignment
-from zero_fn.runtime.away import Away
 from zero_fn.runtime.backwards import Backwards
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards
@@ -29,7 +28,9 @@ class Run:
         module: What is known of it.
         forwards: Its forwards.
         backwards: Its backwards.
-        need_in_backward, gradients_arrived: Theirs, which units call.
+        transport: What units send and receive through.
+        away: What of them rests in other tiers.
+        need_in_backward, gradients_arrived: Of the backwards, which units call.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -37,26 +38,17 @@ class Run:
         statistics = Statistics(transport, are_local=assignment.buffers == "local")
         self.forwards = Forwards(self.module, statistics)
         self.backwards = Backwards(self.module, self.forwards)
-        self.need_in_backward = self.backwards.need_in_backward
-        self.gradients_arrived = self.backwards.gradients_arrived
+        self.transport, self.away = transport, self.module.away
+        self.need_in_backward: Callable[..., None] = self.backwards.need_in_backward
+        self.gradients_arrived: Callable[..., None] = self.backwards.gradients_arrived
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Run:
-        memo[id(self)] = twin = Run(self.module.transport, self.module.assignment)
+        memo[id(self)] = twin = Run(self.transport, self.module.assignment)
         twin.module.depth, twin.module.lenders = self.module.depth, self.module.lenders
         twin.module.units = [_no_unit] * len(self.module.units)
         return twin
 
     # -- for units --------------------------------------------------------------------------------------------------
-
-    @property
-    def transport(self) -> Links:
-        """What units send and receive through."""
-        return self.module.transport
-
-    @property
-    def away(self) -> Away:
-        """What of them rests in other tiers."""
-        return self.module.away
 
     def adopt(self, unit: Unit) -> None:
         """A unit is there, new or as a copy of the one with its index."""
@@ -76,11 +68,6 @@ class Run:
             self._rest()
             self.forwards.begin(unit, entry)
         return self.forwards.enter(unit, entry)
-
-    @uncompiled
-    def leave(self, use: UnitUse, *, failed: bool) -> None:
-        """The forward of a unit has ended."""
-        self.forwards.leave(use, failed=failed)
 
     # -- for verbs and optimizers -----------------------------------------------------------------------------------
 

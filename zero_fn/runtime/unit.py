@@ -35,26 +35,22 @@ __all__ = ["Runs", "Unit", "unit_of"]
 
 
 class Runs(Protocol):
-    """What runs the units of one transformed module. (run.py)"""
+    """What runs the units of one transformed module. (run.py)
 
-    @property
-    def transport(self) -> Links:
-        """What units send and receive through."""
+    Attributes:
+        transport: What units send and receive through.
+        away: What of them rests in other tiers.
+        need_in_backward: Called with a unit, and with its use if that is known: backward needs its gathered parameters.
+        gradients_arrived: Called with a use and its gradients, once all are there; without them if autograd keeps them.
+    """
 
-    @property
-    def away(self) -> Away:
-        """What of them rests in other tiers."""
+    transport: Links
+    away: Away
+    need_in_backward: Callable[..., None]
+    gradients_arrived: Callable[..., None]
 
     def adopt(self, unit: Unit) -> None:
         """A unit is there, new or as a copy of the one with its index."""
-
-    @property
-    def need_in_backward(self) -> Callable[..., None]:
-        """Called with a unit, and with its use if that is known: backward needs its gathered parameters."""
-
-    @property
-    def gradients_arrived(self) -> Callable[[Any, Sequence[Tensor | None] | None], None]:
-        """Called with a use and its gradients, once all of them are there; without them if autograd keeps them."""
 
 
 class Unit:
@@ -173,7 +169,7 @@ class Unit:
         if self.in_flight.phase is not Phase.GATHERED or self.shown.backward_entry is None:
             self.run.need_in_backward(self)  # backward has come, or this is the first it sees
         memory = self.in_flight.memory
-        assert memory is not None, f"{self} is at rest"
+        assert memory is not None and self.in_flight.phase is Phase.GATHERED, f"{self} is at rest"
         return memory.buffers[group]
 
     def leave_backward(self) -> None:
