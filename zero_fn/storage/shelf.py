@@ -88,8 +88,11 @@ class Shelf:
             TierError: There is not so much memory.
         """
 
+    def require_own(self) -> None:
+        """Memory of the host is there in forked processes, too. See `Owned`."""
+
     def borrow(self, place: int, nbytes: int) -> Tensor:
-        """Memory for a range, uint8, until it is given back."""
+        """Memory for a range, uint8, until it is given back: on the way to a disk whole pages."""
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
@@ -114,11 +117,12 @@ class Shelf:
         self._slabs.append((self.nbytes, Slab(nbytes - self.nbytes, left, self._what)))
 
 
-class Disk(Shelf, Owned):
+class Disk(Owned, Shelf):
     """Ranges of unnamed files, one on each path of the tier. Printed, it says where it is and how it is read and written.
 
     Attributes:
         files: By path.
+        stagings: The memory that `borrow` gives.
     """
 
     def __init__(self, tier: Nvme, what: str, carrier: Carrier | None = None) -> None:
@@ -138,7 +142,7 @@ class Disk(Shelf, Owned):
         self.files = [SpillFile(path, what) for path in tier.paths]
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
-        self._stagings = Ring()
+        self.stagings = Ring()
         self._free: list[tuple[Tensor, torch.Event | None, Sequence[Transfer]]] = []  # with what is under way in them
         self._lent: dict[int, Tensor] = {}  # the others, by their first byte
         _disks.add(self)
@@ -149,27 +153,27 @@ class Disk(Shelf, Owned):
 
     @property
     def buffers_nbytes(self) -> int:
-        return self._stagings.nbytes
+        return self.stagings.nbytes
 
     def stage(self, nbytes: int, count: int) -> None:
-        count, size = max(count, self._stagings.count), max(whole_pages(nbytes), self._stagings.size)
-        if (count, size) != (self._stagings.count, self._stagings.size):
+        count, size = max(count, self.stagings.count), max(whole_pages(nbytes), self.stagings.size)
+        if (count, size) != (self.stagings.count, self.stagings.size):
             self._await_left()
-            self._free, self._lent, self._stagings = [], {}, Ring()  # what was there goes first
-            self._stagings = Ring(count, size, f"stagings of {self._what}")
-            self._free = [(view, None, ()) for view in self._stagings.views]
+            self._free, self._lent, self.stagings = [], {}, Ring()  # what was there goes first
+            self.stagings = Ring(count, size, f"buffers of {self._what}")
+            self._free = [(view, None, ()) for view in self.stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         self.require_own()
-        if not self._free or nbytes > self._stagings.size:
-            return Slab(nbytes, Cpu(False, None), f"a staging of {self._what}", forked=False).memory
+        if not self._free or nbytes > self.stagings.size:
+            return Slab(nbytes, Cpu(False, None), f"a buffer of {self._what}", forked=False).memory
         memory, left, under_way = self._free.pop(0)  # the one that was given back first
         self._lent[memory.data_ptr()] = memory
         if left is not None:
             left.synchronize()
         with suppress(StorageError):  # whoever began these did not wait for them
             wait_all(under_way)
-        return memory[:nbytes]
+        return memory[: whole_pages(nbytes)]
 
     def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
         whole = self._lent.pop(memory.data_ptr(), None)

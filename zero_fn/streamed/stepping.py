@@ -68,7 +68,8 @@ class Steps:
         for chunk in chunks:
             states.require_as_planned(chunk)
         now: list[Chunk] = []
-        later: list[tuple[Chunk, Sequence[Record]]] = []
+        later: list[Chunk] = []
+        of_later: list[Sequence[Record]] = []
         for chunk in chunks:
             numbers = {cut.piece.parameter for cut in chunk.cuts}
             stepped = [tensor for number in numbers & grads.keys() for tensor in (states.known[number], grads[number])]
@@ -76,7 +77,8 @@ class Steps:
             for record in records:
                 record.settle()  # two steps of one parcel at once would each write back what the other has changed
             if self.waits and all(map(_is_in_a_tier, stepped)):
-                later.append((chunk, records))
+                later.append(chunk)
+                of_later.append(records)
             else:
                 now.append(chunk)
         step = _Step(self._inner, states.known, grads)
@@ -84,7 +86,8 @@ class Steps:
             each_chunk([states, Windows(states.rings, states.known, grads)], now, step, backwards=self.is_backwards)
             self.is_backwards = not self.is_backwards
             if later:
-                self.waiting = _waiting(states, grads, step, later)
+                windows = Windows(states.rings, states.known, grads)
+                self.waiting = Waiting(Pass([states, windows], later, step), of_later, windows)
         except BaseException:
             if step.count:
                 self.failed = f"the step failed after {step.count} of {len(chunks)} chunks"
@@ -137,15 +140,6 @@ class Steps:
 def _is_in_a_tier(tensor: Tensor) -> bool:
     local = local_of(tensor)
     return isinstance(local, TierTensor) and local.moved is None
-
-
-def _waiting(
-    states: States, grads: Mapping[int, Tensor], step: _Step, later: Sequence[tuple[Chunk, Sequence[Record]]]
-) -> Waiting:
-    """A step of these chunks that waits."""
-    chunks = [chunk for chunk, _ in later]
-    windows = Windows(states.rings, states.known, grads)
-    return Waiting(Pass([states, windows], chunks, step), [each for _, each in later], windows)
 
 
 class _Step:

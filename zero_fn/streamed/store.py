@@ -1,9 +1,9 @@
 """Where chunks rest, and the memory they are stepped in.
 
 device    tensors of the device: nothing moves
-host      ranges of a slab, which are stepped where they are
-disk      ranges of a file, which pass through four buffers: one is computed in, one or two are being filled, one or two
-          written back
+host      ranges of a shelf, which are stepped where they are
+disk      ranges of a shelf, which pass through four of its buffers: one is computed in, one or two are being filled, one or
+          two written back
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zero_fn.storage import Ring, Transfer, shelf_of, whole_pages
-from zero_fn.tiers import Cpu, Tier, bytes_text
+from zero_fn.storage import Disk, Ring, Transfer, shelf_of, whole_pages
+from zero_fn.tiers import Tier, bytes_text
 
 __all__ = ["BUFFERS", "NOTHING", "Store", "Stored", "ring_form", "ring_of"]
 
@@ -61,19 +61,16 @@ class Store:
         Raises:
             StorageError: The path takes no files.
         """
-        self._tier, self._what = tier, what
         self._shelf = shelf_of(tier, what) if tier is not None else None
         self._on_device: list[Tensor] = []
         self._sizes: list[int] = []
-        self._buffers = Ring()
-        self._held: dict[int, int] = {}  # chunks in buffers, by their place, those used last at the end
+        self._held: dict[int, Tensor] = {}  # chunks in memory, by their place, those used last at the end
 
     def __str__(self) -> str:
-        if self._shelf is None:
-            return f"{bytes_text(self.nbytes)} of memory of the device"
-        if isinstance(self._tier, Cpu):
-            return f"{bytes_text(self.nbytes)} of memory of the host"
-        return f"{bytes_text(self.nbytes)} in {self._shelf}, {self._buffers}"
+        taken = bytes_text(self.nbytes)
+        if isinstance(self._shelf, Disk):
+            return f"{taken} in {self._shelf}, {self._shelf.stagings}"
+        return f"{taken} of memory of the {'device' if self._shelf is None else 'host'}"
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +80,7 @@ class Store:
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of host memory that chunks pass through."""
-        return self._buffers.nbytes
+        return self._shelf.buffers_nbytes if self._shelf is not None else 0
 
     def reserve(self, chunks: Sequence[Stored], device: torch.device) -> None:
         """Gives chunks of parameters on a device a place. Not while chunks are in memory.
@@ -97,16 +94,15 @@ class Store:
         if self._shelf is None:
             places = [len(self._on_device) + number for number in range(len(chunks))]
             self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
-        elif isinstance(self._tier, Cpu):
-            (begin,) = self._shelf.reserve([sum(sizes)])
-            places = list(accumulate(sizes[:-1], initial=begin))
-        else:
+        elif isinstance(self._shelf, Disk):
             places = self._shelf.reserve(sizes)
             self._sizes += sizes
-            if ring_form(len(self._sizes), max(self._sizes)) != (self._buffers.count, self._buffers.size):
-                self._buffers = Ring()  # what was there goes first
-                self._held.clear()
-                self._buffers = ring_of(self._sizes, self._what)
+            count, largest_nbytes = ring_form(len(self._sizes), max(self._sizes))
+            self.forget()  # what was there goes first
+            self._shelf.stage(largest_nbytes, count)
+        else:
+            (begin,) = self._shelf.reserve([sum(sizes)])
+            places = list(accumulate(sizes[:-1], initial=begin))
         for chunk, place in zip(chunks, places, strict=True):
             chunk.place = place
 
@@ -116,23 +112,22 @@ class Store:
             return self._on_device[chunk.place], ()
         if not chunk.nbytes:
             return NOTHING, ()
-        if isinstance(self._tier, Cpu):
-            return self._shelf.borrow(chunk.place, chunk.nbytes), ()
-        number = self._held.pop(chunk.place, None)
-        is_there = number is not None
-        if number is None:
-            is_full = len(self._held) == self._buffers.count
-            number = self._held.pop(next(iter(self._held))) if is_full else len(self._held)
-        self._held[chunk.place] = number
-        memory = self._buffers.buffer(number, chunk.nbytes)
-        return memory, () if is_there or not chunk.is_stored else [self._shelf.read(chunk.place, memory)]
+        self._shelf.require_own()
+        memory = self._held.pop(chunk.place, None)
+        is_there = memory is not None or not chunk.is_stored
+        if memory is None:
+            if len(self._held) == BUFFERS:
+                self._shelf.give_back(self._held.pop(next(iter(self._held))))
+            memory = self._shelf.borrow(chunk.place, chunk.nbytes)
+        self._held[chunk.place] = memory
+        return memory, [] if is_there else [self._shelf.read(chunk.place, memory)]
 
     def keep(self, chunk: Stored, memory: Tensor) -> Sequence[Transfer | None]:
         """Begins to put a chunk back."""
         chunk.is_stored = True
-        is_on_disk = self._shelf is not None and not isinstance(self._tier, Cpu) and chunk.nbytes
-        return [self._shelf.write(chunk.place, memory)] if is_on_disk and self._shelf is not None else ()
+        return [self._shelf.write(chunk.place, memory)] if self._shelf is not None and chunk.nbytes else ()
 
     def forget(self) -> None:
         """What is in buffers can not be relied on: a computation or a transfer failed."""
-        self._held.clear()
+        while self._shelf is not None and self._held:
+            self._shelf.give_back(self._held.popitem()[1])
