@@ -36,9 +36,9 @@ from tempfile import TemporaryDirectory
 import torch
 
 from zero_fn.storage import Carrier, Disk, Slab, Transfer
+from zero_fn.storage.carrier import Threads
 from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES
-from zero_fn.storage.threads import Threads
 from zero_fn.storage.uring import Uring
 from zero_fn.tiers import cpu, nbytes_of_text, nvme
 

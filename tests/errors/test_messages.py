@@ -66,8 +66,8 @@ from zero_fn.errors import (
 )
 from zero_fn.mesh import mesh_axis
 from zero_fn.storage import Disk, Slab
+from zero_fn.storage.carrier import Threads
 from zero_fn.storage.request import Request
-from zero_fn.storage.threads import Threads
 from zero_fn.streamed.states import MissingStateError
 from zero_fn.transport.segment import Pending
 

@@ -21,12 +21,11 @@ from hypothesis import strategies as st
 
 from tests.storage.disks import answers, old_disk, reserved, small_disk
 from zero_fn.errors import StorageError, TierError
-from zero_fn.storage.carrier import Carrier, _of_process, chosen_carrier
+from zero_fn.storage.carrier import Carrier, Threads, _of_process, chosen_carrier
 from zero_fn.storage.recycled import Recurring
 from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.storage.threads import Threads
 from zero_fn.storage.uring import Uring
 from zero_fn.tiers import cpu, nvme
 
