@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "checkpoint": 4032,
     "deepspeed": 1205,
-    "integrations": 1115,
+    "integrations": 1125,
     "kernels": 910,
     "local": 555,
     "plan": 1040,

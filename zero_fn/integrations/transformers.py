@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -198,8 +199,9 @@ class ZeroTrainerMixin(_AnyTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. All ranks call it; all return when it is there."""
         state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
+        with _whole_prompts(self.model):
+            if self.args.should_save:
+                self._save(output_dir, state_dict=state)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -247,6 +249,15 @@ def _refuse_arguments(args: Any) -> None:
     for name, (is_asked, why, fix) in asked.items():
         if is_asked:
             raise zf.ConfigError("A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix)
+
+
+def _whole_prompts(model: nn.Module) -> AbstractContextManager[object]:
+    """Prompts that are trained are computed when they are saved, on one rank alone, which then may gather nothing."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return nullcontext()
+    has_prompts = any(config.is_prompt_learning for config in model.peft_config.values())
+    return zf.unsharded(model.prompt_encoder) if has_prompts else nullcontext()
 
 
 def _names_of_adapters(model: nn.Module) -> set[str] | None:

@@ -1,0 +1,157 @@
+"""Adapters of peft over transformed models: the numbers of replicas, at every stage and tier; saved, merged, switched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.integrations.worlds import (
+    STAGES,
+    Counting,
+    llama,
+    numbers,
+    place,
+    start,
+    zero_trainer,
+)
+from tests.ranks import Ranks, axis
+
+pytest.importorskip("peft", reason="the extra [transformers] is not installed")
+pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+
+_TARGETS = ["q_proj", "v_proj", "up_proj"]
+
+
+def adapted(kind: str) -> nn.Module:
+    """A small model with an adapter of a kind, whose values are none of its initial zeros."""
+    import peft
+
+    configs: dict[str, Callable[[], Any]] = {
+        "lora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
+        "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
+        "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+        "head beside": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, modules_to_save=["lm_head"]),
+    }
+    model: nn.Module = llama()
+    torch.manual_seed(3)
+    model = peft.get_peft_model(model, configs[kind]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" not in name and "lm_head" not in name:
+                parameter.normal_(1.0 if kind == "ia3" else 0.0, 0.05)
+    return model
+
+
+def _steps(model: nn.Module, optimizer: Any, *, averaged: bool) -> list[float]:
+    tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
+    found = []
+    for _ in range(3):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        if averaged:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def _trained(folder: str, kind: str) -> None:
+    def adam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+    start()
+    plain = adapted(kind)
+    wanted = _steps(plain, adam(plain), averaged=True)
+    disk = zf.nvme(folder)
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        **{stage: place(stage) for stage in STAGES},
+        "on a disk": lambda m: zf.offload(zf.zero3(m, axis()), params=disk, grads=disk, optim=disk),
+    }
+    for way, transform in ways.items():
+        model = transform(adapted(kind))
+        optimizer: Any = adam(model)
+        found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompts", "head beside"])
+def test_an_adapter_is_trained_as_by_replicas(prepared: Ranks, tmp_path: Path, kind: str) -> None:
+    prepared(2).run(_trained, str(tmp_path), kind)
+
+
+def _logits(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=Counting(4).tokens[:2]).logits
+    return logits
+
+
+def _several() -> None:
+    """Two adapters: switched, off, merged and taken apart again, as in the plain model."""
+    import peft
+
+    def two() -> Any:
+        model = adapted("lora")
+        torch.manual_seed(5)
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+        return model.eval()
+
+    start()
+    plain, ours = two(), place()(two())
+    for model in (plain, ours):
+        model.set_adapter("other")
+    assert torch.equal(_logits(ours), _logits(plain))
+    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+        n for n, p in plain.named_parameters() if p.requires_grad
+    }
+    with plain.disable_adapter(), ours.disable_adapter():
+        assert torch.equal(_logits(ours), _logits(plain))
+    for model in (plain, ours):
+        model.set_adapter("default")
+    assert torch.equal(_logits(ours), _logits(plain))
+    with zf.unsharded(ours, writeback=True):
+        ours.merge_adapter()
+    plain.merge_adapter()
+    assert torch.equal(_logits(ours), _logits(plain))
+    with zf.unsharded(ours, writeback=True):
+        ours.unmerge_adapter()
+    plain.unmerge_adapter()
+    assert torch.equal(_logits(ours), _logits(plain))
+
+
+def test_adapters_are_switched_and_merged(prepared: Ranks) -> None:
+    prepared(2).run(_several)
+
+
+def _saved(folder: str, kind: str) -> None:
+    """A Trainer trains, saves the adapter alone; it is loaded into a plain base and one before a transform; resumed."""
+    import peft
+
+    options = {"save_strategy": "steps", "save_steps": 2}
+    ours = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    trained = numbers(ours)
+    resumed = zero_trainer(folder, lambda: adapted(kind), "zero3", **options)
+    assert numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2") == trained
+    ours.save_model(f"{folder}/out")
+    assert "model.safetensors" not in [path.name for path in Path(folder, "out").iterdir()]
+    wanted = _logits(ours.model.eval())
+    plain = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
+    assert torch.equal(_logits(plain), wanted)
+    again = place()(peft.PeftModel.from_pretrained(llama(), f"{folder}/out", is_trainable=kind != "prompts")).eval()
+    assert torch.equal(_logits(again), wanted)
+
+
+@pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
+def test_an_adapter_is_saved_alone_and_loaded(prepared: Ranks, tmp_path: Path, kind: str) -> None:
+    prepared(2).run(_saved, str(tmp_path), kind)
