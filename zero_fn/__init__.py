@@ -5,7 +5,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its state
 """
 
 from zero_fn.check import check, is_transformed
-from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async
+from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async, save_pretrained
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
 from zero_fn.describe import Description, describe
 from zero_fn.errors import (
@@ -101,6 +101,7 @@ __all__ = [
     "replicate",
     "save",
     "save_async",
+    "save_pretrained",
     "shard_grads",
     "shard_optimizer",
     "shard_params",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable
@@ -10,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zero_fn as zf
@@ -21,7 +23,9 @@ from tests.ranks import Ranks, axis
 from tests.resident import forget_peak, in_new_process, peak_nbytes
 from tests.seeds import seed_generator
 from tests.wholes import full
-from zero_fn.checkpoint.files import TensorReader
+from zero_fn.checkpoint.exporting import export
+from zero_fn.checkpoint.files import TensorFile, TensorReader
+from zero_fn.checkpoint.folders import Draft
 
 
 class Turning(nn.Module):
@@ -235,6 +239,115 @@ def test_a_disk_that_fails_on_one_rank_raises_on_all(ranks: Ranks, tmp_path: Pat
     first, second = ranks(2).run(_failing_alone, tmp_path)
     assert "failed on rank 1: A disk refused" in first
     assert "A disk refused" in second
+
+
+# -- written -----------------------------------------------------------------------------------------------------------
+
+
+def _exported(world: str, folder: Path, path: str) -> list[str]:
+    """Files by which of their tensors differ from the model's."""
+    model = WORLDS[world].place(turning(3, WORLDS[world].styles), path)
+    zf.save_pretrained(model, folder / "whole")
+    zf.save_pretrained(model, folder / "half", dtype=torch.bfloat16, max_shard=300)
+    index = json.loads((folder / "half" / "model.safetensors.index.json").read_text())["weight_map"]
+    half = {name: tensor for file in set(index.values()) for name, tensor in load_file(folder / "half" / file).items()}
+    whole = load_file(folder / "whole" / "model.safetensors")
+    expected = {name: full(value) for name, value in model.state_dict().items()}
+    assert whole.keys() == half.keys() == index.keys() == expected.keys()
+    rounded = {name: value.to(torch.bfloat16) for name, value in expected.items()}
+    wrong = [f"whole: {name}" for name, value in expected.items() if not torch.equal(whole[name], value)]
+    wrong += [f"half: {name}" for name, value in rounded.items() if not torch.equal(half[name], value)]
+    with torch.no_grad():
+        for value in (*model.parameters(), model.turn.seen):
+            value.zero_()
+    zf.load_pretrained(model, folder / "whole")
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    return wrong + [f"again: {name}" for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_way_to_rest_is_written_whole(ranks: Ranks, world: str, tmp_path: Path) -> None:
+    n = WORLDS[world].ranks
+    assert ranks(n).run(_exported, world, tmp_path, str(tmp_path)) == [[]] * n
+    assert len(list((tmp_path / "half").glob("model-*"))) > 3
+    assert sorted(file.name for file in (tmp_path / "whole").iterdir()) == ["model.safetensors"]
+    kept = load_file(tmp_path / "whole" / "model.safetensors")
+    assert kept["turn.seen"].tolist() == [3.0] * 5
+
+
+def test_tiles_and_ties_are_written_once(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(3, 10), nn.Tanh(), nn.Linear(10, 3))
+    with alone() as mesh:
+        tiled = zf.zero3(zf.tile(copy.deepcopy(plain), parts=3, where="0.*"), mesh)
+        zf.save_pretrained(tiled, tmp_path / "tiled")
+        zf.save_pretrained(zf.zero3(Tied("a", "b"), mesh), tmp_path / "tied")
+    found = load_file(tmp_path / "tiled" / "model.safetensors")
+    assert all(torch.equal(value, found[name]) for name, value in plain.state_dict().items())
+    assert load_file(tmp_path / "tied" / "model.safetensors").keys() == {"a.weight"}
+
+
+def test_a_model_that_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    zf.save_pretrained(nn.Linear(3, 2), tmp_path)
+    before = load_file(tmp_path / "model.safetensors")
+    with pytest.raises(zf.CheckpointError, match="a model in this folder already"):
+        zf.save_pretrained(nn.Linear(3, 2), tmp_path, max_shard=8)
+    with pytest.raises(zf.TierError, match="max_shard"):
+        zf.save_pretrained(nn.Linear(3, 2), tmp_path / "b", max_shard="much")
+    assert before.keys() == load_file(tmp_path / "model.safetensors").keys()
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("sizes", [("1GB", 8), (8, "1GB"), (8, 16), ("1GB", "1GB")])
+def test_a_trainer_replaces_what_is_there(sizes: tuple[int | str, int | str], tmp_path: Path) -> None:
+    first, second = nn.Linear(3, 2), nn.Linear(3, 2)
+    export(first, tmp_path, max_shard=sizes[0], replaces=True)
+    (tmp_path / "trainer_state.json").write_text("{}")
+    export(second, tmp_path, max_shard=sizes[1], replaces=True)
+    zf.load_pretrained(first, tmp_path)
+    assert torch.equal(first.weight, second.weight)
+    assert torch.equal(first.bias, second.bias)
+    count = 1 if sizes[1] == "1GB" else 2
+    assert len(list(tmp_path.glob("*.safetensors"))) == count
+    assert (tmp_path / "trainer_state.json").exists()
+
+
+def _writing_fails(folder: Path, where: str) -> str:
+    """One rank cannot write; all raise, and there is no model."""
+    model = zf.zero3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis())
+    owner, method, rank = {
+        "tensors": (TensorFile, "append", 1),
+        "end": (TensorFile, "finish", 1),
+        "commit": (Draft, "commit", 0),
+    }[where]
+    held = getattr(owner, method)
+    if axis().get_local_rank() == rank:
+        setattr(owner, method, _refuse)
+    try:
+        with pytest.raises(zf.StorageError) as caught:
+            zf.save_pretrained(model, folder, max_shard=300)
+    finally:
+        setattr(owner, method, held)
+    dist.barrier()
+    assert list(folder.iterdir()) == []
+    dist.barrier()
+    zf.save_pretrained(model, folder, max_shard=300)
+    zf.load_pretrained(model, folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["tensors", "end", "commit"])
+def test_a_save_that_fails_leaves_no_model(ranks: Ranks, where: str, tmp_path: Path) -> None:
+    assert all("A disk refused" in text for text in ranks(2).run(_writing_fails, tmp_path, where))
+
+
+def _parted(folder: Path) -> None:
+    names = ["a", "b"] if axis().get_local_rank() else ["a", "c"]
+    with pytest.raises(zf.CheckpointError, match="tensors of different names"):
+        zf.save_pretrained(nn.ModuleDict({name: nn.Linear(2, 2) for name in names}), folder / "hf")
+
+
+def test_ranks_with_tensors_of_different_names_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_parted, tmp_path)
 
 
 # -- bytes -------------------------------------------------------------------------------------------------------------

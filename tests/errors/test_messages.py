@@ -44,6 +44,7 @@ from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
 from zero_fn.checkpoint import files
+from zero_fn.checkpoint.together import Said, Together
 from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
@@ -1465,6 +1466,25 @@ def pretrained_of_another_kind() -> object:
         return zf.load_pretrained(nn.Linear(2, 2), folder)
 
 
+def pretrained_is_there_already() -> object:
+    with a_folder() as folder:
+        zf.save_pretrained(nn.Linear(2, 2), folder)
+        return zf.save_pretrained(nn.Linear(2, 2), folder)
+
+
+def pretrained_with_adapters() -> object:
+    model = nn.Linear(2, 2)
+    model.__dict__["peft_config"] = {}
+    with a_folder() as folder:
+        return zf.save_pretrained(model, folder)
+
+
+def pretrained_of_two_stages() -> object:
+    said = [Said(b"", b"one", ""), Said(b"", b"other", "")]
+    with a_folder() as folder, mock.patch.object(Together, "agree", return_value=said):
+        return zf.save_pretrained(nn.Linear(2, 2), folder)
+
+
 def pretrained_onto_meta() -> object:
     return zf.load_pretrained(nn.Linear(2, 2, device="meta"), "folder")
 
@@ -1719,6 +1739,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
         checkpoint_is_nowhere, checkpoint_is_damaged, checkpoint_is_of_a_later_version, checkpoint_does_not_fit,
         checkpoint_of_two_values_for_a_tie, pretrained_of_another_kind, pretrained_onto_meta,
+        pretrained_is_there_already, pretrained_of_two_stages, pretrained_with_adapters,
         checkpoint_of_two_tensors_of_one_name, checkpoint_is_there_already, checkpoint_is_being_saved,
         checkpoint_without_a_name, checkpoint_keeps_none, checkpoint_of_what_has_no_form, checkpoint_of_an_odd_dtype,
         checkpoint_of_meta, checkpoint_of_another_optimizer, checkpoint_of_a_state_of_its_own,

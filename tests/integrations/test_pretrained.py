@@ -92,6 +92,30 @@ def test_a_folder_is_read_into_a_model_on_meta(prepared: Ranks, tmp_path: Path, 
     prepared(2).run(_without_transformers, str(tmp_path), build)
 
 
+def _given_back(folder: str, build: Callable[[], nn.Module]) -> None:
+    """From shards to files to `from_pretrained`."""
+    start()
+    model = zf.zero3(build(), axis())
+    zf.save_pretrained(model, folder, max_shard="20KB")
+    zf.save_pretrained(model, f"{folder}/half", dtype=torch.bfloat16)
+    loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    tokens = Counting().tokens[:2]
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=tokens).logits, model.eval()(input_ids=tokens).logits)
+    half = type(model).from_pretrained(f"{folder}/half", dtype="auto")
+    assert half.dtype == torch.bfloat16
+    for name, value in half.named_parameters():
+        assert torch.equal(value, dict(model.named_parameters())[name].full_tensor().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("build", [llama, tied, gpt2, mixtral])
+def test_a_folder_that_was_written_from_shards_is_loaded_by_transformers(
+    prepared: Ranks, tmp_path: Path, build: Callable[[], nn.Module]
+) -> None:
+    prepared(2).run(_given_back, str(tmp_path), build)
+
+
 def _generated(folder: str) -> None:
     """Ranks want other numbers of tokens: greedy, of adapters, and one rank alone inside `unsharded`."""
     from peft import LoraConfig, get_peft_model

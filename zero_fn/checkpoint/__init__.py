@@ -19,11 +19,13 @@ whole_fit  how a checkpoint of ours fits a model, an optimizer and anything else
 saving     `save` and `save_async`
 loading    `load`
 pretrained `load_pretrained`: folders of Hugging Face
+exporting  `save_pretrained`: writes them
 """
 
+from zero_fn.checkpoint.exporting import save_pretrained
 from zero_fn.checkpoint.folders import Checkpoint, checkpoints
 from zero_fn.checkpoint.loading import load
 from zero_fn.checkpoint.pretrained import load_pretrained
 from zero_fn.checkpoint.saving import Saving, save, save_async
 
-__all__ = ["Checkpoint", "Saving", "checkpoints", "load", "load_pretrained", "save", "save_async"]
+__all__ = ["Checkpoint", "Saving", "checkpoints", "load", "load_pretrained", "save", "save_async", "save_pretrained"]

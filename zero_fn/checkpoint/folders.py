@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -152,9 +152,9 @@ class Draft:
         path: Where it is until then.
     """
 
-    def __init__(self, target: Path) -> None:
-        """One that is not made yet, of a checkpoint that is to be `target`."""
-        self.target, self.path = target, target.parent / f".{target.name}.saving"
+    def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
+        """One that is not made yet, of a checkpoint that is to be `target`, with these folders in it."""
+        self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
         self._lock = -1
 
     def make(self) -> None:
@@ -171,13 +171,7 @@ class Draft:
             )
         with disk(self.path, "Making the folder of a checkpoint"):
             parent.mkdir(parents=True, exist_ok=True)
-            if os.path.lexists(self.target):
-                raise CheckpointError(
-                    "There is something of this name already.",
-                    path=self.target,
-                    why="a checkpoint is never overwritten: a save that is killed would leave none",
-                    fix="save under another name (the step is a good one), or remove it before",
-                )
+            self._require_free()
             for left in parent.iterdir():
                 if left.name.startswith(".") and left.name.endswith(_LEFT) and left.is_dir():
                     _remove_if_left(left)
@@ -189,7 +183,7 @@ class Draft:
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for kind in KINDS:
+            for kind in self._kinds:
                 (self.path / kind).mkdir()
 
     def commit(self) -> None:
@@ -198,15 +192,27 @@ class Draft:
         Raises:
             StorageError: The disk refused.
         """
-        for kind in KINDS:
+        for kind in self._kinds:
             sync_folder(self.path / kind)
         sync_folder(self.path)
         with disk(self.target, "Committing a checkpoint"):
-            if os.path.lexists(self.target):  # a rename would replace an empty folder
-                raise FileExistsError(17, "somebody made it meanwhile", str(self.target))
-            os.rename(self.path, self.target)
+            self._rename()
         sync_folder(self.target.parent)
         self._unlock()
+
+    def _require_free(self) -> None:
+        if os.path.lexists(self.target):
+            raise CheckpointError(
+                "There is something of this name already.",
+                path=self.target,
+                why="a checkpoint is never overwritten: a save that is killed would leave none",
+                fix="save under another name (the step is a good one), or remove it before",
+            )
+
+    def _rename(self) -> None:
+        if os.path.lexists(self.target):  # a rename would replace an empty folder
+            raise FileExistsError(17, "somebody made it meanwhile", str(self.target))
+        os.rename(self.path, self.target)
 
     def drop(self) -> None:
         """Removes it, after a failure."""

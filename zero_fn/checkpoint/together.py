@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from zero_fn import errors
 from zero_fn.errors import CheckpointError, DisagreementError, ZeroError
 from zero_fn.transport.agreement import digest
-from zero_fn.transport.meeting import LONGEST_S, meet, meeting_group
+from zero_fn.transport.meeting import LONGEST_S, broadcast, meet, meeting_group
 from zero_fn.transport.waiting import deadline
 
 __all__ = ["Said", "Together", "digest_of"]
@@ -102,6 +103,15 @@ class Together:
                 fix="call it with the same folder and options on every rank",
             )
         return said
+
+    def from_first(self, values: Tensor) -> Tensor:
+        """What rank 0 has, in memory of the host. A broadcast; waits.
+
+        Raises:
+            LostRankError: A rank has ended, or did not come.
+        """
+        values = values.detach().cpu().contiguous()
+        return values if self._group is None else broadcast(self._group, values.clone())
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank. One message of a byte for each to each peer; waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from zero_fn.errors import LostRankError
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["LONGEST_S", "meet", "meeting_group"]
+__all__ = ["LONGEST_S", "broadcast", "meet", "meeting_group"]
 
 LONGEST_S = 3600.0
 """The most that ranks wait for one whose disk is slower than theirs."""
@@ -62,6 +63,19 @@ def meet(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
     except RuntimeError as error:
         raise _lost(error) from error
     return rows
+
+
+def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
+    """The same memory with the values of rank 0: a collective, that waits.
+
+    Raises:
+        LostRankError: A rank has ended, or did not come.
+    """
+    try:
+        dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
+    except RuntimeError as error:
+        raise _lost(error) from error
+    return values
 
 
 def _lost(error: RuntimeError) -> LostRankError:
