@@ -23,7 +23,7 @@ BUDGET = {
     "kernels": 910,
     "local": 555,
     "plan": 1040,
-    "runtime": 8450,
+    "runtime": 8230,
     "storage": 1400,
     "streamed": 2469,
     "transforms": 1605,

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.groups import alone
 from tests.snapshot import assert_matches
+from zero_fn.runtime.forwards import Forwards
 from zero_fn.runtime.gradients import Gradients, Reduction
 from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.run import Run
@@ -171,7 +172,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """From now on, the events that units live through, in a list. What changes nothing is left out."""
     done: list[Event] = []
     unshard, awaited, reshard = Unit.unshard, Unit.await_gathered, Unit.reshard
-    enter, leave, reduce, settle = Run.enter, Run.leave, Gradients.reduce, Settling.settle
+    enter, leave, reduce, settle = Run.enter, Forwards.leave, Gradients.reduce, Settling.settle
 
     def note(event: Event, unit: Unit, *phases: Phase) -> None:
         if not phases or unit.in_flight.phase in phases:
@@ -194,9 +195,9 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
         done.append(Enter(Use(unit.index, use.number)))
         return use
 
-    def leave_noted(run: Run, use: UnitUse, *, failed: bool) -> None:
+    def leave_noted(forwards: Forwards, use: UnitUse, *, failed: bool) -> None:
         done.append(Exit(Use(use.unit.index, use.number)))
-        leave(run, use, failed=failed)
+        leave(forwards, use, failed=failed)
 
     def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
         unit = unit_of(gradients._slots[0])
@@ -212,7 +213,7 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(Unit, "await_gathered", await_noted)
     monkeypatch.setattr(Unit, "reshard", reshard_noted)
     monkeypatch.setattr(Run, "enter", enter_noted)
-    monkeypatch.setattr(Run, "leave", leave_noted)
+    monkeypatch.setattr(Forwards, "leave", leave_noted)
     monkeypatch.setattr(Gradients, "reduce", reduce_noted)
     monkeypatch.setattr(Settling, "settle", settle_noted)
     return done

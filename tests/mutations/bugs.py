@@ -350,7 +350,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "hooks-fire-twice",
-        "settle",
+        "runtime/gradients.py:add_gradient",
         "hooks of users on parameters",
         "    for hook in gradient_hooks(parameter):",
         "    for hook in 2 * gradient_hooks(parameter):",

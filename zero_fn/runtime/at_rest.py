@@ -120,7 +120,7 @@ class AtRest:
         return wholes
 
     def issue_whole(self) -> tuple[list[Tensor], Waits | None]:
-        """The same, not waited for.
+        """Whole parameters as of `gather_whole`, and the all-gather that is still to be waited for, if there is one.
 
         Raises:
             StorageError: The tier of resting parameters failed, on this rank or another: on every rank.

@@ -13,7 +13,7 @@ from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
-from zero_fn.runtime.gradients import settle
+from zero_fn.runtime.gradients import add_gradient
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form, record_nbytes
@@ -73,10 +73,10 @@ class Away:
         self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
-    def settle(self, slot: Slot, grad: Tensor) -> None:
+    def add_gradient(self, slot: Slot, grad: Tensor) -> None:
         """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
         try:  # for each parameter: a context manager costs nine calls
-            settle(slot, grad)
+            add_gradient(slot, grad)
         except StorageError as error:
             self._failure = self._failure or error
 

@@ -34,7 +34,7 @@ class Ended(Protocol):
         """The engine is done with the backward, whether or not it raised. Called in the thread that called the backward."""
 
     def show_resting(self, ending: Ending) -> None:
-        """The same, called in a thread of the engine. [Note: threads of the engine]"""
+        """The engine is done with the backward, told in a thread of the engine. [Note: threads of the engine]"""
 
 
 class Ending:

@@ -171,7 +171,7 @@ class Attached:
         """Leaves the unit, if `begin` entered it. Returns the output as the caller gets it.
 
         Args:
-            output: Of the call.
+            output: What the call returned; None if it raised.
             error: The exception that is being handled: if it is not that of before, the call has failed.
         """
         begun = self._begun

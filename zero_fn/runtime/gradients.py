@@ -31,7 +31,7 @@ from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links, Waits
 from zero_fn.transport.segment import Contribution, Contributions
 
-__all__ = ["GradientMemory", "Gradients", "Reduction", "settle"]
+__all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradient"]
 
 
 class Gradients:
@@ -134,7 +134,7 @@ class Gradients:
         self.is_empty = all(grad is None for grad in self.local)
 
     def add_pending(self, grads: Sequence[Tensor | None]) -> None:
-        """As `add`, for sums that stay local when the backward ends."""
+        """Adds what one use gave to sums that stay on this rank when the backward ends. Markers stand as `.grad`."""
         self.forget_dropped()
         self.add(grads, exact=True)
         for i, slot in enumerate(self._slots):
@@ -397,7 +397,7 @@ class Reduction:
         return grad if slot.spec is None else on_spec(grad, slot.spec)
 
 
-def settle(slot: Slot, grad: Tensor) -> None:
+def add_gradient(slot: Slot, grad: Tensor) -> None:
     """Adds a reduced gradient to `.grad`, firing the user's hooks as autograd would: once, with the resting gradient."""
     parameter = slot.parameter
     if parameter._backward_hooks:

@@ -56,7 +56,7 @@ class Graphs:
         return any(bracket.use not in self._retained for bracket in self.trace)
 
     def offsets(self) -> dict[int, int]:
-        """For each unit, the first number above those of its uses."""
+        """For each unit, the number of its next use: one above those it has."""
         offsets: dict[int, int] = {}
         for bracket in self.trace:
             if isinstance(bracket, Enter):

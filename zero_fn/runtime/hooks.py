@@ -2,7 +2,7 @@
 
 [Note: autograd calls hooks with None] In a deferred backward autograd is given no gradients, and yet it calls the hooks of
 each parameter it passes. So the user's hooks are wrapped, in the dicts where torch keeps them, so that handles still
-remove them. What autograd calls is then ignored, and `settle` calls the user's hook when the gradient is reduced.
+remove them. What autograd calls is then ignored, and `add_gradient` calls the user's hook when the gradient is reduced.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Kind:
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:
-        """Of the gathered parameters."""
+        """The dtype of the gathered parameters."""
         return self.home.compute_dtype(self.dtype)
 
     @cached_property
@@ -115,7 +115,7 @@ class Kind:
 
     @cached_property
     def whole(self) -> Lifetime:
-        """Of the buffer with the gathered parameters; NEVER where the resting ones are whole already."""
+        """How long the buffer with the gathered parameters has memory; NEVER where the resting ones are whole already."""
         if not self.is_cut and self.compute_dtype == self.dtype and not self.is_away:
             return Lifetime.NEVER
         return Lifetime.ALWAYS if self.is_kept else Lifetime.USE
@@ -127,7 +127,8 @@ class Kind:
 
     @cached_property
     def inner(self) -> Lifetime:
-        """Of the buffer with this rank's part on the first axis: the second cuts less than the parameters themselves."""
+        """How long the buffer with this rank's part on the first axis has memory: ALWAYS where the second axis cuts less than
+        the parameters themselves (hpZ)."""
         levels = [level for _, level in self.hops if level > Sharded.NOTHING]
         is_kept = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
         return Lifetime.ALWAYS if is_kept else Lifetime.NEVER

@@ -39,7 +39,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
 
-__all__ = ["require_own_shard", "say_if_rounded", "say_if_slow", "settle_states", "sharded", "watch_optimizers"]
+__all__ = ["require_own_shard", "say_if_rounded", "say_if_slow", "sharded", "take_over_states", "watch_optimizers"]
 
 _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for states that are loaded
 _STEPS_IN_BACKWARD = (
@@ -63,8 +63,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it settles what it loads itself
     if _LOADS not in optimizer.__dict__ and not is_streamed:
         say_if_rounded(optimizer)
-        settle_states(optimizer)  # loaded before the first step
-        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(settle_states)
+        take_over_states(optimizer)  # loaded before the first step
+        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
@@ -191,7 +191,7 @@ def sharded(whole: Tensor, slot: Slot, spec: DTensorSpec) -> DTensor:
 
 
 @uncompiled
-def settle_states(optimizer: Optimizer) -> None:
+def take_over_states(optimizer: Optimizer) -> None:
     """Takes over what was loaded into an optimizer. [Note: loaded states]
 
     Raises:

@@ -89,7 +89,7 @@ class ForwardPass:
         return self._legs is not None
 
     def after(self) -> Sequence[Action]:
-        """What to do right after the last bracket that do not wait."""
+        """What to begin right after the last bracket: actions that wait for nothing."""
         return self._legs[self._at - 1].after if self._legs is not None else ()
 
     def relative_trace(self) -> Trace:
@@ -187,8 +187,7 @@ class BackwardPass:
             ending: Tells when it has ended.
             awaited: Uses whose gradients will arrive on this rank.
             passed_only: Uses without gradients of their own on this rank, which backward may pass through.
-            waiting: See the attribute.
-            keeps_graph: See the attribute.
+            waiting, keeps_graph: See the attributes of the class.
         """
         self.ending = ending
         self.reductions: list[tuple[Unit, Reduction]] = []

@@ -80,7 +80,7 @@ class Recomputed:
         device = torch.empty(0, device=first.device)
         outputs = checkpoint(run, device, use_reentrant=False)
         try:
-            inputs.rest()
+            inputs.let_go()
         except (StorageError, TierError):
             self._tell_others()
             raise
@@ -146,7 +146,7 @@ class _Inputs:
             self._transport.all_gather(segments, f"inputs of {self._name!r}").wait()
         return tree_unflatten(leaves, self._spec)
 
-    def rest(self) -> None:
+    def let_go(self) -> None:
         """Lets go of what other ranks keep, and parks what this one keeps."""
         if self._transport is None and self._parking is None:
             return

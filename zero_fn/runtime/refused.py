@@ -86,7 +86,7 @@ Mend = Callable[[Call, Callable[..., Any]], object]
 
 @dataclass(frozen=True)
 class Row:
-    """What torch does wrong.
+    """One refusal, or one repair: operations that torch does wrong with resting tensors, and when.
 
     Attributes:
         names: Of operations: overloads, or names of which all overloads are meant.
@@ -290,11 +290,11 @@ class Copied(Tensor):
         return tree_map(Copied, found) if func.is_view else found
 
     def numpy(self, *, force: bool = False) -> Any:
-        """As of a plain tensor."""
+        """The array that the plain tensor gives."""
         return self.plain.numpy(force=force)
 
     def tolist(self) -> Any:
-        """As of a plain tensor."""
+        """The list that the plain tensor gives."""
         return self.plain.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -309,7 +309,7 @@ class Copied(Tensor):
 
 
 def _operations(names: str) -> tuple[Any, ...]:
-    """Of "sum.dim_IntList amax": an overload, and all overloads of a name."""
+    """The operations in "sum.dim_IntList amax": one overload, and all overloads of a name."""
     found: list[Any] = []
     for name in names.split():
         packet, _, overload = name.partition(".")

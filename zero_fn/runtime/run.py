@@ -65,7 +65,7 @@ class Run:
         if current_graph_task() != -1:
             return self.backwards.enter_recomputation(unit, entry)
         if self.forwards.current is None:
-            self._rest()
+            self._recover_backward()
             self.forwards.begin(unit, entry)
         return self.forwards.enter(unit, entry)
 
@@ -73,7 +73,7 @@ class Run:
 
     def prepare(self) -> None:
         """Before parameters are gathered outside a forward: as before a forward."""
-        self._rest()
+        self._recover_backward()
         self.forwards.prepare()
 
     def recover(self) -> None:
@@ -137,7 +137,8 @@ class Run:
         module.control.read()
         module.away.finish_gradients(unit.groups for unit in units)
 
-    def _rest(self) -> None:
+    def _recover_backward(self) -> None:
+        """Before a forward: a backward that raised is put in order, by the thread that calls the next one."""
         self.backwards.recover()
         self.module.caller = get_ident()
 

@@ -26,7 +26,7 @@ class Settling:
             if has_local and slot.path.is_reduced_at_once:
                 grad = reduction.resting(slot)
                 assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                self._away.settle(slot, grad)
+                self._away.add_gradient(slot, grad)
             elif not reduction.is_frozen(slot):
                 is_settled = False
         self._away.put_gradients(unit.groups)
@@ -52,7 +52,7 @@ class Settling:
             for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
                 grad = reduction.resting(slot) if has_any and not (has_local and slot.path.is_reduced_at_once) else None
                 if grad is not None:
-                    self._away.settle(slot, grad)
+                    self._away.add_gradient(slot, grad)
             self._away.put_gradients(unit.groups)
 
     def drop(self) -> None:

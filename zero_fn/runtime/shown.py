@@ -82,7 +82,7 @@ class Shown:
             self._show_registered()
 
     def show_in_backward(self, tensors: list[Tensor], entry: object) -> None:
-        """As `show`, until `leave_backward`, for the backward of a forward that began at `entry`."""
+        """Lets modules see `tensors` until `leave_backward`, in the backward of a forward that began at `entry`."""
         self._in_backward, self.backward_entry = tensors, entry
         self.show(tensors)
 
@@ -139,4 +139,4 @@ class Shown:
 
 
 def _no_entry() -> None:
-    """Of a unit that has not run."""
+    """The last entry of a unit that has not run."""

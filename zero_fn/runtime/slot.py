@@ -114,7 +114,7 @@ class Slot:
         fqn: Its first name, relative to the module that was transformed.
         places: Every module attribute that holds it.
         home: Where its state rests.
-        full_shape: Of the parameter on all ranks of all axes.
+        full_shape: Shape of the parameter on all ranks of all axes.
         model: Where it lies on the model axes of the module, None if it was never placed there.
         path: How it is cut over the data axes.
         kind: What else decides how it rests, computes and is summed.
@@ -276,7 +276,7 @@ class Slot:
 
 
 def _no_owner() -> None:
-    """Of a slot that belongs to no unit yet."""
+    """The owner of a slot that belongs to no unit yet."""
 
 
 def slot_of(parameter: object) -> Slot | None:

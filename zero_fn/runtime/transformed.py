@@ -31,7 +31,7 @@ class Transformed:
         lenders: By unit, numbers of units around it whose parameters stand in modules inside it too (ties).
         away: What of it rests in other tiers.
         control: Its control messages.
-        graphs: Of forwards whose backward may come.
+        graphs: The graphs of forwards whose backward may come.
         accumulating: Depth of open `accumulate` blocks.
         caller: The thread that has begun the last forward; it calls the backward, too.
     """
@@ -61,6 +61,6 @@ class Transformed:
         return unit.anchor() if unit is not None else None
 
     def ahead(self, events: tuple[Event, ...]) -> tuple[Event, ...]:
-        """What comes next is gathered, and before that fetched, beside what is computed."""
+        """Events with gathers, and fetches from tiers, moved ahead of their uses: they run beside the computation."""
         events = prefetch(events, depth=self.depth)
         return fetch_ahead(events, is_away=lambda index: self.unit(index).groups.is_away, depth=_FETCH_DEPTH)

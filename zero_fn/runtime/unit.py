@@ -198,5 +198,5 @@ def unit_of(slot: Slot | None) -> Unit | None:
 
 
 def _no_anchor() -> nn.Module | None:
-    """Of a unit whose anchor was not copied with it."""
+    """The anchor of a unit that was copied without it."""
     return None

@@ -20,7 +20,7 @@ class UnitUse:
     Attributes:
         unit: The unit.
         number: The `Use` of the schedule is `(unit.index, number)`.
-        generation: Of the unit when its parameters were read.
+        generation: The generation of the unit when its parameters were read.
         node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         has_graph: Whether a backward may pass through this use.
         has_arrived: Whether the running backward has computed all its gradients, or has come where there are none to compute.

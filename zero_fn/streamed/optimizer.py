@@ -20,7 +20,7 @@ from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
-from zero_fn.runtime.optimizers import say_if_rounded, say_if_slow, settle_states
+from zero_fn.runtime.optimizers import say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, replaced, require_not_streamed, require_streamable
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -282,7 +282,7 @@ class Streamed(Optimizer):
 
         def make() -> None:
             with replaced(self.inner, self.param_groups, states):
-                settle_states(self.inner)
+                take_over_states(self.inner)
                 made.append(States(self._planner, self._parameters(), states))
 
         everywhere(self._parameters(), make, doing)
