@@ -31,6 +31,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
@@ -1533,6 +1534,17 @@ def deepspeed_with_other_objects() -> object:
     return deepspeed_folder(lambda said: said.update(clip_grad=nn.Linear(1, 1)))
 
 
+def checkpoint_of_torch_with_extensions() -> object:
+    model = nn.Linear(2, 2)
+    with a_folder() as folder:
+        dcp.save(model.state_dict(), checkpoint_id=folder / "a", no_dist=True)
+        metadata = pickle.loads((folder / "a" / ".metadata").read_bytes())
+        for info in metadata.storage_data.values():
+            info.transform_descriptors = ["stream.zstd"]
+        (folder / "a" / ".metadata").write_bytes(pickle.dumps(metadata))
+        return zf.load(folder / "a", model)
+
+
 def checkpoints_of_two_kinds() -> object:
     with a_folder() as folder:
         zf.save(folder / "step-1", nn.Linear(2, 2))
@@ -1731,7 +1743,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ),
     CheckpointError: (
         deepspeed_without_correction_of_bias, deepspeed_with_elastic_states, deepspeed_with_tensor_parallelism,
-        deepspeed_with_other_objects, checkpoints_of_two_kinds,
+        deepspeed_with_other_objects, checkpoints_of_two_kinds, checkpoint_of_torch_with_extensions,
         assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,

@@ -12,6 +12,7 @@ catalog    what a checkpoint of ours has
 pickles    files of `torch.save` as values, without running what is in them
 foreign    what a checkpoint of another library has
 of_deepspeed    ... that is DeepSpeed
+of_dcp     ... that is torch.distributed.checkpoint
 opening    which checkpoint a folder means, and who can read it
 passing    states of streamed optimizers
 fit        how tensors in files fit a model

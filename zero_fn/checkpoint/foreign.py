@@ -91,7 +91,7 @@ class Foreign(Contents):
         boxes = (box or whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
         for part in boxes:
             begin = offset + first * tensor.dtype.itemsize
-            self._add(kind, name, state, StoredBox(name, tensor.dtype, shape, part, begin, file=file))
+            self.add_piece(kind, name, state, StoredBox(name, tensor.dtype, shape, part, begin, file=file))
             first += part.numel
 
     def add_state(self, name: str, state: str, value: Any) -> None:
@@ -103,7 +103,7 @@ class Foreign(Contents):
         if isinstance(value, Tensor):
             piece = StoredBox(name, value.dtype, tuple(value.shape), whole_box(value.shape), file=-1 - len(self._kept))
             self._kept.append(value)
-            self._add("optimizer", name, state, piece)
+            self.add_piece("optimizer", name, state, piece)
         else:
             self._values.setdefault(self._rename(name), (0, {}))[1][state] = value
 
@@ -123,7 +123,12 @@ class Foreign(Contents):
         for name in names:
             self.options[self._rename(name)] = (0, options)
 
-    def _add(self, kind: str, name: str, state: str, piece: StoredBox) -> None:
+    def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> None:
+        """A box of a tensor.
+
+        Raises:
+            CheckpointError: Other boxes of it have other shapes or dtypes.
+        """
         name = self._rename(name)
         key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
         if kind == "optimizer" and key not in self.pieces:
@@ -156,11 +161,18 @@ class Foreign(Contents):
         if file < 0:
             kept = self._kept[-1 - file]
             return _InMemory(self.read(kept) if isinstance(kept, PlacedTensor) else kept)
-        span = self._byte_ranges[file]
+        return self._opened(self._byte_ranges[file], self._byte_ranges[file].offset)
+
+    def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
+        """Opens the bytes of a tensor, from its first element on."""
+        is_in_rows = tensor.strides == _strides(tensor.shape)
+        return self._opened(tensor.span, tensor.offset) if is_in_rows else _InMemory(self.read(tensor))
+
+    def _opened(self, span: ByteRange, begin: int) -> TensorReader:
         self._verify(span)
         with disk(span.path, "Reading a checkpoint"):
             nbytes = span.path.stat().st_size
-        return TensorReader(span.path, span.offset, nbytes)
+        return TensorReader(span.path, begin, nbytes)
 
     def read(self, tensor: PlacedTensor) -> Tensor:
         """A whole tensor, in memory.

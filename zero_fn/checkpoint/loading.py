@@ -60,7 +60,8 @@ def load(
     64 MiB. Digests are verified as bytes are read: once before anything changes, and once more as they go where they rest.
 
     Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, on any number of ranks, and universal ones. What it has kept
-    beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`.
+    beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are folders of
+    torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
 
     Communicates three messages of 640 bytes to each peer; where ranks have parameters of different names, a fourth of a bit
     for each tensor.

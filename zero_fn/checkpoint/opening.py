@@ -8,6 +8,7 @@ from pathlib import Path
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.folders import MANIFEST, checkpoints, newest
+from zero_fn.checkpoint.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.of_deepspeed import DeepSpeedFolder, deepspeed_folder
 from zero_fn.errors import CheckpointError
 
@@ -23,7 +24,7 @@ def chosen(folder: Path) -> Path:
     """
     if (folder / MANIFEST).exists():
         return folder
-    foreign = deepspeed_folder(folder)
+    foreign = folder if (folder / METADATA).is_file() else deepspeed_folder(folder)
     if foreign is None:
         return newest(folder)
     own = checkpoints(folder)
@@ -31,7 +32,7 @@ def chosen(folder: Path) -> Path:
         raise CheckpointError(
             "There are checkpoints of two kinds.",
             folder=folder,
-            found=f"files of DeepSpeed, and {own[-1].path.name}",
+            found=f"files of another library, and {own[-1].path.name}",
             fix="name the one that is meant",
         )
     return foreign
@@ -49,5 +50,10 @@ def opened(folder: Path, rename: Callable[[str], str], *, has_states: bool = Tru
         CheckpointError: It is damaged, or of a kind that is not read.
         StorageError: The disk refused.
     """
-    is_own = (folder / MANIFEST).exists() or deepspeed_folder(folder) is None
-    return Catalog(folder, rename) if is_own else DeepSpeedFolder(folder, rename, has_states=has_states)
+    if (folder / MANIFEST).exists():
+        return Catalog(folder, rename)
+    if (folder / METADATA).is_file():
+        return DcpFolder(folder, rename, has_states=has_states)
+    if deepspeed_folder(folder) is not None:
+        return DeepSpeedFolder(folder, rename, has_states=has_states)
+    return Catalog(folder, rename)

@@ -15,6 +15,8 @@ import os
 import pickle
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -23,7 +25,7 @@ import torch
 from zero_fn.checkpoint.files import damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
 
-__all__ = ["ByteRange", "Inert", "PlacedTensor", "read_pickle", "require_checksum"]
+__all__ = ["ByteRange", "Inert", "PlacedTensor", "read_lone_pickle", "read_pickle", "require_checksum"]
 
 _BLOCK_NBYTES = 1 << 20
 
@@ -190,9 +192,9 @@ _ADMITTED: dict[tuple[str, str], Any] = {
 class _Reader(pickle.Unpickler):
     """Reads a pickle in which nothing is called but what stands in `_ADMITTED`."""
 
-    def __init__(self, file: IO[bytes], records: _Records) -> None:
+    def __init__(self, file: IO[bytes], path: Path, records: _Records | None = None) -> None:
         super().__init__(file)
-        self._records = records
+        self._path, self._records = path, records
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name.
@@ -205,7 +207,7 @@ class _Reader(pickle.Unpickler):
         except KeyError:
             raise CheckpointError(
                 "A file of a checkpoint names something that is not read.",
-                file=self._records.path,
+                file=self._path,
                 named=f"{module}.{name}",
                 why="a pickle calls what it names; only tensors, numbers and a few classes of DeepSpeed and torch are read, "
                 "as values",
@@ -215,7 +217,7 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         """Where the bytes of a storage are."""
         kind, dtype, key, *_ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or self._records is None:
             raise pickle.UnpicklingError(f"it refers to {pid!r}")
         return _Storage(self._records.span(f"data/{key}"), dtype)
 
@@ -253,7 +255,7 @@ class _Records:
         names = self._archive.namelist()
         if f"{self._prefix}byteorder" in names and self._archive.read(f"{self._prefix}byteorder") != b"little":
             raise pickle.UnpicklingError("its numbers begin with their highest byte")
-        return _Reader(io.BytesIO(self._archive.read(f"{self._prefix}data.pkl")), self).load()
+        return _Reader(io.BytesIO(self._archive.read(f"{self._prefix}data.pkl")), self.path, self).load()
 
     def span(self, name: str) -> ByteRange:
         """Where a record is."""
@@ -308,12 +310,30 @@ def read_pickle(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
         CheckpointError: It is damaged, or names what is not read; nothing of it was run.
         StorageError: The disk refused.
     """
+    with _told(path), _Records(path, offset, nbytes) as records:
+        return records.value()
+
+
+def read_lone_pickle(path: Path) -> Any:
+    """What `pickle.dump` has written into a file, as `read_pickle`.
+
+    Raises:
+        CheckpointError: It is damaged, or names what is not read; nothing of it was run.
+        StorageError: The disk refused.
+    """
+    with _told(path), path.open("rb") as file:
+        return _Reader(file, path).load()
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    """Errors of files that were tampered with, as ours."""
     try:
-        with disk(path, "Reading a checkpoint"), _Records(path, offset, nbytes) as records:
-            return records.value()
+        with disk(path, "Reading a checkpoint"):
+            yield
     except ZeroError:
         raise
-    except Exception as error:  # whatever a pickle or a zip file that was tampered with may lead to
+    except Exception as error:  # whatever a pickle or a zip file may lead to
         raise damaged(path, why=f"{type(error).__name__}: {error}") from error
 
 
