@@ -137,6 +137,13 @@ def test_the_digest_of_contents_sees_every_element(dtype: torch.dtype) -> None:
         assert content_digest(other) != content_digest(values)
 
 
+def test_the_digest_of_one_element_does_not_ask_for_its_stride() -> None:
+    """torch calls it contiguous at any stride; a word of 8 bytes could not be made of it, and the transform raised."""
+    value = torch.ones(3, 64)[0, :1].as_strided((1,), (64,))
+    assert value.stride() == (64,)
+    assert content_digest(value) == content_digest(torch.ones(1))
+
+
 @pytest.mark.parametrize("tensor", [torch.empty(0), torch.empty(3, device="meta")], ids=["empty", "meta"])
 def test_what_has_no_contents_has_digest_0(tensor: torch.Tensor) -> None:
     assert content_digest(tensor) == 0

@@ -23,10 +23,10 @@ BUDGET = {
     "kernels": 910,
     "local": 555,
     "plan": 1040,
-    "runtime": 8230,
+    "runtime": 8244,
     "storage": 1400,
     "streamed": 2469,
-    "transforms": 1605,
+    "transforms": 1742,
     "transport": 2410,
     "": 4190,
 }

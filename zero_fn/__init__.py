@@ -33,6 +33,7 @@ from zero_fn.tiers import cpu, nvme
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict
+from zero_fn.transforms.flatten_subclasses import flatten_subclasses
 from zero_fn.transforms.gather_in import gather_in
 from zero_fn.transforms.materialize import materialize
 from zero_fn.transforms.offload import offload
@@ -82,6 +83,7 @@ __all__ = [
     "cpu",
     "describe",
     "evict",
+    "flatten_subclasses",
     "from_deepspeed",
     "gather_in",
     "guard",

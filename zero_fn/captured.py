@@ -26,6 +26,7 @@ __all__ = ["follow_forwards", "rebound", "refuse_captured"]
 
 _COMPILED = "_torchdynamo_orig_callable"  # what functions that torch.compile made have
 _REGISTERED = ("_parameters", "_buffers", "_modules")
+_PRINTED = ("extra_repr",)  # of a module whose weight torchao quantized: a text of it, and nothing that computes
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 
 
@@ -45,7 +46,7 @@ def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Seq
     for name, child in twin.named_modules():
         own = {id(parameter) for parameter in child._parameters.values()}
         for attribute, value in child.__dict__.items():
-            if type(value) in _ATOMS or attribute in _REGISTERED or _is_empty(value):
+            if type(value) in _ATOMS or attribute in (*_REGISTERED, *_PRINTED) or _is_empty(value):
                 continue
             path, followed = f"{name}.{attribute}".lstrip("."), own & _flat(value)
             for found in _held(value):

@@ -46,7 +46,7 @@ from zero_fn.transport.links import Links
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
 
-__all__ = ["Donated", "assignment_of", "carry_over", "substitute"]
+__all__ = ["Donated", "assignment_of", "carry_over", "copied", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -138,7 +138,7 @@ def _substitute(
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
-    twin, memo = _copy(module, shared)
+    twin, memo = copied(module, shared)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
@@ -366,7 +366,7 @@ def _addresses(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.itemsize)
 
 
-def _copy(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
+def copied(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
     """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
     memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
     memo.update((id(attached), attached) for _, attached in attached_below(module))

@@ -79,8 +79,12 @@ class Shared:
         return f"{module}.{attribute}" if module else attribute
 
 
-def shared_parameters(module: nn.Module) -> list[Shared]:
+def shared_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[Shared]:
     """The distinct parameters of a module in registration order, with all their places.
+
+    Args:
+        module: Any module.
+        takes_subclasses: Do not refuse parameters whose class is more than their memory.
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
@@ -100,7 +104,8 @@ def shared_parameters(module: nn.Module) -> list[Shared]:
                     parameter=f"{module_name}.{attribute}".lstrip("."),
                     fix="run one forward with a sample batch, then transform",
                 )
-            _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
+            if not takes_subclasses:
+                _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((module_name, attribute))
     return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
@@ -137,8 +142,8 @@ def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
             f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
             parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
             why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
-            fix="transform the modules beside it: model.head = zf.shard_params(model.head, axis); or hold it as a buffer "
-            "if it is not trained: self.register_buffer(name, weight); or train plain values: "
+            fix="if it is frozen, model = zf.flatten_subclasses(model) first: it rests as the plain tensors that it is made "
+            "of; or transform the modules beside it: model.head = zf.shard_params(model.head, axis); or train plain values: "
             "nn.Parameter(weight.dequantize())",
         )
 

@@ -325,6 +325,17 @@ def parameter_is_of_a_subclass() -> object:
         return zf.shard_params(model, mesh)
 
 
+def subclass_is_trained() -> object:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
+    return zf.flatten_subclasses(model)
+
+
+def flattened_after_a_transform() -> object:
+    with pretended(2) as mesh:
+        return zf.flatten_subclasses(zf.shard_params(Model(), mesh))
+
+
 def assigned_values_of_a_tie_differ() -> object:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].weight = model[0].weight
@@ -1728,7 +1739,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        parameter_is_of_a_subclass,
+        parameter_is_of_a_subclass, subclass_is_trained,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
@@ -1769,7 +1780,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     StateError: (
         scale_of_the_loss_is_at_its_least, step_that_waits_is_interrupted,
         module_is_wrapped_in_ddp,
-        tiled_after_a_transform, planned_with_two_optimizers,
+        flattened_after_a_transform, tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,
         memory_of_a_tensor_in_a_tier_is_replaced,
                 module_was_donated, module_was_donated_and_is_transformed_again, describe_of_a_plain_module,

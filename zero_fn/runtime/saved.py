@@ -19,9 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
@@ -68,7 +69,27 @@ class _Packed:
         self.source, self.group, self.place, self.spec = source, group, place, spec
 
 
-def _find(tensor: Tensor) -> _Packed | None:
+class _PackedParts:
+    """A tensor of a subclass whose parts are views of gathered buffers: quantized weights. (flatten_subclasses.py)"""
+
+    __slots__ = ("context", "form", "kind", "parts")
+
+    def __init__(self, whole: Any, names: Sequence[str], context: Any) -> None:
+        self.kind, self.context, self.form = type(whole), context, (whole.size(), whole.stride())
+        self.parts = {name: _pack(getattr(whole, name)) for name in names}
+
+    def unpacked(self) -> Tensor:
+        """The same tensor, made of parts that are gathered again."""
+        parts = {name: _unpack(part) for name, part in self.parts.items()}
+        whole: Tensor = self.kind.__tensor_unflatten__(parts, self.context, *self.form)
+        return whole
+
+
+def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+        names, context = tensor.__tensor_flatten__()
+        is_ours = any(_find(getattr(tensor, name)) is not None for name in names)
+        return _PackedParts(tensor, names, context) if is_ours else None
     spec: DTensorSpec | None = None
     if isinstance(tensor, DTensor):
         spec = tensor._spec
@@ -85,11 +106,12 @@ def _find(tensor: Tensor) -> _Packed | None:
     return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
+_PLAIN = frozenset((Tensor, nn.Parameter, DTensor))
 _Kept = tuple[Tensor, int]  # with its version
 
 
 @uncompiled
-def _pack(tensor: Tensor) -> _Kept | _Packed:
+def _pack(tensor: Tensor) -> _Kept | _Packed | _PackedParts:
     packed = _find(tensor)
     if packed is not None:
         return packed
@@ -99,12 +121,14 @@ def _pack(tensor: Tensor) -> _Kept | _Packed:
 
 
 @uncompiled
-def _unpack(packed: _Kept | _Packed) -> Tensor:
+def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
     if type(packed) is tuple:
         tensor, version = packed
         if tensor._version != version:
             raise _changed(tensor, version, tensor._version)
         return tensor
+    if isinstance(packed, _PackedParts):
+        return packed.unpacked()
     assert isinstance(packed, _Packed)
     buffer = packed.source.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
@@ -162,7 +186,7 @@ class _PackOr:
         self._outer = outer
 
     @uncompiled
-    def __call__(self, tensor: Tensor) -> _Packed | _Delegated:
+    def __call__(self, tensor: Tensor) -> _Packed | _PackedParts | _Delegated:
         packed = _find(tensor)
         return _Delegated(self._outer(tensor)) if packed is None else packed
 
@@ -174,8 +198,8 @@ class _UnpackOr:
         self._outer = outer
 
     @uncompiled
-    def __call__(self, packed: _Packed | _Delegated) -> Tensor:
-        return _unpack(packed) if isinstance(packed, _Packed) else self._outer(packed.packed)
+    def __call__(self, packed: _Packed | _PackedParts | _Delegated) -> Tensor:
+        return self._outer(packed.packed) if isinstance(packed, _Delegated) else _unpack(packed)
 
 
 class _Delegated:

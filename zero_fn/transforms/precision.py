@@ -11,8 +11,9 @@ from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
 from zero_fn.home import Home
 from zero_fn.substitute import assignment_of, substitute
+from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.units import shared_parameters
+from zero_fn.units import Shared, shared_parameters
 
 __all__ = ["precision"]
 
@@ -45,7 +46,7 @@ def precision(
             A part gets one of its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the resting parameters: torch.float32 makes masters of weights that were loaded in 16 bits. Of a module
             that is sharded already only the shards are widened; None leaves them. The optimizer is built after.
-        where: Which parameters; only floating point ones are ever cast.
+        where: Which parameters; only floating point ones are ever cast, and none that `flatten_subclasses` made.
 
     Returns:
         A new module with the type and the parameter names of `module`, which is unchanged.
@@ -57,14 +58,19 @@ def precision(
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
     home = Home(compute=compute, reduce=reduce)
-    homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
+    homes = {parameter.fqn: home for parameter in _castable(module, where)}
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, assignment_of(module).join(request), verb="precision", donate=False)
     if rest is None:
         return result
-    chosen = {id(parameter.parameter) for parameter in selected(shared_parameters(result), where)}
+    chosen = {id(parameter.parameter) for parameter in _castable(result, where)}
     result._apply(  # type: ignore[no-untyped-call]
         lambda tensor: tensor.to(rest) if id(tensor) in chosen and tensor.is_floating_point() else tensor
     )
     # Once more: as if they had been of this dtype from the beginning.
     return substitute(result, assignment_of(result), verb="precision", donate=True)
+
+
+def _castable(module: nn.Module, where: Where) -> list[Shared]:
+    """The selected parameters, without parts of tensor subclasses: scales in fewer bits would scale by other numbers."""
+    return [each for each in selected(shared_parameters(module), where) if not is_part(each.parameter)]
