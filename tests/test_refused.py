@@ -109,6 +109,10 @@ MORE: dict[str, Act] = {
 OLD = TorchVersion(torch.__version__) < "2.13"
 """Whether this torch is older than the table. It has no rule for some of the operations, and raises: that will do."""
 
+MENDED = {"eye.m_out", "cumsum.default", "cumprod.default", "logcumsumexp.default", "linalg_vector_norm.default"}
+MENDED |= {"any.default", "any.dim", "any.dims"}
+"""What torch 2.15 has right, or refuses. Their rows leave with torch 2.14."""
+
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
     *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
@@ -160,6 +164,8 @@ def _alone(name: str) -> bool:
 @pytest.mark.parametrize("name", [*WRONG, *MORE])
 def test_torch_alone_is_still_wrong(ranks: Ranks, name: str) -> None:
     """Once it is right or raises, its row can leave."""
+    if name in MENDED and TorchVersion(torch.__version__) >= "2.15":
+        pytest.skip("torch has it right")
     assert ranks(2).run(_alone, name) == [False] * 2
 
 
