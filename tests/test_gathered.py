@@ -14,6 +14,7 @@ import zero_fn as zf
 from tests.groups import pretended
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.gathered import Gathered, Lent
+from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.unit import Unit
 
 WIDTH = 8
@@ -64,8 +65,9 @@ def train(model: nn.Module, steps: int) -> None:
 
 def memory_of(unit: Unit) -> Gathered:
     """The memory of a unit at rest, to be used again."""
-    assert unit.in_flight._spare is not None, "it was not kept"
-    return unit.in_flight._spare
+    memory = unit.in_flight.memory
+    assert unit.in_flight.phase is Phase.AT_REST and memory is not None, "it was not kept"
+    return memory
 
 
 def lent_by(unit: Unit) -> Lent:
