@@ -163,3 +163,31 @@ def test_an_adapter_is_trained_and_resumed(prepared: Ranks, tmp_path: Path) -> N
 @pytest.mark.parametrize("trainer", CASES)
 def test_a_trainer_of_trl_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
     prepared(2, deadline_s=240).run(_compare, str(tmp_path), trainer, ("mixin", "before"), CASES[trainer])
+
+
+def _reference(folder: str) -> None:
+    """A reference model at a stage of its own, which rests on a disk before, between and after two trainings."""
+    from transformers import AutoModelForCausalLM
+
+    _written(folder, "DPOTrainer")
+    options = {"max_length": 16, "max_steps": 2}
+
+    def reference() -> nn.Module:
+        loaded: nn.Module = AutoModelForCausalLM.from_pretrained(folder).eval().requires_grad_(False)
+        return loaded
+
+    wanted = numbers(_trainer(folder, "DPOTrainer", "replicas", options, ref_model=reference()))
+    ours = place("zero3")(reference())
+    held = zf.held(ours).parameters
+    evicted = zf.evict(ours, to=zf.nvme(folder))
+    assert held > 0 == zf.held(ours).parameters
+    for _ in range(2):
+        evicted.restore()
+        trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
+        require_close(numbers(trainer), wanted, 5e-5)
+        assert zf.is_transformed(trainer.ref_model)
+        evicted = zf.evict(ours, to=zf.nvme(folder))
+
+
+def test_a_reference_model_is_placed_and_evicted_by_itself(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_reference, str(tmp_path))

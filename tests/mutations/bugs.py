@@ -760,6 +760,22 @@ BUGS: tuple[Bug, ...] = (
     ),
     # -- DeepSpeed -----------------------------------------------------------------------------------------------------
     Bug(
+        "weights-of-16-bits-without-masters",
+        "placed_by",
+        "what is trained rests in float32",
+        "is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)",
+        "is_narrow = False",
+        "tests/deepspeed/test_setup.py",
+    ),
+    Bug(
+        "samples-that-are-not-shared",
+        "require_own_samples",
+        "a trainer gives no rank of a model axis other samples",
+        "if prod(axis.size for axis in axes) != processes:",
+        "if not axes:",
+        "tests/integrations/test_trainer.py",
+    ),
+    Bug(
         "entry-without-outcome",
         "Entries._take",
         "every entry has an outcome",
