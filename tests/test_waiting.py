@@ -18,6 +18,7 @@ from tests.models import Language
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.storage.disks import failing
+from zero_fn.runtime.record import Record
 from zero_fn.streamed.pipeline import Waiting
 
 
@@ -133,6 +134,41 @@ def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(pai
         with torch.no_grad():
             model.norm.weight.fill_(0.25)
     pair.require_same()
+
+
+class _Noted:
+    """A write, as long as nobody has waited for it."""
+
+    def __init__(self, transfer: Any, under_way: set[Any], key: Any) -> None:
+        self._transfer, self._under_way, self._key = transfer, under_way, key
+        under_way.add(key)
+
+    def wait(self) -> None:
+        self._transfer.wait()
+        self._under_way.discard(self._key)
+
+
+def test_nothing_is_read_that_is_still_being_written(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the disk does first: a read may pass a write."""
+    write, read = Record.write_parcel, Record.read_parcel
+    under_way: set[Any] = set()
+    reads: list[bool] = []
+
+    def written(self: Record, parcel: Any, memory: Tensor, version: int | None = None) -> Any:
+        return _Noted(write(self, parcel, memory, version), under_way, (self, parcel.start))
+
+    def read_after(self: Record, parcel: Any, memory: Tensor) -> Any:
+        reads.append((self, parcel.start) not in under_way)
+        return read(self, parcel, memory)
+
+    monkeypatch.setattr(Record, "write_parcel", written)
+    monkeypatch.setattr(Record, "read_parcel", read_after)
+    for seed in range(3):
+        pair.step(seed)
+    pair.model(tokens(3))
+    pair.require_same()
+    assert len(reads) > 8
+    assert all(reads)
 
 
 def test_a_forward_in_inference_mode_steps_what_trains_on(pair: Pair) -> None:

@@ -646,6 +646,30 @@ BUGS: tuple[Bug, ...] = (
     ),
     # -- tiers ---------------------------------------------------------------------------------------------------------
     Bug(
+        "read-before-it-is-written",
+        "Waiting.reach",
+        "what a waiting step has stepped is in its tier before it is read there",
+        "self._visits.wait(self._first)  #",
+        "pass  #",
+        "tests/test_waiting.py",
+    ),
+    Bug(
+        "buffers-kept-after-a-failure",
+        "Store.forget",
+        "a read that failed leaves its memory with any bytes",
+        "self._shelf.give_back(self._held.popitem()[1])",
+        "break",
+        "tests/test_streamed.py",
+    ),
+    Bug(
+        "visits-share-a-room",
+        "SteppedPiece.lie",
+        "a value and its gradient visit their states side by side",
+        "None if grad is None else after_value\n",
+        "None if grad is None else visits\n",
+        "tests/test_accelerator.py",
+    ),
+    Bug(
         "stale-compute-copy",
         "Record.write_parcel",
         "a copy in the compute dtype is behind once its original was written",

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
+from zero_fn.runtime.record import Parcel
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.inner import KeptStates, Schema, kept_by, require_kept_in_states, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
@@ -327,23 +328,21 @@ class Planner:
 
     def _away(self, rows: Sequence[_Stepped]) -> list[Chunk]:
         """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
+        parcels_of: dict[Hashable, Sequence[Parcel]] = {}
         by_record: dict[Hashable, dict[int, _Stepped]] = {}
-        places: dict[Hashable, RestsAt] = {}
         for row in rows:
             if row.place is not None:
-                places.setdefault(row.place.record, row.place)
+                parcels_of.setdefault(row.place.record, row.place.parcels)
                 by_record.setdefault(row.place.record, {})[row.place.number] = row
         found = []
-        for record, place in places.items():
-            row_of = by_record[record]
-            for index, parcel in enumerate(place.parcels):
-                cuts = [
-                    SteppedPiece(row_of[piece.parameter], piece, offset)
-                    for piece, offset in zip(parcel.pieces, parcel.offsets, strict=True)
-                    if piece.parameter in row_of
+        for record, row_of in by_record.items():
+            for index, parcel in enumerate(parcels_of[record]):
+                inside = zip(parcel.pieces, parcel.offsets, strict=True)
+                mine = [
+                    (row_of[piece.parameter], piece, offset) for piece, offset in inside if piece.parameter in row_of
                 ]
-                if cuts:
-                    found.append(Chunk(cuts, place.device, index))
+                if mine:
+                    found.append(Chunk([SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter), index))
         self.require_buffer(max((chunk.nbytes for chunk in found), default=0))
         return found
 

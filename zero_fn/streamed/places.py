@@ -29,13 +29,11 @@ class RestsAt(NamedTuple):
         record: What the parcels belong to: a record, or on `meta` what stands for it.
         number: Of the tensor in the record.
         parcels: Those of the record.
-        device: Where it is computed with.
     """
 
     record: Hashable
     number: int
     parcels: Sequence[Parcel]
-    device: torch.device
 
 
 def place_of(parameter: Tensor) -> RestsAt | None:
@@ -43,7 +41,7 @@ def place_of(parameter: Tensor) -> RestsAt | None:
     away = away_of(parameter)
     if away is not None:
         record = record_of(away)
-        return RestsAt(record, away.number, record.parcels, record.device)
+        return RestsAt(record, away.number, record.parcels)
     slot = slot_of(parameter)
     unit = unit_of(slot)
     what = next(slot.kind.shelved(), None) if slot is not None else None
@@ -51,7 +49,7 @@ def place_of(parameter: Tensor) -> RestsAt | None:
         return None
     group = unit.groups.of(slot)
     forms = dict(group.forms_away())[what]
-    return RestsAt((group, what), group.slots.index(slot), parcels_of(forms), device_of(parameter))
+    return RestsAt((group, what), group.slots.index(slot), parcels_of(forms))
 
 
 def away_of(parameter: Tensor) -> TierTensor | None:
