@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from zero_fn.checkpoint.together import Together
 
-__all__ = ["load_states", "model_of", "save_states", "whole_state"]
+__all__ = ["load_states", "load_weights", "model_of", "save_states", "whole_state"]
 
 
 @torch.no_grad()
@@ -49,39 +43,65 @@ def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None 
 
 
 def save_states(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]) -> None:
-    """Saves models, and optimizers with the model of each. Every rank calls it and writes what it owns."""
-    save(_states(models, optimizers), checkpoint_id=folder)
+    """Saves models, and optimizers with the model of each, by `zf.save`: each rank writes what it owns. All ranks call it.
+
+    What was saved in the folder before goes when the new is complete.
+    """
+    known = [int(path.name.rpartition("-")[2]) for path in folder.glob("*/save-*") if path.name[5:].isdigit()]
+    number = int(Together().from_first(torch.tensor(max(known, default=0) + 1)))
+    for name, model, optimizer, where in _entries(models, optimizers):
+        zf.save(folder / name / f"save-{number}", model, optimizer, where=where, keep=1)
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Loads the model that `save_states` saved with its one optimizer. Every rank calls it.
+
+    Raises:
+        CheckpointError: The folder does not hold it, or it does not fit.
+    """
+    zf.load(folder / "optimizer-0", model, only="model")
 
 
 def load_states(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]) -> None:
     """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it.
 
     Raises:
-        CheckpointError: The folder does not hold such states.
+        CheckpointError: The folder does not hold such states, or they do not fit.
     """
-    if not (folder / ".metadata").is_file():
-        raise zf.CheckpointError(
-            "The checkpoint holds no states of a transformed model.",
-            folder=folder,
-            why="it was saved without them (save_only_model=True), by replicas, or not to its end",
-            fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
-        )
-    states = _states(models, optimizers)
-    load(states, checkpoint_id=folder)
-    for number, model in enumerate(models):
-        set_model_state_dict(model, states[f"model_{number}"])
-    for number, (model, optimizer) in enumerate(optimizers):
-        set_optimizer_state_dict(model, optimizer, states[f"optimizer_{number}"])
+    for name, model, optimizer, where in _entries(models, optimizers):
+        if not (folder / name).is_dir():
+            raise zf.CheckpointError(
+                "The checkpoint holds no states of a transformed model.",
+                folder=folder,
+                why="it was saved without them (save_only_model=True), by replicas, or not to its end",
+                fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
+            )
+        zf.load(folder / name, model, optimizer, where=where)
 
 
-def _states(models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]) -> dict[str, Any]:
-    """States in groups, not flattened: torch cannot load a flattened one with an empty group, which Trainers make."""
-    states: dict[str, Any] = {}
-    for number, model in enumerate(models):
-        states[f"model_{number}"] = get_model_state_dict(model)
+Chosen = Callable[[str, nn.Parameter], bool] | None
+
+
+def _entries(
+    models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]
+) -> Iterator[tuple[str, nn.Module, Optimizer | None, Chosen]]:
+    """What is saved together, and which of its parameters: a model with its first optimizer, then what others step.
+
+    Of a model of peft, the frozen base stays where it came from.
+    """
+    saved: set[int] = set()
     for number, (model, optimizer) in enumerate(optimizers):
-        states[f"optimizer_{number}"] = get_optimizer_state_dict(model, optimizer)
-    return states
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        is_part = id(model) in saved or hasattr(model, "peft_config")
+        yield f"optimizer-{number}", model, optimizer, partial(_is_held, held) if is_part else None
+        saved.add(id(model))
+    for number, model in enumerate(models):
+        if id(model) not in saved:
+            yield f"model-{number}", model, None, None
+
+
+def _is_held(held: set[int], name: str, parameter: nn.Parameter) -> bool:
+    return id(parameter) in held
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:

@@ -20,19 +20,22 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedModel, Trainer
+from transformers.core_model_loading import revert_weight_conversion
 
 import zero_fn as zf
+from zero_fn.checkpoint.exporting import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import placed_by
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
 from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
 from zero_fn.integrations.pretrained import placed
-from zero_fn.integrations.states import load_states, save_states, whole_state
+from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.tiers import IN_MEMORY
 
@@ -175,16 +178,20 @@ class ZeroTrainerMixin(_AnyTrainer):
             super()._load_best_model()
 
     def _load_weights(self, folder: str) -> bool:
-        """Loads what `save_model` wrote of a model of transformers; returns False for others, which the Trainer loads.
+        """Loads the weights of a checkpoint; returns False for what the Trainer loads by itself: adapters, other modules.
 
-        By `from_pretrained`: names in files are not always those of the model (experts of Mixtral), and the Trainer leaves
-        out what it does not find.
+        Each rank reads its part of what ranks have saved. A checkpoint that has weights alone is read by `from_pretrained`:
+        names in files are not always those of the model (experts of Mixtral), and the Trainer leaves out what it does not
+        find.
 
         Raises:
             CheckpointError: The folder lacks parameters of the model.
         """
         if not isinstance(self.model, PreTrainedModel):
             return False
+        if (Path(folder) / STATES).is_dir():
+            load_weights(Path(folder) / STATES, self.model)
+            return True
         saved, found = type(self.model).from_pretrained(folder, dtype="auto", output_loading_info=True)
         if found["missing_keys"]:
             raise zf.CheckpointError(
@@ -198,10 +205,17 @@ class ZeroTrainerMixin(_AnyTrainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. All ranks call it; all return when it is there."""
-        state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
-        with _whole_prompts(self.model):
-            if self.args.should_save:
-                self._save(output_dir, state_dict=state)
+        output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
+        if isinstance(self.model, PreTrainedModel) and not self.args.save_on_each_node and _is_streamable(self.model):
+            export(self.model, output_dir, convert=partial(_in_files, self.model), replaces=True)
+            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # which has been done
+                if self.args.should_save:
+                    self._save(output_dir, state_dict={})
+        else:
+            state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
+            with _whole_prompts(self.model):
+                if self.args.should_save:
+                    self._save(output_dir, state_dict=state)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
@@ -220,6 +234,23 @@ class ZeroTrainerMixin(_AnyTrainer):
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
     """The Trainer of transformers over a transformed model. Its arguments are those of ZeroTrainerMixin and of Trainer."""
+
+
+def _in_files(model: PreTrainedModel, entries: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What files of transformers have in place of tensors of a model: experts that it has stacked are apart there."""
+    found: dict[str, Tensor] = revert_weight_conversion(model, entries)
+    return found
+
+
+def _is_streamable(model: PreTrainedModel) -> bool:
+    """Whether each tensor in files comes from one of the model, and transformers writes nothing beside them."""
+    if model._auto_class is not None:  # code comes along
+        return False
+    entries = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in model.named_parameters()}
+    together = _in_files(model, entries)
+    alone = [item for name, value in entries.items() for item in _in_files(model, {name: value}).items()]
+    forms = [(name, str(value.shape), str(value.dtype)) for name, value in alone]
+    return sorted(forms) == sorted((name, str(value.shape), str(value.dtype)) for name, value in together.items())
 
 
 def _refuse_arguments(args: Any) -> None:
