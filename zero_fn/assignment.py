@@ -110,6 +110,17 @@ class Assignment:
         outputs = _below(prefix, self.outputs)
         return Assignment(_below(prefix, self.homes), over, anchors, outputs, methods, self.buffers)
 
+    def of_part(self, path: str) -> Assignment:
+        """The same assignment seen from the module that this one holds under `path`."""
+        anchors = None if self.anchors is None else ("", *_inside(path, dict.fromkeys(self.anchors)))
+        over = tuple((axis, _inside(path, homes)) for axis, homes in self.over)
+        methods = tuple(_inside(path, dict.fromkeys(self.methods)))
+        return Assignment(_inside(path, self.homes), over, anchors, _inside(path, self.outputs), methods, self.buffers)
+
+
+def _inside(path: str, by_name: Mapping[str, T]) -> dict[str, T]:
+    return {name.removeprefix(f"{path}."): value for name, value in by_name.items() if name.startswith(f"{path}.")}
+
 
 def _below(prefix: str, by_name: Mapping[str, T]) -> dict[str, T]:
     return {f"{prefix}.{name}".rstrip("."): value for name, value in by_name.items()}

@@ -66,6 +66,11 @@ def assignment_of(module: nn.Module) -> Assignment:
         runs.setdefault(id(attached.run), (name, attached.run))
     anchors: list[str] = []
     for name, run in runs.values():
+        root = run.module.root()
+        path = next((path for path, child in root.named_modules() if child is module), "") if root is not None else ""
+        if path:  # the module is a part of what was transformed
+            joined = joined.join(run.module.assignment.of_part(path))
+            continue
         below = run.module.assignment.below(name)
         if name:
             anchors += [name, *(below.anchors or ()), *_anchor_names(name, run)]

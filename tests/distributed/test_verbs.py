@@ -450,6 +450,21 @@ def test_a_part_keeps_the_output_dtype_that_it_was_given_before_the_whole_was_tr
     ranks(2).run(_output_of_a_part, stage)
 
 
+def _transformed_part(stage: str) -> None:
+    model: Any = zf.precision(_built(stage), output=torch.float64)
+    part = zf.precision(model.blocks)  # repeated: as it was asked for
+    assert [p.placements for p in part.parameters()] == [p.placements for p in model.blocks.parameters()]
+    assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
+    again = STAGES[stage](nn.Sequential(part), axis())
+    assert [p.placements for p in again.parameters()] == [p.placements for p in model.blocks.parameters()]
+
+
+@pytest.mark.parametrize("stage", ALL)
+def test_a_part_of_a_transformed_model_is_transformed_as_the_model_was(ranks: Ranks, stage: str) -> None:
+    """It was replicated, without a word."""
+    ranks(2).run(_transformed_part, stage)
+
+
 def _to_double(stage: str) -> None:
     torch.manual_seed(0)
     reference = STAGES[stage](Language().double(), axis())
