@@ -138,6 +138,16 @@ def test_links_of_a_page_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
 
 
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_rows_belong_to_a_table(path: Path) -> None:
+    """A row that was added below the end of its table would be shown as text."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    lines = ["", *text.splitlines(), ""]
+    for number, line in enumerate(lines):
+        if line.startswith("|") and not lines[number - 1].startswith("|"):
+            assert set(lines[number + 1]) <= set("|-: "), f"{path.name}: a row without a table: {line}"
+
+
 def test_the_readme_is_short() -> None:
     assert len((_ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200
 
