@@ -7,13 +7,14 @@ import dataclasses
 import json
 import math
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from corpus import Corpus, CorpusError
 from gpt import Config
+
+import zero_fn as zf
 
 __all__ = ["Options", "Precision", "checkpoints", "parse"]
 
@@ -81,6 +82,8 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
     options = Options(**vars(parser.parse_args(arguments)))
     if "WORLD_SIZE" in os.environ:
         options = dataclasses.replace(options, ranks=int(os.environ["WORLD_SIZE"]))
+    if options.save is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+        options = dataclasses.replace(options, resume=bool(checkpoints(options.save)))  # torchrun has lost a rank
     try:
         _check(options)
         corpus = Corpus.load(options.text, options.seq)
@@ -93,13 +96,9 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder by step; one that was interrupted has no metadata and does not count."""
-    steps = {}
-    for path in sorted(folder.glob("step-*")):
-        match = re.fullmatch(r"step-(\d+)", path.name)
-        if match and (path / ".metadata").is_file():
-            steps[int(match[1])] = path
-    return steps
+    """The complete checkpoints in a folder by step; one that was interrupted does not count."""
+    found = zf.checkpoints(folder) if folder.is_dir() else []
+    return {each.step: each.path for each in found if each.is_complete and each.step is not None}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +135,11 @@ def _parser() -> argparse.ArgumentParser:
 
     group = parser.add_argument_group("checkpoints and results")
     group.add_argument("--save", type=Path, metavar="DIR", help="checkpoint here at each validation and at the end")
-    group.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --save DIR")
+    group.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the last checkpoint in --save DIR, as ranks that torchrun restarts do",
+    )
     group.add_argument("--compare", action=flag, default=True, help="train plain DDP on the same batches")
     group.add_argument("--compare-steps", type=int, default=60, help="steps of that, at most --steps")
     group.add_argument("--sample", type=int, default=200, help="bytes of text to draw at the end")

@@ -2,9 +2,10 @@
 
     python examples/train_gpt.py --stage 3               two local ranks, no launcher
     torchrun --nproc-per-node 8 examples/train_gpt.py    the ranks it is given; CUDA and NCCL where there are GPUs
+    torchrun --max-restarts 3 ... --save runs/a          a rank that dies costs the steps since the last checkpoint
 
 What there is to learn is the last line of `build`; the rest is PyTorch as ever: a stock optimizer over
-`model.parameters()`, stock `clip_grad_norm_`, stock checkpoints, a loop. At the end plain DDP trains on the same
+`model.parameters()`, stock `clip_grad_norm_`, a loop, and `zf.save` and `zf.load`. At the end plain DDP trains on the same
 batches, and a table sets losses, bytes held, bytes sent and speed side by side, each count beside its formula.
 """
 
@@ -16,18 +17,15 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from time import perf_counter
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from baseline import ddp_backward, ddp_model
 from corpus import Corpus
 from gpt import GPT, generate, next_byte_loss
-from options import Options, checkpoints, parse
+from options import Options, parse
 from ranks import Job, data_parallel_axis
 from report import Losses, Run, progress_bar, write_report
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
@@ -122,26 +120,16 @@ def adamw(model: nn.Module, options: Options) -> Optimizer:
     return AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True)
 
 
-def snapshot(model: nn.Module, optimizer: Optimizer, losses: Losses) -> dict[str, Any]:
-    """All that a run goes on from: the batches and the learning rate follow from the step."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "losses": losses.state_dict()}
-
-
 def save(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
-    """A stock distributed checkpoint, each in a folder of its own; any stage and number of ranks can load it."""
+    """All that a run goes on from, in a folder of its own: batches and the learning rate follow from the step."""
     if options.save is not None:
-        folder = options.save / f"step-{losses.step:06d}"
-        dcp.save(snapshot(model, optimizer, losses), checkpoint_id=folder)  # type: ignore[attr-defined]
+        zf.save(options.save / f"step-{losses.step:06d}", model, optimizer, extra={"losses": losses})
 
 
 def load(options: Options, model: nn.Module, optimizer: Optimizer, losses: Losses) -> None:
-    """Continues from the last complete checkpoint."""
+    """Continues from the last complete checkpoint, which any stage and number of ranks have written."""
     assert options.save is not None
-    found, state = checkpoints(options.save), snapshot(model, optimizer, losses)
-    dcp.load(state, checkpoint_id=found[max(found)])  # type: ignore[attr-defined]
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    losses.load_state_dict(state["losses"])
+    zf.load(options.save, model, optimizer, extra={"losses": losses})
 
 
 def main() -> None:
