@@ -30,7 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("runtime",),
     ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
     ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed", "checkpoint"),
-    ("integrations",),
+    ("integrations", "__main__"),
 )
 
 

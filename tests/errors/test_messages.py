@@ -45,6 +45,9 @@ from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
 from zero_fn.checkpoint import files
+from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.converting import convert
+from zero_fn.checkpoint.opening import opened
 from zero_fn.checkpoint.together import Said, Together
 from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.loss_scale import Scaler
@@ -1556,6 +1559,14 @@ def checkpoint_of_torch_with_extensions() -> object:
         return zf.load(folder / "a", model)
 
 
+def conversion_of_what_ranks_have_saved_apart() -> object:
+    with a_folder() as folder:
+        zf.save(folder / "step-1", nn.Linear(2, 2), extra={"noise": 1})
+        source = opened(folder / "step-1", lambda name: name)
+        with mock.patch.object(Catalog, "is_parted", return_value=True):
+            return convert(source, folder / "b", "dcp", dtype=None, only=("model", "extra"), tell=print)
+
+
 def checkpoints_of_two_kinds() -> object:
     with a_folder() as folder:
         zf.save(folder / "step-1", nn.Linear(2, 2))
@@ -1755,6 +1766,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     CheckpointError: (
         deepspeed_without_correction_of_bias, deepspeed_with_elastic_states, deepspeed_with_tensor_parallelism,
         deepspeed_with_other_objects, checkpoints_of_two_kinds, checkpoint_of_torch_with_extensions,
+        conversion_of_what_ranks_have_saved_apart,
         assigned_values_of_a_tie_differ, assigned_value_is_of_a_subclass,
         untiled_of_shards, untiled_of_some_parts,
         streamed_state_of_another_shape,

@@ -13,6 +13,8 @@ pickles    files of `torch.save` as values, without running what is in them
 foreign    what a checkpoint of another library has
 of_deepspeed    ... that is DeepSpeed
 of_dcp     ... that is torch.distributed.checkpoint
+converting one checkpoint written anew in another format
+command    `python -m zero_fn checkpoint`
 opening    which checkpoint a folder means, and who can read it
 passing    states of streamed optimizers
 fit        how tensors in files fit a model

@@ -1,0 +1,110 @@
+"""`python -m zero_fn checkpoint`: what checkpoints there are, whether they are whole, and other formats of them.
+
+    python -m zero_fn checkpoint ls runs/a
+    python -m zero_fn checkpoint verify runs/a
+    python -m zero_fn checkpoint convert runs/a weights --to hf --dtype bf16
+
+Reads folders of `zf.save`, DeepSpeed and torch.distributed.checkpoint. Exits with 0 if all is well, with 1 and the error if
+not, with 2 if it was called in another way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from zero_fn.checkpoint.contents import Contents
+from zero_fn.checkpoint.converting import Tell, convert, verify
+from zero_fn.checkpoint.folders import KINDS, checkpoints
+from zero_fn.checkpoint.opening import chosen, opened
+from zero_fn.errors import ZeroError
+from zero_fn.tiers import bytes_text
+
+__all__ = ["main"]
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command; returns the exit code.
+
+    Args:
+        arguments: Those of the command line if None.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        with torch.no_grad():
+            options.run(options)
+    except ZeroError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero_fn", description="Tools of zero_fn.")
+    commands = (
+        parser.add_subparsers(required=True).add_parser("checkpoint", help="checkpoints").add_subparsers(required=True)
+    )
+
+    found = commands.add_parser("ls", help="what checkpoints a folder has")
+    found.set_defaults(run=_list)
+    checked = commands.add_parser("verify", help="reads all of one, and compares it with its digests")
+    checked.set_defaults(run=_verify)
+    written = commands.add_parser("convert", help="writes one in another format, a buffer at a time")
+    written.set_defaults(run=_convert)
+    for command in (found, checked, written):
+        command.add_argument(
+            "folder", type=Path, help="a checkpoint, or a folder with some, of which the newest is meant"
+        )
+    written.add_argument("target", type=Path, help="the folder that is made")
+    written.add_argument("--to", choices=("zero_fn", "hf", "dcp"), required=True, help="safetensors alone are hf")
+    written.add_argument("--dtype", choices=DTYPES, help="of floating-point parameters and buffers")
+    written.add_argument("--only", choices=KINDS, action="append", help="a kind that is kept; may be given again")
+    return parser
+
+
+def _list(options: argparse.Namespace) -> None:
+    folder = Path(os.path.abspath(options.folder))
+    own = checkpoints(folder)
+    for each in own:
+        print(each)
+    if not own:
+        print(chosen(folder))
+
+
+def _verify(options: argparse.Namespace) -> None:
+    with _source(options.folder, "verify") as (source, tell):
+        nbytes = verify(source, tell)
+    print(f"{source.path}  {bytes_text(nbytes)} of tensors, all as they were written")
+
+
+def _convert(options: argparse.Namespace) -> None:
+    only = tuple(options.only or (KINDS if options.to != "hf" else KINDS[:1]))
+    with _source(options.folder, "convert", has_states="optimizer" in only) as (source, tell):
+        target = Path(os.path.abspath(options.target))
+        convert(source, target, options.to, dtype=DTYPES.get(options.dtype), only=only, tell=tell)
+    print(target)
+
+
+@contextmanager
+def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Contents, Tell]]:
+    """The checkpoint that is meant, and a bar that is told of bytes, where tqdm is installed."""
+    source = opened(chosen(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped]
+    except ImportError:
+        tqdm = None
+    bar = None if tqdm is None else tqdm(unit="B", unit_scale=True, desc=doing, disable=None, file=sys.stderr)
+    try:
+        yield source, (lambda nbytes: None) if bar is None else bar.update
+    finally:
+        source.close()
+        if bar is not None:
+            bar.close()

@@ -1,0 +1,280 @@
+"""One checkpoint written anew in another format, by one process and a buffer at a time.
+
+zero_fn    what `zf.save` writes
+hf         safetensors under the names of the model, as `from_pretrained` of transformers wants them
+dcp        what `torch.distributed.checkpoint` writes; a tensor at a time
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from zero_fn.checkpoint.boxes import ranges, whole_box
+from zero_fn.checkpoint.contents import Contents
+from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
+from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, tensors_name
+from zero_fn.checkpoint.pieces import Key
+from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS
+from zero_fn.checkpoint.values import encoded
+from zero_fn.errors import CheckpointError
+
+__all__ = ["Format", "Tell", "convert", "verify"]
+
+Format = Literal["zero_fn", "hf", "dcp"]
+
+Tell = Callable[[int], object]
+"""Is told how many bytes have been read."""
+
+_FILE_NBYTES = 5 * 10**9
+
+
+def verify(source: Contents, tell: Tell) -> int:
+    """Reads every tensor and compares it with its digests. Communicates nothing.
+
+    Returns:
+        How many bytes of tensors there are.
+
+    Raises:
+        CheckpointError: Something is not what was written.
+        StorageError: The disk refused.
+    """
+    total = 0
+    for key in source.pieces:
+        piece = source.first(key)
+        source.require_all(key, whole_box(piece.shape))
+        for _ in _read(source, key, None, tell, keeps=False):
+            pass
+        total += _nbytes(piece.shape, piece.dtype)
+    return total
+
+
+def convert(
+    source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+) -> None:
+    """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none.
+
+    Args:
+        source: What is read.
+        target: The folder that is made.
+        to: The format.
+        dtype: Of floating-point parameters and buffers; None: as they are.
+        only: Which kinds: of "model", "optimizer" and "extra".
+        tell: Is told how many bytes have been read.
+
+    Raises:
+        CheckpointError: It is damaged, there is such a folder, or the format cannot hold what it has.
+        StorageError: The disk refused.
+    """
+    parted = (
+        [name for name in source.parts[0].get("extra", {}) if source.is_parted("extra", name)]
+        if "extra" in only
+        else []
+    )
+    parted += [name for name in source.parts[0].get("buffers", {}) if source.is_parted("buffers", name)]
+    if parted:
+        raise CheckpointError(
+            "Ranks have saved different values under one name, and the result would have those of one.",
+            names=", ".join(parted),
+            fix="zf.load on as many ranks, or --only model --only optimizer",
+        )
+    keys = [key for key in source.pieces if key[0] in only and key[0] != "extra"]
+    draft = Draft(target, kinds=KINDS if to == "zero_fn" else ())
+    draft.make()
+    try:
+        if to == "zero_fn":
+            _write_ours(source, draft.path, keys, dtype, only, tell)
+        elif to == "hf":
+            _write_files(source, draft.path, keys, dtype, tell)
+        else:
+            _write_dcp(source, draft.path, keys, dtype, only, tell)
+        draft.commit()
+    except BaseException:
+        draft.drop()
+        raise
+
+
+def _dtype_of(key: Key, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and key[0] == "model" and dtype.is_floating_point else dtype
+
+
+def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return whole_box(shape).numel * dtype.itemsize
+
+
+def _read(
+    source: Contents, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
+) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a tensor in their order, a buffer at a time, with the number of the first."""
+    piece = source.first(key)
+    source.require_all(key, whole_box(piece.shape))
+    for first, last in ranges(piece.shape, BUFFER_NBYTES // piece.dtype.itemsize):
+        values = torch.empty(last - first, dtype=piece.dtype, device="cpu" if keeps else "meta")
+        source.fill(key, whole_box(piece.shape), first, values, keeps=keeps)
+        yield first, values.to(dtype or piece.dtype)
+        tell(values.numel() * piece.dtype.itemsize)
+
+
+def _write_tensors(
+    source: Contents, path: Path, keys: Sequence[Key], dtype: torch.dtype | None, mark: str, tell: Tell
+) -> dict[str, Any]:
+    """Writes a file; returns what a manifest says of it."""
+    pieces = {}
+    for key in keys:
+        first = source.first(key)
+        pieces[key] = StoredBox(key[1], _dtype_of(key, first.dtype, dtype), first.shape, whole_box(first.shape))
+    file = TensorFile(path, list(pieces.values()), mark)
+    try:
+        for key, piece in pieces.items():
+            for _, values in _read(source, key, piece.dtype, tell):
+                file.append(piece, values)
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _write_ours(
+    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+) -> None:
+    mark, tensors = uuid.uuid4().hex, dict[str, Tensor]()
+    says: dict[str, Any] = {"aliases": source.aliases if "model" in only else {}, "extra": {}}
+    if "optimizer" in only:
+        groups: dict[str, dict[str, Any]] = {}
+        for name, said in source.options.items():
+            each = groups.setdefault(repr(said), {"params": [], "options": said})
+            each["params"].append(name)
+        says["groups"] = [
+            {
+                "params": group["params"],
+                "options": encoded(source.value(*group["options"]), f"optimizer.param_groups[{number}]", tensors),
+            }
+            for number, group in enumerate(groups.values())
+        ]
+        says["values"] = {
+            name: {
+                state: encoded(value, f"optimizer.state[{name!r}][{state!r}]", tensors)
+                for state, value in source.values_of(name).items()
+            }
+            for name in source.options
+        }
+    if "extra" in only:
+        beside = {name: source.value(0, value) for name, value in source.parts[0].get("extra", {}).items()}
+        says["extra"] = encoded(beside, "extra", tensors)
+    files = {}
+    for kind in KINDS[:2]:
+        chosen = [key for key in keys if key[0] == kind]
+        files[kind] = (
+            [_write_tensors(source, path / tensors_name(kind, 0, 0), chosen, dtype, mark, tell)] if chosen else []
+        )
+    files["extra"] = [_write_in_memory(path / tensors_name("extra", 0, 0), tensors, mark)] if tensors else []
+    write_json(path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
+    made_by = {"torch": torch.__version__, "python": platform.python_version()}
+    manifest = {"format": "zero_fn checkpoint", "version": VERSION, "id": mark, "ranks": 1}
+    write_json(path / MANIFEST, {**manifest, "saved_at_ns": time.time_ns(), "made_by": made_by})
+
+
+def _write_in_memory(path: Path, tensors: dict[str, Tensor], mark: str) -> dict[str, Any]:
+    for name, tensor in tensors.items():
+        require_dtype(name, tensor.dtype)
+    pieces = [StoredBox(name, each.dtype, tuple(each.shape), whole_box(each.shape)) for name, each in tensors.items()]
+    file = TensorFile(path, pieces, mark)
+    try:
+        for piece in pieces:
+            file.append(piece, tensors[piece.name].contiguous().view(-1))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
+    """Files of at most 5 GB, or of one tensor, and their index."""
+    files: list[list[Key]] = [[]]
+    room = _FILE_NBYTES
+    for key in (key for key in keys if key[0] == "model"):
+        first = source.first(key)
+        nbytes = _nbytes(first.shape, _dtype_of(key, first.dtype, dtype))
+        if nbytes > room and files[-1]:
+            files.append([])
+            room = _FILE_NBYTES
+        files[-1].append(key)
+        room -= nbytes
+    homes: dict[str, str] = {}
+    total = 0
+    for number, chosen in enumerate(files):
+        name = WEIGHTS if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        said = _write_tensors(source, path / name, chosen, dtype, uuid.uuid4().hex, tell)
+        homes |= {key[1]: name for key in chosen}
+        total += said["nbytes"] - said["begin"]
+    if len(files) > 1:
+        with disk(path, "Writing an index"), (path / INDEX).open("w") as file:
+            json.dump({"metadata": {"total_size": total}, "weight_map": homes}, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+
+
+class _AsTheyAreRead(DefaultSavePlanner):
+    """Plans from tensors without memory, and reads each when it is written."""
+
+    def __init__(self, read: Callable[[tuple[Any, ...]], Tensor]) -> None:
+        super().__init__()
+        self._read = read
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor, or the value."""
+        found = super().lookup_object(index)
+        return self._read(tuple(self.mappings[index.fqn])) if isinstance(found, Tensor) and found.is_meta else found
+
+
+def _write_dcp(
+    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+) -> None:
+    saved: dict[str, Any] = {}
+    places: dict[tuple[Any, ...], Key] = {}
+    for key in keys:
+        first = source.first(key)
+        name, _, state = key[1].rpartition("/") if key[0] == "optimizer" else (key[1], "", "")
+        way: tuple[Any, ...] = ("optimizer", "state", name, state) if state else ("model", name)
+        inside = saved
+        for step in way[:-1]:
+            inside = inside.setdefault(step, {})
+        inside[way[-1]] = torch.empty(first.shape, dtype=_dtype_of(key, first.dtype, dtype), device="meta")
+        places[way] = key
+    if "optimizer" in only and source.options:
+        groups: dict[str, dict[str, Any]] = {}
+        states = saved.setdefault("optimizer", {}).setdefault("state", {})
+        for name, said in source.options.items():
+            groups.setdefault(repr(said), {**source.value(*said), "params": []})["params"].append(name)
+            if source.values_of(name):
+                states.setdefault(name, {}).update(source.values_of(name))
+        saved["optimizer"]["param_groups"] = list(groups.values())
+    if "extra" in only:
+        saved |= {name: source.value(0, value) for name, value in source.parts[0].get("extra", {}).items()}
+
+    def read(way: tuple[Any, ...]) -> Tensor:
+        key = places[way]
+        whole = torch.empty(source.first(key).shape, dtype=_dtype_of(key, source.first(key).dtype, dtype))
+        for at, values in _read(source, key, whole.dtype, tell):
+            whole.view(-1)[at : at + values.numel()] = values
+        return whole
+
+    try:
+        dcp_save(
+            saved, storage_writer=FileSystemWriter(path, thread_count=1), planner=_AsTheyAreRead(read), no_dist=True
+        )
+    except CheckpointException as error:
+        with disk(path, "Writing a checkpoint"):
+            raise next(iter(error.failures.values()))[0] from error
