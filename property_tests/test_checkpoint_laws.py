@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
@@ -17,6 +18,8 @@ from zero_fn.checkpoint.boxes import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.files import StoredBox, TensorFile, write_json
 from zero_fn.checkpoint.folders import MANIFEST, part_name, tensors_name
+from zero_fn.checkpoint.of_deepspeed import _cut_all, _cut_each
+from zero_fn.checkpoint.pickles import ByteRange, PlacedTensor
 
 SHAPES = st.lists(st.integers(0, 6), max_size=4).map(tuple)
 FULL = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
@@ -135,3 +138,23 @@ def test_load_after_save_is_the_identity(shapes: list[tuple[int, ...]], steps: i
         step(model, optimizer)
         step(other, its_optimizer)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+@given(st.lists(FULL, min_size=1, max_size=4), st.integers(1, 5), st.booleans(), st.data())
+def test_what_deepspeed_has_cut_is_found_once(
+    shapes: list[tuple[int, ...]], ranks: int, is_cut_each: bool, data: st.DataObject
+) -> None:
+    group = {f"p{number}": shape for number, shape in enumerate(shapes)}
+    gaps = [data.draw(st.integers(0, 3)) for _ in shapes]
+    whole = sum(map(prod, shapes)) + sum(gaps)
+    bytes_of_rank = ByteRange(Path("x"), 0, 0, 0)
+    begins: Counter[int] = Counter()
+    found: dict[str, list[int]] = {name: [] for name in group}
+    for rank in range(ranks):
+        size = min(-(-whole // ranks), max(whole - rank * -(-whole // ranks), 0))
+        flat = PlacedTensor(bytes_of_rank, 0, torch.float32, (size,), (1,))
+        cut = _cut_each([group], rank, ranks) if is_cut_each else _cut_all([group], [gaps], [flat], begins)
+        for _, name, at, count, first in cut:
+            found[name] += range(at, at + count)
+            assert is_cut_each or first + count <= size
+    assert found == {name: list(range(prod(shape))) for name, shape in group.items()}
