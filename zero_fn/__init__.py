@@ -26,6 +26,7 @@ from zero_fn.errors import (
 )
 from zero_fn.held import Held, held
 from zero_fn.launch import launch
+from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.plan import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
 from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
@@ -86,6 +87,7 @@ __all__ = [
     "flatten_subclasses",
     "from_deepspeed",
     "gather_in",
+    "give_groups_one_thread",
     "guard",
     "held",
     "hybrid",

@@ -22,7 +22,13 @@ __all__ = ["give_groups_one_thread"]
 
 
 def give_groups_one_thread() -> None:
-    """From now on every group of gloo that this process makes has one thread. [Note: two threads and one name]"""
+    """Gives every group of gloo that this process makes from now on one thread for its collectives, in place of two.
+
+    Call it before `init_process_group("gloo")` in processes of torchrun; those of `launch` need no call. It works around a
+    fault of torch 2.11 to 2.15, which ends a process about once in 300,000 all-gathers of DTensor. Communicates nothing.
+
+    Source: [Note: two threads and one name], at the head of this file.
+    """
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)  # None in a torch without gloo
     if gloo is not None and not hasattr(gloo.__init__, "__wrapped__"):
         gloo.__init__ = _with_one_thread(gloo, gloo.__init__)
