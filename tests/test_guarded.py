@@ -136,8 +136,8 @@ def test_marks_tell_operations_tensors_and_sizes_apart() -> None:
         transport.all_gather([SEGMENT], "parameters of unit b")
         transport.all_gather([SEGMENT, SEGMENT], "parameters of unit a")
         transport.any(bits, "parameters of unit a")
-        transport.any(bits, "parameters of unit a", check=1)
-        transport.any(bits, "parameters of unit a", check=2)
+        transport.any(bits, "parameters of unit a", check="after 1 steps")
+        transport.any(bits, "parameters of unit a", check="after 2 steps")
         assert len(set(raw.marks)) == 6
         assert all(0 <= mark < 2**31 for mark in raw.marks)
         transport.all_gather([SEGMENT], "parameters of unit a")
