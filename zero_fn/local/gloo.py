@@ -26,8 +26,6 @@ def give_groups_one_thread() -> None:
 
     Call it before `init_process_group("gloo")` in processes of torchrun; those of `launch` need no call. It works around a
     fault of torch 2.11 to 2.15, which ends a process about once in 300,000 all-gathers of DTensor. Communicates nothing.
-
-    Source: [Note: two threads and one name], at the head of this file.
     """
     gloo: Any = getattr(dist, "ProcessGroupGloo", None)  # None in a torch without gloo
     if gloo is not None and not hasattr(gloo.__init__, "__wrapped__"):
