@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import zero_fn as zf
+from tests.checkpoint.worlds import Tied
 from tests.groups import alone
 from tests.models import Language
 from tests.ranks import Ranks, axis
@@ -81,14 +82,6 @@ def test_tied_frozen_scalar_and_empty_parameters(ranks: Ranks, n: int, tmp_path:
     zf.load(tmp_path, plain)
     seed_generator(0)
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in Language().state_dict().items())
-
-
-class Tied(nn.Module):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__()
-        setattr(self, first, nn.Linear(3, 3, bias=False))
-        setattr(self, second, nn.Linear(3, 3, bias=False))
-        self.get_submodule(second).weight = self.get_submodule(first).weight
 
 
 def test_a_tied_parameter_is_found_by_any_of_its_names(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import zero_fn as zf
-from tests.checkpoint.worlds import WORLDS
+from tests.checkpoint.worlds import WORLDS, Tied
 from tests.composition.grids import Decoder, grid, parallelized
 from tests.groups import alone
 from tests.ranks import Ranks, axis
@@ -102,14 +102,6 @@ def test_values_are_rounded_to_the_dtype_at_rest(source: torch.dtype, target: to
         model = zf.zero3(Decoder().to(target), mesh)
         zf.load_pretrained(model, tmp_path / "model.safetensors")
     assert all(torch.equal(full(value), expected[name].to(target)) for name, value in model.state_dict().items())
-
-
-class Tied(nn.Module):
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__()
-        setattr(self, first, nn.Linear(3, 3, bias=False))
-        setattr(self, second, nn.Linear(3, 3, bias=False))
-        self.get_submodule(second).weight = self.get_submodule(first).weight
 
 
 @pytest.mark.parametrize("names", [["a.weight"], ["b.weight"], ["a.weight", "b.weight"]])

@@ -16,7 +16,7 @@ from tests.ranks import axis
 from tests.seeds import seed_generator
 from tests.wholes import full
 
-__all__ = ["WORLDS", "World", "differing", "everything", "made", "stepped"]
+__all__ = ["WORLDS", "Tied", "World", "differing", "everything", "made", "stepped"]
 
 
 class World(NamedTuple):
@@ -61,6 +61,16 @@ WORLDS: dict[str, World] = {
     ),
     "away": World(3, _away, lambda optimizer, path: zf.streamed(optimizer, zf.nvme(path), buffer="16MiB")),
 }
+
+
+class Tied(nn.Module):
+    """One parameter under two names."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        setattr(self, first, nn.Linear(3, 3, bias=False))
+        setattr(self, second, nn.Linear(3, 3, bias=False))
+        self.get_submodule(second).weight = self.get_submodule(first).weight
 
 
 def made(name: str, path: str, seed: int) -> tuple[nn.Module, Optimizer]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zero_fn.checkpoint.contents import Contents
-from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json
+from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json, understood
 from zero_fn.checkpoint.folders import MANIFEST, VERSION, part_name, tensors_name
 from zero_fn.checkpoint.values import decoded
 from zero_fn.errors import CheckpointError
@@ -47,7 +47,7 @@ class Catalog(Contents):
             self._list(rank, part, rename)
 
     def _list(self, rank: int, part: dict[str, Any], rename: Callable[[str], str]) -> None:
-        try:
+        with understood(self.path / part_name(rank), "it says what no version has said"):
             for kind, files in part["files"].items():
                 for number, info in enumerate(files):
                     for name, entry in info["tensors"].items():
@@ -58,10 +58,6 @@ class Catalog(Contents):
                     self.options.setdefault(rename(name), (rank, group["options"]))
             for name, value in part.get("values", {}).items():
                 self._values.setdefault(rename(name), (rank, value))
-        except CheckpointError:
-            raise
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise damaged(self.path / part_name(rank), why=f"it says what no version has said: {error!r}") from error
 
     def _add(self, kind: str, rename: Callable[[str], str], piece: StoredBox) -> None:
         parameter, slash, state = piece.name.rpartition("/") if kind == "optimizer" else (piece.name, "", "")

@@ -37,6 +37,7 @@ __all__ = [
     "read_json",
     "require_dtype",
     "sync_folder",
+    "understood",
     "write_json",
 ]
 
@@ -366,6 +367,21 @@ def damaged(path: Path, **facts: object) -> CheckpointError:
         **facts,
         fix="load another one: zf.checkpoints(folder) lists those that there are",
     )
+
+
+@contextmanager
+def understood(path: Path, why: str) -> Iterator[None]:
+    """Says of a file that it is damaged where what it holds is not what its writer writes; `why` in words.
+
+    Raises:
+        CheckpointError: It is.
+    """
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise damaged(path, why=f"{why}: {error!r}") from error
 
 
 def write_json(path: Path, body: object) -> None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zero_fn.checkpoint.boxes import Box
-from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged
+from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, understood
 from zero_fn.checkpoint.foreign import Foreign
 from zero_fn.checkpoint.pickles import PlacedTensor, read_lone_pickle, read_pickle
 from zero_fn.errors import CheckpointError
@@ -54,12 +54,8 @@ class DcpFolder(Foreign):
         """
         super().__init__(path, rename)
         self._archives: list[tuple[_Archive, torch.dtype, tuple[int, ...]]] = []
-        try:
+        with understood(path / METADATA, "it says what torch does not say"):
             self._list(read_lone_pickle(path / METADATA).state, has_states=has_states)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise damaged(path / METADATA, why=f"it says what torch does not say: {error!r}") from error
 
     def _list(self, said: dict[str, Any], *, has_states: bool) -> None:
         places = {

@@ -24,7 +24,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from zero_fn.checkpoint.files import damaged, disk
+from zero_fn.checkpoint.files import damaged, disk, understood
 from zero_fn.checkpoint.foreign import Foreign
 from zero_fn.checkpoint.pickles import PlacedTensor, read_pickle
 from zero_fn.errors import CheckpointError
@@ -80,12 +80,8 @@ class DeepSpeedFolder(Foreign):
         """
         super().__init__(path, rename)
         self._has_states = has_states
-        try:
+        with understood(path, "it says what DeepSpeed 0.19 does not say"):
             self._list(path)
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise damaged(path, why=f"it says what DeepSpeed 0.19 does not say: {error!r}") from error
 
     def _list(self, path: Path) -> None:
         with disk(path, "Reading a checkpoint"):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.checkpoint.boxes import whole_box
-from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header
+from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header, understood
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import MANIFEST
 from zero_fn.checkpoint.leaves import Named, named_tensors
@@ -195,11 +195,9 @@ def _files_of(path: Path) -> list[Path]:
         index = path / INDEX if path / INDEX in indices else indices[0]
         with disk(index, "Reading a checkpoint"):
             text = index.read_bytes()
-        try:
+        with understood(index, "it is no index"):
             names = set(json.loads(text)["weight_map"].values())
             return sorted(path / Path(name).name for name in names)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise damaged(index, why=f"it is no index: {error!r}") from error
     found = [file for file in inside if file.suffix == ".safetensors"]
     if not found:
         is_ours = path / MANIFEST in inside or any((file / MANIFEST).exists() for file in inside)

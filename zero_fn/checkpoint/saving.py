@@ -153,7 +153,7 @@ class Saving:
 
         Raises:
             StorageError: A disk refused, on this rank or another. There is no such checkpoint.
-        TierError: The host has no memory for the copies, on this rank or another.
+            TierError: The host has no memory for the copies, on this rank or another.
             LostRankError: A rank has ended.
         """
         self._thread.join()
@@ -442,14 +442,14 @@ class _Writing:
         for files in self.files.values():
             for file in files:
                 file.close()
-        self._agree(is_last=False)
+        self._agree()
         if self.together.rank == 0:
             self.attempt(self._commit)
-        self._agree(is_last=True)
+        self._agree()
         if self.together.rank == 0:
             self.prune()
 
-    def _agree(self, *, is_last: bool) -> None:
+    def _agree(self) -> None:
         try:
             self.together.agree(SAVING, self.failure, waits_for_disks=True)
         except BaseException:
