@@ -82,8 +82,14 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, Corpus]:
     options = Options(**vars(parser.parse_args(arguments)))
     if "WORLD_SIZE" in os.environ:
         options = dataclasses.replace(options, ranks=int(os.environ["WORLD_SIZE"]))
-    if options.save is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        options = dataclasses.replace(options, resume=bool(checkpoints(options.save)))  # torchrun has lost a rank
+    if options.save is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):  # torchrun has lost a rank
+        saved = checkpoints(options.save)
+        options = dataclasses.replace(options, resume=bool(saved))
+        if max(saved, default=0) >= options.steps:
+            parser.exit(
+                0,
+                f"{options.save} has all {options.steps} steps: a rank was lost after the last save, before the report\n",
+            )
     try:
         _check(options)
         corpus = Corpus.load(options.text, options.seq)

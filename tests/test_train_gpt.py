@@ -88,3 +88,15 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder: Path) -
     assert process.returncode == 0, told
     assert "exitcode: -9" in told, told
     assert losses(folder / "killed") == losses(folder / "whole")
+
+
+def test_a_rank_that_is_lost_after_the_last_save_leaves_a_run_that_is_done(folder: Path) -> None:
+    restarted = {**environment(), "TORCHELASTIC_RESTART_COUNT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    told = subprocess.run(
+        [sys.executable, PROGRAM, *command(folder, "whole", "--steps", str(LONG))],
+        env=restarted,
+        capture_output=True,
+        text=True,
+    )
+    assert told.returncode == 0
+    assert f"has all {LONG} steps" in told.stderr

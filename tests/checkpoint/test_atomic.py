@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from torch import nn
 import zero_fn as zf
 from tests.ranks import Ranks, axis, sent_by_value
 from tests.storage.disks import small_disk
+from zero_fn.checkpoint.exporting import export
 from zero_fn.local import blame
 from zero_fn.local.blame import RankDied
 from zero_fn.local.ranks import LocalRanks
 
-CALLS = ("open", "pwrite", "fsync", "rename", "mkdir", "close")
+CALLS = ("open", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "close")
 """What a save asks of the system."""
 
 
@@ -82,14 +84,14 @@ def saved(folder: Path, step: int, how: str = "sync", **options: Any) -> None:
         zf.save_async(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options).wait()
 
 
-def killed_at(point: int, folder: Path, how: str) -> bool:
-    """Saves step 3, and keeps two, in a child that is killed before that call; whether it was."""
+def killed_at(point: int, act: Callable[[], object]) -> bool:
+    """Acts in a child that is killed before that call of the system; whether it was."""
     child = os.fork()
     if child == 0:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with before_each_call(lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == point else None):
-                saved(folder, 3, how, keep=2)
+                act()
         os._exit(0)
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
@@ -99,7 +101,7 @@ def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Pa
     saved(tmp_path, 1)
     saved(tmp_path, 2)
     point, steps = 0, []
-    while killed_at(point := point + 1, tmp_path, how):
+    while killed_at(point := point + 1, lambda: saved(tmp_path, 3, how, keep=2)):
         steps.append(loaded_step(tmp_path))
         complete = [found.step for found in zf.checkpoints(tmp_path) if found.is_complete]
         assert complete == ([1, 2] if steps[-1] == 2 else [1, 2, 3] if (tmp_path / "step-1").exists() else [2, 3])
@@ -116,6 +118,53 @@ def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Pa
     assert set(steps) >= {2}
     saved(tmp_path, 4)
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "the next save tidies up"
+
+
+SINGLE, SHARDS = "1GB", 40
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(None, SHARDS), (SINGLE, SINGLE), (SINGLE, SHARDS), (SHARDS, SINGLE), (SHARDS, SHARDS)],
+)
+def test_weights_that_are_replaced_are_always_one_model(
+    before: int | str | None, after: int | str, tmp_path: Path
+) -> None:
+    """Of a save that is killed at any point the one before is left, or the new one, or nothing where there was nothing."""
+
+    def model(value: float) -> nn.Module:
+        made = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+        for parameter in made.parameters():
+            nn.init.constant_(parameter, value)
+        return made
+
+    def found() -> float | None:
+        read = model(0)
+        try:
+            zf.load_pretrained(read, folder)
+        except (zf.CheckpointError, zf.StorageError):
+            return None
+        (value,) = torch.cat([p.reshape(-1) for p in read.parameters()]).unique().tolist()
+        return float(value)
+
+    folder, kept, point = tmp_path / "hf", tmp_path / "kept", 0
+    kept.mkdir()
+    if before is not None:
+        zf.save_pretrained(model(1), kept, max_shard=before)
+    seen = set()
+    while True:
+        point += 1
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(kept, folder)
+        if not killed_at(point, lambda: export(model(2), folder, max_shard=after, replaces=before is not None)):
+            break
+        seen.add(found())
+    assert seen == {None if before is None else 1, 2}
+    for number in (3, 4):
+        export(model(number), folder, max_shard=after, replaces=True)
+        assert found() == number
+    count = 1 if after == SINGLE else 6
+    assert len(list(folder.iterdir())) == count + (count > 1), "nothing of before is left"
 
 
 def _failing(folder: Path, name: str, code: int, at: int, rank: int, how: str) -> str:

@@ -7,8 +7,6 @@ dcp        what `torch.distributed.checkpoint` writes; a tensor at a time
 
 from __future__ import annotations
 
-import json
-import os
 import platform
 import time
 import uuid
@@ -29,7 +27,7 @@ from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, tensors_name
 from zero_fn.checkpoint.pieces import Key
-from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS
+from zero_fn.checkpoint.pretrained import WEIGHTS, write_index
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 
@@ -220,10 +218,7 @@ def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dty
         homes |= {key[1]: name for key in chosen}
         total += said["nbytes"] - said["begin"]
     if len(files) > 1:
-        with disk(path, "Writing an index"), (path / INDEX).open("w") as file:
-            json.dump({"metadata": {"total_size": total}, "weight_map": homes}, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        write_index(path, {"metadata": {"total_size": total}, "weight_map": homes})
 
 
 class _AsTheyAreRead(DefaultSavePlanner):

@@ -2,7 +2,7 @@
 
 begin    ranks meet: the same arguments, tensors of the same names; rank 0 makes a hidden folder inside the folder
 write    tensor after tensor is gathered, and written by the rank whose file it is in
-commit   ranks meet; rank 0 moves the files into the folder, last the one that readers look for; they meet once more
+commit   ranks meet; rank 0 moves the files into the folder, last the one by which readers know them; they meet once more
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.checkpoint.boxes import whole_box
-from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype
+from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
 from zero_fn.checkpoint.folders import Draft
 from zero_fn.checkpoint.leaves import named_tensors
-from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS
+from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS, write_index
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
@@ -85,7 +87,7 @@ def export(
     Args:
         model, folder, dtype, max_shard: See `save_pretrained`.
         convert: What files have in place of a tensor; None: the tensor under its name.
-        replaces: Whether a model that is in the folder gives way.
+        replaces: Whether a model that is in the folder gives way: at once, so that one of the two is always there.
     """
     wait_for_saving()
     together, target = Together(), Path(os.path.abspath(folder))
@@ -137,17 +139,37 @@ class _WeightsDraft(Draft):
             )
 
     def _rename(self) -> None:
+        """Moves the files in. Whoever reads finds one whole model at any moment: until a single change of a name the one that
+        was there, from then on the new one. Readers take the file of all weights, and without one the index."""
         self._require_free()
-        new = sorted(os.listdir(self.path), key=lambda name: (name in (WEIGHTS, INDEX), name))
-        if INDEX in new:  # until it is there again, the files of before are no model
-            for name in (INDEX, WEIGHTS):
-                (self._folder / name).unlink(missing_ok=True)
-        for name in new:
-            os.replace(self.path / name, self._folder / name)
-        for file in (*self._folder.glob("model-*-of-*.safetensors"), self._folder / INDEX):
-            if file.name not in new:
+        made = set(os.listdir(self.path))
+        names = {name: name for name in made - {WEIGHTS, INDEX}}
+        if INDEX in made:
+            names = self._beside_those_in_use(names)
+        for name, its_name in names.items():
+            os.replace(self.path / name, self._folder / its_name)
+        sync_folder(self._folder)
+        decides = INDEX if INDEX in made else WEIGHTS
+        os.replace(self.path / decides, self._folder / decides)
+        sync_folder(self._folder)
+        for file in (self._folder / WEIGHTS, self._folder / INDEX, *self._folder.glob("model-*-of-*.safetensors")):
+            if file.name not in (decides, *names.values()):
                 file.unlink(missing_ok=True)
         self.path.rmdir()
+
+    def _beside_those_in_use(self, names: dict[str, str]) -> dict[str, str]:
+        """Gives the files names under which the index of before has none."""
+        is_read = (self._folder / INDEX).exists() and not (self._folder / WEIGHTS).exists()
+        used = set(os.listdir(self._folder)) if is_read else set()
+        if not any(name.startswith("model-") and name in used for name in names):
+            return names
+        number = next(number for number in count(1) if not any(name.startswith(f"model-{number}-") for name in used))
+        names = {name: re.sub("^model-", f"model-{number}-", name) for name in names}
+        index = json.loads((self.path / INDEX).read_bytes())
+        index["weight_map"] = {name: names[file] for name, file in index["weight_map"].items()}
+        (self.path / INDEX).unlink()
+        write_index(self.path, index)
+        return names
 
 
 @dataclass
@@ -276,10 +298,7 @@ def _write_beside(model: nn.Module, plan: _Export, folder: Path, dtype: torch.dt
             "metadata": {"total_size": sum(piece.nbytes for each in plan.files for piece in each)},
             "weight_map": {name: _file_name(number, len(plan.files)) for name, number in plan.homes.items()},
         }
-        with disk(folder, "Writing an index"), (folder / INDEX).open("w") as file:
-            json.dump(index, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
+        write_index(folder, index)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)

@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +31,7 @@ from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.transforms.materialize import allocate, require_ways
 
-__all__ = ["load_pretrained"]
+__all__ = ["INDEX", "WEIGHTS", "load_pretrained", "write_index"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -210,3 +211,15 @@ def _files_of(path: Path) -> list[Path]:
             else "model.save_pretrained(folder, safe_serialization=True), where the files are of pickle",
         )
     return found
+
+
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Writes which file has which tensor, and makes sure that it is on the disk.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    with disk(folder, "Writing an index"), (folder / INDEX).open("w") as file:
+        json.dump(index, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
