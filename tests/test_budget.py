@@ -25,7 +25,7 @@ BUDGET = {
     "plan": 1040,
     "runtime": 8244,
     "storage": 1400,
-    "streamed": 2466,
+    "streamed": 2390,
     "transforms": 1742,
     "transport": 2410,
     "": 4190,

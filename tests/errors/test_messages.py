@@ -73,7 +73,6 @@ from zero_fn.mesh import mesh_axis
 from zero_fn.storage import Disk, Slab
 from zero_fn.storage.carrier import Threads
 from zero_fn.storage.request import Request
-from zero_fn.streamed.states import MissingStateError
 from zero_fn.transport.segment import Pending
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -493,22 +492,6 @@ def entry_of_another_rank() -> object:
         for entry in state_dict.values():
             entry.device_mesh._coordinate_on_dim = (1,)  # as if rank 1 had written it
         return model.load_state_dict(state_dict)
-
-
-def _streamed() -> torch.optim.Optimizer:
-    model = Model()
-    optimizer = zf.streamed(torch.optim.AdamW(model.parameters()), zf.cpu())
-    model(batch()).sum().backward()
-    optimizer.step()
-    return optimizer
-
-
-def streamed_states_are_cleared() -> object:
-    return _streamed().state.clear()
-
-
-def streamed_state_is_in_its_tier() -> object:
-    return next(iter(_streamed().state.values()))["exp_avg"]
 
 
 class _Clipping(torch.optim.SGD):
@@ -1722,7 +1705,6 @@ def checkpoint_lost_a_rank() -> object:
 
 
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
-    MissingStateError: (streamed_state_is_in_its_tier,),
     MeshError: (
         config_of_second_shards_on_one_axis,
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
@@ -1799,7 +1781,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         check_of_a_plain_module, plan_of_a_plain_module, refresh_of_a_plain_module, materialize_of_a_plain_module,
         accumulate_of_a_plain_module, unsharded_of_a_plain_module, transform_inside_accumulate,
         transform_inside_unsharded, unsharded_inside_unsharded, unsharded_with_another_shape, step_inside_accumulate,
-        gradient_of_a_whole_parameter, streamed_states_are_cleared,
+        gradient_of_a_whole_parameter,
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,

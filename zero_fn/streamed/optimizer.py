@@ -26,7 +26,7 @@ from zero_fn.streamed.inner import hand_over, replaced, require_not_streamed, re
 from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
 from zero_fn.streamed.places import follow
-from zero_fn.streamed.states import States, loaded_on_host, refuse_edit
+from zero_fn.streamed.states import States, loaded_on_host
 from zero_fn.streamed.stepping import Steps
 from zero_fn.streamed.windows import PASSING
 from zero_fn.tiers import Cpu, Tier, nbytes_of_text
@@ -153,16 +153,12 @@ class Streamed(Optimizer):
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
-    @property  # type: ignore[override]
-    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """The names of the states of each parameter; of those in memory, step counts and the like, the values, to read. See
-        `state_dict`."""
+    @property
+    def state(self) -> Mapping[Tensor, Mapping[str, Any]]:  # type: ignore[override]
+        """The states of each parameter by name, to read: values of those in memory, step counts and the like, and None for
+        those in a tier. `state_dict` reads these; nothing can be changed here."""
         self._steps.finish()
         return self.states.shown()
-
-    @state.setter
-    def state(self, _states: object) -> None:
-        refuse_edit()
 
     @property
     def buffers_nbytes(self) -> int:
@@ -195,10 +191,18 @@ class Streamed(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as on the optimizer inside, and makes room for its states."""
+        """Adds a group, as on the optimizer inside. All states are read into memory, and get new room with those of it.
+
+        Communicates as `state_dict` does, and as `streamed` to make room.
+
+        Raises:
+            StateError: A step has failed half-way.
+            TierError: The tier is too small. The next step tries again.
+            StorageError: The disk failed.
+        """
         self._steps.finish_everywhere(self._parameters())
         self.inner.add_param_group(param_group)
-        self.states.grow(self._parameters())
+        self._make_room_for_new()
 
     def state_dict(self) -> dict[str, Any]:
         """All states and groups in the format of the optimizer inside, read into memory of their own.
@@ -211,15 +215,7 @@ class Streamed(Optimizer):
             StorageError: The disk failed on this rank or, of sharded parameters, on another, or does not hold what was
                 written to it.
         """
-        self._steps.require_whole("state_dict")
-        whole: list[defaultdict[Tensor, dict[str, Any]]] = []
-
-        def read() -> None:
-            self._steps.finish()
-            whole.append(self.states.whole())
-
-        everywhere(filter(is_cut, self.states.known), read, "Reading the states of an optimizer")
-        with replaced(self.inner, self.param_groups, whole[0]):
+        with replaced(self.inner, self.param_groups, self._whole("state_dict")):
             return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -263,7 +259,7 @@ class Streamed(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.states.grow(self._parameters())
+        self._make_room_for_new()
         self.inner._opt_called = True  # type: ignore[attr-defined]  # a scheduler built on the inner one looks for it
         for parameter in self._parameters():
             rest_gradient(parameter)
@@ -288,6 +284,23 @@ class Streamed(Optimizer):
         everywhere(self._parameters(), make, doing)
         self.states = made[0]
         self._steps.failed = None
+
+    def _make_room_for_new(self) -> None:
+        """Makes room for parameters that groups have got since the last time, in any way."""
+        if set(map(id, self._parameters())) - set(map(id, self.states.known)):
+            self._begin(self._whole("add_param_group"), "Making room for the states of an optimizer")
+
+    def _whole(self, verb: str) -> defaultdict[Tensor, dict[str, Any]]:
+        """The states of whole parameters, in memory; see `state_dict`."""
+        self._steps.require_whole(verb)
+        whole: list[defaultdict[Tensor, dict[str, Any]]] = []
+
+        def read() -> None:
+            self._steps.finish()
+            whole.append(self.states.whole())
+
+        everywhere(filter(is_cut, self.states.known), read, "Reading the states of an optimizer")
+        return whole[0]
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

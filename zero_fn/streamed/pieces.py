@@ -225,8 +225,8 @@ class Planner:
     fraction: float = 1.0
     buffer_nbytes: int = BUFFER_NBYTES
 
-    def chunks(self, parameters: Sequence[Tensor], first: int = 0) -> list[Chunk]:
-        """Chunks for these parameters, which get the numbers from `first` on. They have no place yet.
+    def chunks(self, parameters: Sequence[Tensor]) -> list[Chunk]:
+        """Chunks for these parameters. They have no place yet.
 
         Raises:
             TierError: Nobody said where, or a buffer is too small for what cannot be cut.
@@ -245,11 +245,11 @@ class Planner:
                 fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
             )
         rows = [
-            _Stepped(first + at, groups[at], p, all_kept[at].schema, *wanted[at], place_of(p))
-            for at, p in enumerate(parameters)
+            _Stepped(number, groups[number], p, all_kept[number].schema, *wanted[number], place_of(p))
+            for number, p in enumerate(parameters)
         ]
         found = [*self._here([row for row in rows if row.place is None]), *self._away(rows)]
-        _choose_tiers(found, {row.number: row for row in rows})
+        _choose_tiers(found, rows)
         return found
 
     def kept(self, parameters: Sequence[Tensor]) -> list[KeptStates]:
@@ -272,20 +272,6 @@ class Planner:
             if parameter.numel() > 1 and len(schema) > len(found[kind].schema):
                 found[kind] = found[kind]._replace(schema=schema)
         return [found[kind] for kind in kinds]
-
-    def require_buffer(self, nbytes: int) -> None:
-        """For the states of a parcel, which are stepped as one.
-
-        Raises:
-            TierError: They do not fit a buffer.
-        """
-        if nbytes > self.buffer_nbytes:
-            raise TierError(
-                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
-                needs=bytes_text(nbytes),
-                why="parameters that rest in another tier are stepped in the parcels in which they rest",
-                fix=f"buffer={nbytes} or more; 64 MiB is a good size",
-            )
 
     def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
         """Where its states are to rest, and which part of them."""
@@ -327,7 +313,11 @@ class Planner:
         ]
 
     def _away(self, rows: Sequence[_Stepped]) -> list[Chunk]:
-        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel."""
+        """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel.
+
+        Raises:
+            TierError: The states of one, which are stepped together, do not fit a buffer.
+        """
         parcels_of: dict[Hashable, Sequence[Parcel]] = {}
         by_record: dict[Hashable, dict[int, _Stepped]] = {}
         for row in rows:
@@ -343,17 +333,24 @@ class Planner:
                 ]
                 if mine:
                     found.append(Chunk([SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter), index))
-        self.require_buffer(max((chunk.nbytes for chunk in found), default=0))
+        nbytes = max((chunk.nbytes for chunk in found), default=0)
+        if nbytes > self.buffer_nbytes:
+            raise TierError(
+                f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
+                needs=bytes_text(nbytes),
+                why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                fix=f"buffer={nbytes} or more; 64 MiB is a good size",
+            )
         return found
 
 
-def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[int, _Stepped]) -> None:
+def _choose_tiers(chunks: Iterable[Chunk], rows: Sequence[_Stepped]) -> None:
     """So many chunks in their tier as its fraction says, taking turns with those that stay on the device. A parcel that
     mixes tiers goes where the states of its first parameter go."""
     total: Counter[Tier | None] = Counter()
     there: Counter[Tier | None] = Counter()
     for chunk in chunks:
-        row = row_of[chunk.cuts[0].piece.parameter]
+        row = rows[chunk.cuts[0].piece.parameter]
         total[row.tier] += chunk.nbytes
         if there[row.tier] + chunk.nbytes / 2 <= row.fraction * total[row.tier]:
             there[row.tier] += chunk.nbytes

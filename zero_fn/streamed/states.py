@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from zero_fn.streamed.store import Store
 from zero_fn.streamed.windows import rings_for
 from zero_fn.tiers import Tier
 
-__all__ = ["ShownStates", "States", "loaded_on_host", "refuse_edit"]
+__all__ = ["States", "loaded_on_host"]
 
 
 class States:
@@ -43,10 +44,13 @@ class States:
             StorageError: The disk failed.
             PlacementError: The optimizer keeps something elsewhere than in states.
         """
-        self._planner = planner
         self.known = parameters
         self.stores: dict[Tier | None, Store] = {}
-        self.chunks = self._with_room(planner.chunks(parameters))
+        self.chunks = planner.chunks(parameters)
+        for (tier, device), members in rooms_of(self.chunks).items():
+            if tier not in self.stores:
+                self.stores[tier] = Store(tier, f"states of {type(planner.inner).__name__}")
+            self.stores[tier].reserve(members, device)
 
         def fill(chunk: Chunk, buffer: Tensor) -> None:
             for cut in chunk.cuts:
@@ -56,29 +60,6 @@ class States:
 
         filled = [c for c in self.chunks if any(states.get(parameters[cut.piece.parameter]) for cut in c.cuts)]
         self._visit(filled, fill)
-        self.rings = rings_for(self.chunks, self.known)
-
-    def grow(self, parameters: Sequence[Tensor]) -> None:
-        """Makes room for parameters that were added to a group since.
-
-        Raises:
-            TierError: The tier, or memory for buffers, is too small.
-            StorageError: The disk failed.
-        """
-        known = set(map(id, self.known))
-        new = [parameter for parameter in parameters if id(parameter) not in known]
-        if not new:
-            return
-        planned = self._planner.chunks(new, len(self.known))
-        self.known = [*self.known, *new]
-        # A parcel is read, stepped and written back as one: new parameters in it join the chunk that there is.
-        chunk_of = {key: at for at, chunk in enumerate(self.chunks) if (key := self._parcel_of(chunk)) is not None}
-        joining = {at: chunk for chunk in planned if (at := chunk_of.get(self._parcel_of(chunk))) is not None}
-        for at, chunk in joining.items():
-            self._planner.require_buffer(self.chunks[at].nbytes + chunk.nbytes)
-        for at, chunk in joining.items():
-            self.chunks[at] = self._joined(self.chunks[at], chunk)
-        self.chunks += self._with_room([chunk for chunk in planned if chunk not in joining.values()])
         self.rings = rings_for(self.chunks, self.known)
 
     def whole(self) -> defaultdict[Tensor, dict[str, Any]]:
@@ -98,15 +79,17 @@ class States:
         self._visit([chunk for chunk in self.chunks if chunk.is_stored], visit, writes=False)
         return defaultdict(dict, {parameter: found[parameter] for parameter in self.known if parameter in found})
 
-    def shown(self) -> ShownStates:
-        """What is in memory of the states of each parameter."""
-        found: dict[Tensor, ShownStates] = {}
+    def shown(self) -> Mapping[Tensor, Mapping[str, Any]]:
+        """The states of each parameter, to read: those in memory, and None in place of those in chunks."""
+        found: defaultdict[Tensor, Mapping[str, Any]] = defaultdict(lambda: MappingProxyType({}))
         for chunk in self.chunks:
             for cut in chunk.cuts:
                 if cut.resident or cut.present:
-                    names = [name for name in cut.fields if name in cut.present]
-                    found.setdefault(self.known[cut.piece.parameter], ShownStates(cut.resident, names))
-        return ShownStates(found)
+                    # By name: torch loads those states of a flattened state_dict whose names it finds here.
+                    in_chunk = dict.fromkeys(name for name in cut.fields if name in cut.present)
+                    states = MappingProxyType({**cut.resident, **in_chunk})
+                    found.setdefault(self.known[cut.piece.parameter], states)
+        return MappingProxyType(found)
 
     def require_as_planned(self, chunk: Chunk) -> None:
         """For a chunk that is to be stepped.
@@ -155,29 +138,6 @@ class States:
     def forget(self) -> None:
         for store in self.stores.values():
             store.forget()
-
-    def _with_room(self, chunks: list[Chunk]) -> list[Chunk]:
-        for (tier, device), members in rooms_of(chunks).items():
-            if tier not in self.stores:
-                self.stores[tier] = Store(tier, f"states of {type(self._planner.inner).__name__}")
-            self.stores[tier].reserve(members, device)
-        return chunks
-
-    def _parcel_of(self, chunk: Chunk) -> Hashable:
-        """The parcel that a chunk steps, None if it is in memory."""
-        place = place_of(self.known[chunk.cuts[0].piece.parameter]) if chunk.parcel is not None else None
-        return (place.record, chunk.parcel) if place is not None else None
-
-    def _joined(self, old: Chunk, new: Chunk) -> Chunk:
-        """A chunk with the pieces and states of one, and the pieces of another."""
-        kept: list[Tensor] = []
-        if old.is_stored:
-            self._visit([old], lambda _, memory: kept.append(memory.clone()), writes=False)
-        chunk = Chunk([*old.cuts, *new.cuts], old.device, old.parcel, old.tier)
-        self._with_room([chunk])
-        if kept:
-            self._visit([chunk], lambda _, memory: memory[: old.nbytes].copy_(kept[0][: old.nbytes]))
-        return chunk
 
     def _visit(self, chunks: Sequence[Chunk], act: Any, *, writes: bool = True) -> None:
         each_chunk([self], chunks, act, writes=writes)
@@ -267,56 +227,3 @@ def _on_host(parameter: Tensor) -> Tensor:
         return parameter
     nothing = torch.empty((), dtype=parameter.dtype).expand(local.shape)
     return nn.Parameter(nothing, requires_grad=parameter.requires_grad)
-
-
-# -- what `optimizer.state` shows ------------------------------------------------------------------------------------
-
-
-class MissingStateError(StateError, KeyError):
-    """So that `get` gives its default."""
-
-    __str__ = Exception.__str__  # that of KeyError quotes the message
-
-
-def refuse_edit(*_args: object, **_kwargs: object) -> NoReturn:
-    """Takes the place of whatever would change the states that are shown.
-
-    Raises:
-        StateError: Always.
-    """
-    raise StateError(
-        "The states of a streamed optimizer cannot be edited through `state`.",
-        why="they are in a tier, and what `state` gives is a copy of what is in memory",
-        fix="saved = optimizer.state_dict(); edit saved['state']; optimizer.load_state_dict(saved)",
-    )
-
-
-class ShownStates(Mapping[Any, Any]):
-    """The names of all states, and those that are in memory. It refuses to be changed, and says where the others are."""
-
-    __setitem__ = __delitem__ = __ior__ = refuse_edit
-    clear = pop = popitem = setdefault = update = refuse_edit
-
-    def __init__(self, here: Mapping[Any, Any], away: Sequence[str] = ()) -> None:
-        self._here, self._away = here, away
-
-    def __getitem__(self, key: Any) -> Any:
-        if key in self._here:
-            return self._here[key]
-        if isinstance(key, Tensor):
-            return ShownStates({})  # as in any optimizer, of a parameter without states
-        raise MissingStateError(
-            "This state of a streamed optimizer is not in memory.",
-            state=key,
-            fix="optimizer.state_dict() reads all states from their tier",
-        )
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._here
-
-    def __iter__(self) -> Iterator[Any]:
-        # All of them: torch loads those states of a flattened state_dict whose names it finds here.
-        return iter((*self._here, *self._away))
-
-    def __len__(self) -> int:
-        return len(self._here) + len(self._away)
