@@ -266,12 +266,6 @@ class Streamed(Optimizer):
         self._steps.everywhere(self._parameters(), lambda: self._steps.take(self.states))
         return loss
 
-    def __del__(self) -> None:
-        """Parameters outlive their optimizer. Nothing is stepped here: the garbage collector may call it at any moment."""
-        steps: Steps | None = self.__dict__.get("_steps")
-        if steps is not None and steps.waiting is not None:
-            steps.waiting.abandon()
-
     def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str) -> None:
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
         made: list[States] = []

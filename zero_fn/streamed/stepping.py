@@ -56,6 +56,11 @@ class Steps:
         self.is_backwards = False
         self._inner = inner
 
+    def __del__(self) -> None:
+        """Parameters outlive their optimizer. Nothing is stepped here: the garbage collector may call it at any moment."""
+        if self.waiting is not None:
+            self.waiting.abandon()
+
     def take(self, states: States) -> None:
         """Steps what has a gradient.
 
