@@ -213,7 +213,7 @@ def bytes_over_the_link(tier: Tier) -> None:
 @program
 def what_moves_was_planned(tier: Tier) -> None:
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
-    tests/test_plan_tiers.py."""
+    tests/plan/test_tiers.py."""
     for kinds in ("optim", "params optim", "grads optim", "params grads optim", "params grads"):
         for fraction in (1.0, 0.5):
             plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)

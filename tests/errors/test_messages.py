@@ -1897,7 +1897,7 @@ def summaries_in(source: str) -> list[str]:
     return found
 
 
-# Needs torchrun, GPUs, dying ranks: tests/test_launch.py and tests/test_ranks.py have them.
+# Needs torchrun, GPUs, dying ranks: tests/local/test_launch.py and tests/local/test_ranks.py have them.
 ELSEWHERE = {"local", "launch.py", "guarded.py"}
 
 

@@ -87,7 +87,7 @@ BUGS: tuple[Bug, ...] = (
         "the mean over ranks",
         "into.div_(len(parts))",
         "into.div_(len(parts) - 1)",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "wrong-divisor-in-c",
@@ -111,7 +111,7 @@ BUGS: tuple[Bug, ...] = (
         "sums in the order of ranks, from 3 ranks on",
         "for rank in sorted(addends)]",
         "for rank in sorted(addends, reverse=True)]",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "sum-in-16-bits",
@@ -119,7 +119,7 @@ BUGS: tuple[Bug, ...] = (
         "sums of bfloat16 in float32",
         "if first.dtype == into.dtype:",
         "if others:",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "missed-wait-for-bytes",
@@ -127,7 +127,7 @@ BUGS: tuple[Bug, ...] = (
         "a collective is finished before its bytes are there",
         "        for work, peer in works:",
         "        for work, peer in works[1:]:",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "last-piece-not-cut",
@@ -135,7 +135,7 @@ BUGS: tuple[Bug, ...] = (
         "the piece of the last rank, where rows do not divide",
         "return start, min(self.piece_numel, self.numel - start)",
         "return start, self.piece_numel",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "any-is-all",
@@ -143,7 +143,7 @@ BUGS: tuple[Bug, ...] = (
         "which gradients exist on some rank",
         "torch.amax(rows, 0, out=bits)",
         "torch.amin(rows, 0, out=bits)",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "block-freed-early",
@@ -151,7 +151,7 @@ BUGS: tuple[Bug, ...] = (
         "a message that not all peers have read",
         "read_by_all = min(",
         "read_by_all = max(",
-        "tests/test_mailbox.py",
+        "tests/transport/test_mailbox.py",
     ),
     Bug(
         "native-wrong-divisor",
@@ -159,7 +159,7 @@ BUGS: tuple[Bug, ...] = (
         "the mean over ranks, on other backends than gloo",
         "torch._foreach_div_(sums, self._size)",
         "torch._foreach_div_(sums, max(self._size - 1, 1))",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "second-axis-not-summed",
@@ -192,7 +192,7 @@ BUGS: tuple[Bug, ...] = (
         "bytes of another collective are used",
         "if mark != self._mark:",
         "if False:",
-        "tests/test_desync.py",
+        "tests/transport/test_desync.py",
     ),
     Bug(
         "deadline-ignored",
@@ -200,7 +200,7 @@ BUGS: tuple[Bug, ...] = (
         "a stopped rank is waited for until the timeout of the group",
         "work.wait(_limit)",
         "work.wait()",
-        "tests/test_collectives.py",
+        "tests/transport/test_collectives.py",
     ),
     Bug(
         "death-unnoticed",
@@ -208,7 +208,7 @@ BUGS: tuple[Bug, ...] = (
         "a killed rank is found at the deadline only",
         "if self._death.poll(0):",
         "if False:",
-        "tests/test_mailbox.py",
+        "tests/transport/test_mailbox.py",
     ),
     Bug(
         "ring-overrun",
@@ -216,7 +216,7 @@ BUGS: tuple[Bug, ...] = (
         "headers that the peer has not taken are overwritten",
         ">= _SLOTS:\n            self._make_room()",
         "> _SLOTS:\n            self._make_room()",
-        "tests/test_mailbox.py",
+        "tests/transport/test_mailbox.py",
     ),
     Bug(
         "failure-forgotten",
@@ -224,7 +224,7 @@ BUGS: tuple[Bug, ...] = (
         "collectives go on after a failure",
         "        if history.failure is not None:\n            raise history.failure\n        event",
         "        event",
-        "tests/test_guarded.py",
+        "tests/transport/test_guarded.py",
     ),
     Bug(
         "comparison-forgotten",
@@ -232,7 +232,7 @@ BUGS: tuple[Bug, ...] = (
         "guard(compare=True) compares nothing",
         "        if _compares:\n",
         "        if False:\n",
-        "tests/test_desync.py",
+        "tests/transport/test_desync.py",
     ),
     Bug(
         "agreement-with-rank-0-only",
@@ -240,7 +240,7 @@ BUGS: tuple[Bug, ...] = (
         "ranks that disagree with a later rank",
         "for rank in range(len(digests)):",
         "for rank in range(2):",
-        "tests/test_agreement.py",
+        "tests/transport/test_agreement.py",
     ),
     Bug(
         "edits-not-compared",
@@ -305,7 +305,7 @@ BUGS: tuple[Bug, ...] = (
         "a parameter of exactly persist_below bytes",
         "parameter.parameter.element_size() < persist_below",
         "parameter.parameter.element_size() <= persist_below",
-        "tests/test_promises.py",
+        "tests/transforms/test_promises.py",
     ),
     Bug(
         "tie-lost",
@@ -330,7 +330,7 @@ BUGS: tuple[Bug, ...] = (
         "who holds a part of a gathered buffer keeps it",
         "if _references(storage._cdata) != references or not storage.resizable():",
         "if not storage.resizable():",
-        "tests/test_gathered.py",
+        "tests/runtime/test_gathered.py",
     ),
     Bug(
         "saved-weight-not-packed",
@@ -498,7 +498,7 @@ BUGS: tuple[Bug, ...] = (
         "states are taken from memory that a failed read has left",
         "if not is_whole:",
         "if False:",
-        "tests/test_streamed.py::test_states_that_could_not_be_read_are_read_again",
+        "tests/streamed/test_streamed.py::test_states_that_could_not_be_read_are_read_again",
     ),
     Bug(
         "chunk-read-over-what-is-written",
@@ -506,7 +506,7 @@ BUGS: tuple[Bug, ...] = (
         "a slow disk gets the bytes of another chunk",
         "_wait(self._puts.pop(later - BUFFERS, ()))",
         "pass",
-        "tests/test_pipeline.py",
+        "tests/streamed/test_pipeline.py",
     ),
     Bug(
         "conjugate-lost-in-a-tier",
@@ -514,7 +514,7 @@ BUGS: tuple[Bug, ...] = (
         "a complex parameter in a tier is its own conjugate",
         " or view.is_conj()",
         "",
-        "tests/test_offload.py::test_a_complex_parameter_away_is_not_read_as_its_own_conjugate",
+        "tests/transforms/test_offload.py::test_a_complex_parameter_away_is_not_read_as_its_own_conjugate",
     ),
     Bug(
         "notes-of-buffers-overwritten",
@@ -530,7 +530,7 @@ BUGS: tuple[Bug, ...] = (
         "a gradient that two parameters share is added to both",
         "have.to(slot.kind.sum_dtype, copy=True)",
         "have.to(slot.kind.sum_dtype)",
-        "tests/test_gradients.py",
+        "tests/runtime/test_gradients.py",
     ),
     Bug(
         "subclass-kept-whole-for-backward",
@@ -538,7 +538,7 @@ BUGS: tuple[Bug, ...] = (
         "quantized weights stay gathered from forward to backward",
         "return _PackedParts(tensor, names, context) if is_ours else None",
         "return None",
-        "tests/distributed/test_flatten_subclasses.py",
+        "tests/transforms/test_flatten_subclasses.py",
     ),
     Bug(
         "steps-not-counted",
@@ -546,7 +546,7 @@ BUGS: tuple[Bug, ...] = (
         "a rank that left out a step of the optimizer trains on, and replicas part",
         "self.backwards.updates += 1",
         "self.backwards.updates += 0",
-        "tests/test_desync.py",
+        "tests/transport/test_desync.py",
     ),
     Bug(
         "uses-not-compared",
@@ -554,7 +554,7 @@ BUGS: tuple[Bug, ...] = (
         "ranks that ran the same units in another order share a backward",
         "check=passed, ",
         "",
-        "tests/test_desync.py",
+        "tests/transport/test_desync.py",
     ),
     Bug(
         "nested-units-stay-gathered",
@@ -570,7 +570,7 @@ BUGS: tuple[Bug, ...] = (
         "a block gathers what a step has changed",
         "is_fresh = True",
         "is_fresh = False",
-        "tests/test_promises.py",
+        "tests/transforms/test_promises.py",
     ),
     Bug(
         "accumulate-forgets-to-reset",
@@ -586,7 +586,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients of a backward that raised leak into the next",
         "unit.gradients.take()",
         "pass",
-        "tests/test_promises.py",
+        "tests/transforms/test_promises.py",
     ),
     Bug(
         "failed-forward-ignored",
@@ -651,7 +651,7 @@ BUGS: tuple[Bug, ...] = (
         "what a waiting step has stepped is in its tier before it is read there",
         "self._visits.wait(self._first)  #",
         "pass  #",
-        "tests/test_waiting.py",
+        "tests/streamed/test_waiting.py",
     ),
     Bug(
         "buffers-kept-after-a-failure",
@@ -659,7 +659,7 @@ BUGS: tuple[Bug, ...] = (
         "a read that failed leaves its memory with any bytes",
         "self._shelf.give_back(self._held.popitem()[1])",
         "break",
-        "tests/test_streamed.py",
+        "tests/streamed/test_streamed.py",
     ),
     Bug(
         "visits-share-a-room",
@@ -667,7 +667,7 @@ BUGS: tuple[Bug, ...] = (
         "a value and its gradient visit their states side by side",
         "None if grad is None else after_value\n",
         "None if grad is None else visits\n",
-        "tests/test_accelerator.py",
+        "tests/accelerator/test_accelerator.py",
     ),
     Bug(
         "stale-compute-copy",
@@ -675,7 +675,7 @@ BUGS: tuple[Bug, ...] = (
         "a copy in the compute dtype is behind once its original was written",
         "parcel.version = parcel.version + 1 if version is None else version",
         "parcel.version = 1 if version is None else version",
-        "tests/test_compute_copies.py",
+        "tests/runtime/test_compute_copies.py",
     ),
     Bug(
         "fetched-ahead-and-out-of-date",
@@ -683,7 +683,7 @@ BUGS: tuple[Bug, ...] = (
         "letting go of what was fetched before a write",
         "            self.drop()  # what was fetched ahead is out of date\n",
         "            pass\n",
-        "tests/test_record.py",
+        "tests/runtime/test_record.py",
     ),
     Bug(
         "read-while-it-is-written",
@@ -691,7 +691,7 @@ BUGS: tuple[Bug, ...] = (
         "waiting for what is written before the same is read",
         "        self.finish_writing()\n        if not parcel.is_stored:",
         "        if not parcel.is_stored:",
-        "tests/test_record.py",
+        "tests/runtime/test_record.py",
     ),
     Bug(
         "gradient-beside-is-lost",
@@ -699,7 +699,7 @@ BUGS: tuple[Bug, ...] = (
         "tensors of a parcel that are not written with the others",
         "[p for p in parcels if any(piece.parameter not in values for piece in p.pieces)]",
         "[]",
-        "tests/test_record.py",
+        "tests/runtime/test_record.py",
     ),
     Bug(
         "tensor-read-before-its-step",
@@ -707,7 +707,7 @@ BUGS: tuple[Bug, ...] = (
         "that whoever reads a tensor in a tier finds it stepped",
         "        parcels, changed = self._parcels_of[number], self._changed\n        self.settle()\n",
         "        parcels, changed = self._parcels_of[number], self._changed\n",
-        "tests/test_waiting.py",
+        "tests/streamed/test_waiting.py",
     ),
     Bug(
         "failures-along-one-axis",
@@ -723,7 +723,7 @@ BUGS: tuple[Bug, ...] = (
         "the kernel writes copies of what it steps",
         "sent = map(sends.get, parameters)",
         "sent = map({}.get, parameters)",
-        "tests/test_compute_copies.py",
+        "tests/runtime/test_compute_copies.py",
     ),
     Bug(
         "parked-and-fetched-too-early",
@@ -731,7 +731,7 @@ BUGS: tuple[Bug, ...] = (
         "what is copied to the host has arrived there before it is copied back",
         "self._memory, after=self._there)",
         "self._memory)",
-        "tests/test_accelerator.py",
+        "tests/accelerator/test_accelerator.py",
     ),
     Bug(
         "gathered-before-it-is-there",
@@ -739,7 +739,7 @@ BUGS: tuple[Bug, ...] = (
         "a gathered parameter has arrived from the host before it is read",
         "stream.wait_for(end)",
         "pass",
-        "tests/test_accelerator.py",
+        "tests/accelerator/test_accelerator.py",
     ),
     Bug(
         "gradients-written-before-they-came",
@@ -747,7 +747,7 @@ BUGS: tuple[Bug, ...] = (
         "that gradients are written to a disk once they have come from the device",
         "        for each in arriving:\n            each.finish()\n        unwritten",
         "        unwritten",
-        "tests/test_accelerator.py",
+        "tests/accelerator/test_accelerator.py",
     ),
     Bug(
         "failed-disk-is-not-told",
@@ -755,7 +755,7 @@ BUGS: tuple[Bug, ...] = (
         "other ranks are told of a disk that failed",
         "tell(transport, self.failure,",
         "tell(transport, None,",
-        "tests/test_offload.py",
+        "tests/transforms/test_offload.py",
     ),
     # -- plan ----------------------------------------------------------------------------------------------------------
     Bug(
@@ -772,7 +772,7 @@ BUGS: tuple[Bug, ...] = (
         "bytes that a step reads from a disk",
         "min(kept // 2, sum(sizes))",
         "0",
-        "tests/test_plan_tiers.py",
+        "tests/plan/test_tiers.py",
     ),
     Bug(
         "plan-forgets-microbatches",

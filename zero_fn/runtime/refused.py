@@ -1,9 +1,9 @@
 """Operations on resting tensors that DTensor does wrong without a word: each is refused, or put right in one expression.
 
 The one place where this package stands between torch and its operations. `ROWS` says which, when, and why; a row leaves when
-torch does the operation right, which `tests/test_refused.py` looks at. What torch refuses itself has no row. Looked at are
-tensors that lie on a mesh that a transform was given (parameters, gradients, states, and what is computed of them); others
-pass through at a cost of 3 us for each operation that stands here.
+torch does the operation right, which `tests/runtime/test_refused.py` looks at. What torch refuses itself has no row. Looked
+at are tensors that lie on a mesh that a transform was given (parameters, gradients, states, and what is computed of them);
+others pass through at a cost of 3 us for each operation that stands here.
 
 [Note: copies] A view along a dim that is cut is one of a copy that DTensor gathers. Reading it is right, what is written into
 it would be lost. So its local tensor is one that refuses to be written.

@@ -26,7 +26,7 @@ from zero_fn.launch import launch
 from zero_fn.local.blame import RankDied, RankHung, RankTraceback
 from zero_fn.local.sending import SendError, dumps
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Broken(ValueError):

@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _NOTEBOOKS = sorted((_ROOT / "notebooks").glob("*.ipynb"))
 _SCREEN_LINES = 60
 

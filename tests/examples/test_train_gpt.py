@@ -13,7 +13,7 @@ import pytest
 
 import zero_fn as zf
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "examples" / "train_gpt.py")
 SMALL = {
     "--layers": 1, "--dim": 16, "--heads": 2, "--seq": 16, "--batch": 12, "--warmup": 2, "--evaluate-every": 2, "--sample": 0,

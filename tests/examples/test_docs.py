@@ -20,7 +20,7 @@ import pytest
 
 from tests.ranks import Ranks
 
-_ROOT = Path(__file__).parent.parent
+_ROOT = Path(__file__).parents[2]
 _GUIDES = _ROOT / "docs" / "guides" / "index.md"
 _MADE = {"_build", "_generated"}
 _PAGES = [

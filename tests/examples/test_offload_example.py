@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "offload_nvme.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "offload_nvme.py"
 GENERATE = EXAMPLE.with_name("generate_nvme.py")
 
 

@@ -15,7 +15,7 @@ from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
 from tests.profiles import PROFILE
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = {"dev": 20, "ci": 500}.get(PROFILE, 5_000)
 
 
