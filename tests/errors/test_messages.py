@@ -48,7 +48,7 @@ from zero_fn.checkpoint import files
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.converting import convert
 from zero_fn.checkpoint.opening import opened
-from zero_fn.checkpoint.together import Said, Together
+from zero_fn.checkpoint.together import Agreed, Together
 from zero_fn.deepspeed.entries import Entries, config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import sharding_of
@@ -1478,7 +1478,7 @@ def pretrained_with_adapters() -> object:
 
 
 def pretrained_of_two_stages() -> object:
-    said = [Said(b"", b"one", ""), Said(b"", b"other", "")]
+    said = Agreed("", 0, 1, False)
     with a_folder() as folder, mock.patch.object(Together, "agree", return_value=said):
         return zf.save_pretrained(nn.Linear(2, 2), folder)
 
@@ -1676,7 +1676,7 @@ def checkpoint_of_ranks_that_differ() -> object:
             rows[1, 1:17] ^= 1
             return rows
 
-        with mock.patch("zero_fn.checkpoint.together.meet", other):
+        with mock.patch("zero_fn.checkpoint.together.gather", other):
             return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
@@ -1685,14 +1685,12 @@ def checkpoint_failed_on_another_rank() -> object:
 
         def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
             rows = message.repeat(2, 1)
-            text = (
-                b"StorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
-            )
+            text = b"1\nStorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
             rows[1, 0] = 1
-            rows[1, 33 : 33 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            rows[1, 1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             return rows
 
-        with mock.patch("zero_fn.checkpoint.together.meet", other):
+        with mock.patch("zero_fn.checkpoint.together.gather", other):
             return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 
@@ -1700,7 +1698,7 @@ def checkpoint_lost_a_rank() -> object:
     def refuse(*_: object, **__: object) -> object:
         raise RuntimeError("Connection closed by peer")
 
-    with pretended(2), a_folder() as folder, mock.patch.object(dist, "all_gather_single", refuse, create=True):
+    with pretended(2), a_folder() as folder, mock.patch.object(dist.ProcessGroup, "recv", refuse):
         return zf.save(folder / "step-1", nn.Linear(2, 2))
 
 

@@ -1,8 +1,8 @@
 """`save_pretrained`: a folder that `from_pretrained` loads, from shards, a tensor at a time.
 
-begin    ranks meet: the same arguments, tensors of the same names; rank 0 makes a hidden folder inside the folder
+begin    ranks agree: the same arguments, tensors of the same names; rank 0 makes a hidden folder inside the folder
 write    tensor after tensor is gathered, and written by the rank whose file it is in
-commit   ranks meet; rank 0 moves the files into the folder, last the one by which readers know them; they meet once more
+commit   ranks agree; rank 0 moves the files into the folder, last the one by which readers know them
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def save_pretrained(
     along. The files are written in a hidden folder and moved into place when they are on the disk, last the one that readers
     look for: a save that fails, or is killed, leaves no model.
 
-    Communicates an all-gather of each parameter, and three messages of 640 bytes to each peer.
+    Communicates an all-gather of each parameter, two messages of 640 bytes from each rank to rank 0, and two back.
 
     Args:
         model: Any module, transformed or not, in memory or in tiers.
@@ -94,28 +94,20 @@ def export(
     draft, plan, failure = _WeightsDraft(target, replaces=replaces), _Export([], [], {}), None
     try:
         plan = _planned(model, dtype, nbytes_of_text(max_shard, "max_shard"), convert)
-        if together.rank == 0:
-            draft.make()
     except Exception as error:
         failure = error
     names = [[piece.name, piece.dtype, piece.shape] for pieces in plan.files for piece in pieces]
-    rows = together.agree(SAVING, failure, same=(str(target), dtype, max_shard, replaces), kind=names)
+    same = (str(target), dtype, max_shard, replaces)
     try:
-        if any(row.kind != rows[0].kind for row in rows):
+        agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
+        if not agreed.is_of_one_kind:
             raise CheckpointError(
                 "Ranks have tensors of different names, and no rank could write a file of all.",
                 why="stages of a pipeline, or experts under names of their own",
                 fix="zf.save(folder, model), which each rank writes for itself",
             )
         failure = _write(model, plan, draft, together, dtype, convert)
-        together.agree(SAVING, failure, waits_for_disks=True)
-        failure = None
-        if together.rank == 0:
-            try:
-                draft.commit()
-            except Exception as error:
-                failure = error
-        together.agree(SAVING, failure, waits_for_disks=True)
+        together.agree(SAVING, failure, draft.commit, waits_for_disks=True)
     except BaseException:
         draft.drop()
         raise

@@ -157,8 +157,8 @@ class Draft:
         self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
         self._lock = -1
 
-    def make(self) -> None:
-        """Makes the folder, and removes what other saves have left.
+    def make(self) -> str:
+        """Makes the folder, and removes what other saves have left; returns a number that no other save has.
 
         Raises:
             CheckpointError: There is a checkpoint of this name, or somebody else is saving one.
@@ -183,10 +183,15 @@ class Draft:
             self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for kind in self._kinds:
-                (self.path / kind).mkdir()
+            try:
+                for kind in self._kinds:
+                    (self.path / kind).mkdir()
+            except BaseException:
+                self.drop()
+                raise
+        return os.urandom(8).hex()
 
-    def commit(self) -> None:
+    def commit(self) -> str:
         """Gives it its name, once all that is in it is on the disk.
 
         Raises:
@@ -199,6 +204,7 @@ class Draft:
             self._rename()
         sync_folder(self.target.parent)
         self._unlock()
+        return ""
 
     def _require_free(self) -> None:
         if os.path.lexists(self.target):

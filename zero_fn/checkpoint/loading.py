@@ -1,10 +1,10 @@
 """`load`: each rank reads the elements that it holds, wherever they were written.
 
-choose   ranks meet: rank 0 says which checkpoint
+choose   ranks agree: rank 0 says which checkpoint
 check    names, shapes, dtypes, options: all that is wrong, in one error; then every block that will be read
-meet     everybody well, or nothing has changed anywhere
+agree    everybody well, or nothing has changed anywhere
 write    elements go to where they rest, through a buffer
-meet     everybody has everything
+agree    everybody has everything
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def load(
     beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are folders of
     torch.distributed.checkpoint, as FSDP2 has them. Pickles in them run no code.
 
-    Communicates three messages of 640 bytes to each peer; where ranks have parameters of different names, a fourth of a bit
-    for each tensor.
+    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
+    different names, a fourth of a byte for each tensor.
 
     Args:
         folder: A checkpoint, or a folder with checkpoints, of which the one that was committed last is meant.
@@ -96,20 +96,19 @@ def load(
             "verify or only names nothing.", verify=verify, only=only, fix='verify="first", only=("model", "optimizer")'
         )
     together = Together()
-    path, named, inside, failure = Path(os.path.abspath(folder)), Named([], {}, {}), "", None
+    path, named, failure = Path(os.path.abspath(folder)), Named([], {}, {}), None
     try:
         if model is not None:
             named = named_tensors(model, where)
-        if together.rank == 0:
-            inside = str(chosen(path).relative_to(path))
     except Exception as error:
         failure = error
     names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
-    rows = together.agree(LOADING, failure, same=(str(path), kinds, strict, verify), kind=names, text=inside)
+    same = (str(path), kinds, strict, verify)
+    agreed = together.agree(LOADING, failure, lambda: str(chosen(path).relative_to(path)), same=same, kind=names)
     fit = WholeFit(named, model if "model" in kinds else None, optimizer=optimizer if "optimizer" in kinds else None)
 
     def match() -> Contents:
-        source = opened(path / rows[0].text, renamed_by(rename), has_states=fit.optimizer is not None)
+        source = opened(path / agreed.text, renamed_by(rename), has_states=fit.optimizer is not None)
         fit.match(source, together, dict(extra or {}) if "extra" in kinds else None, is_strict=strict)
         return source
 
@@ -118,7 +117,7 @@ def load(
         fit,
         match,
         fit.put,
-        is_of_one_kind=all(row.kind == rows[0].kind for row in rows),
+        is_of_one_kind=agreed.is_of_one_kind,
         is_strict=strict and where is None,
         verifies=verify == "first",
     )

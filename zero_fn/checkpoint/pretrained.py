@@ -60,8 +60,8 @@ def load_pretrained(
     A model whose files have other names than its parameters (experts of Mixtral, which transformers stacks) is loaded by
     `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
 
-    Communicates three messages of 640 bytes to each peer; where ranks have parameters of different names, a fourth of a bit
-    for each tensor.
+    Communicates three messages of 640 bytes from each rank to rank 0, and three back; where ranks have parameters of
+    different names, a fourth of a byte for each tensor.
 
     Args:
         model: Any module, transformed or not; what is on `meta` must be transformed. Changed in place.
@@ -88,7 +88,7 @@ def load_pretrained(
     except Exception as error:
         failure = error
     names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
-    rows = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
+    agreed = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
     fit = Fit(named, model, rounds=True)
 
     def match() -> Files:
@@ -110,7 +110,7 @@ def load_pretrained(
         fit,
         match,
         put,
-        is_of_one_kind=all(row.kind == rows[0].kind for row in rows),
+        is_of_one_kind=agreed.is_of_one_kind,
         is_strict=strict,
         verifies=False,
     )

@@ -1,9 +1,9 @@
 """`save` and `save_async`: each rank writes what arithmetic gives it, and one rename makes it a checkpoint.
 
-plan     what there is on this rank; rank 0 makes the folder
-begin    ranks meet: the same arguments, everybody well, who has tensors of the same names
+plan     what there is on this rank
+begin    ranks agree: the same arguments, everybody well, who has tensors of the same names; rank 0 makes the folder
 write    each rank its files, through a buffer, and what it says of them
-commit   ranks meet: everybody has written; rank 0 renames the folder; they meet once more, to know that it has
+commit   ranks agree: everybody has written, and rank 0 has renamed the folder
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, requi
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, prune, tensors_name
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, options_of, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
-from zero_fn.checkpoint.together import Together, digest_of
+from zero_fn.checkpoint.together import Together
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
@@ -62,7 +63,7 @@ def save(
     divided among them. The files are written beside, and get their name by one rename when they are on the disk: a save that
     fails, or is killed, has not begun. `zf.load` reads it on any number of ranks, mesh, stage and tier.
 
-    Communicates three messages of 640 bytes to each peer.
+    Communicates two messages of 640 bytes from each rank to rank 0, and two back.
 
     Args:
         folder: What the checkpoint is to be, on a disk that all ranks share. A step at the end of its name is its step.
@@ -303,22 +304,18 @@ def _begun(
                 "keep and keep_every are numbers from 1 on.", keep=keep, keep_every=keep_every, fix="keep=3"
             )
         plan = _planned(model, optimizer, extra or {}, where)
-        if together.rank == 0:
-            draft.make()
     except Exception as error:
         failure = error
     names = [(kind, leaf.name, leaf.dtype, leaf.place.shape) for kind in KINDS[:2] for leaf in plan.leaves[kind]]
     same = (str(target), model is None, optimizer is None, keep, keep_every, copies)
     try:
-        rows = together.agree(SAVING, failure, same=same, kind=names, text=os.urandom(8).hex())
+        agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
     except BaseException:
         draft.drop()
         raise
-    is_of_one_kind = all(row.kind == rows[0].kind for row in rows)
-    alike = [rank for rank, row in enumerate(rows) if row.kind == digest_of(names)]
-    kind = (alike.index(together.rank), len(alike))
-    own, save_id = _shared_out(plan, kind), rows[0].text
-    writing = _Writing(together, draft, plan, own, save_id, is_of_one_kind, lambda: prune(target, keep, keep_every))
+    own = _shared_out(plan, (agreed.number, agreed.alike))
+    prune_after = partial(prune, target, keep, keep_every)
+    writing = _Writing(together, draft, plan, own, agreed.text, agreed.is_of_one_kind, prune_after)
     writing.attempt(lambda: writing.begin(copies=copies))
     return writing
 
@@ -442,19 +439,13 @@ class _Writing:
         for files in self.files.values():
             for file in files:
                 file.close()
-        self._agree()
-        if self.together.rank == 0:
-            self.attempt(self._commit)
-        self._agree()
-        if self.together.rank == 0:
-            self.prune()
-
-    def _agree(self) -> None:
         try:
-            self.together.agree(SAVING, self.failure, waits_for_disks=True)
+            self.together.agree(SAVING, self.failure, self._commit, waits_for_disks=True)
         except BaseException:
             self.draft.drop()
             raise
+        if self.together.rank == 0:
+            self.prune()
 
     def _each(self) -> list[_Own]:
         """In the order of files."""
@@ -472,7 +463,8 @@ class _Writing:
         says = {"id": self.id, "rank": self.together.rank, "files": files, **self.plan.says}
         write_json(self.draft.path / part_name(self.together.rank), says)
 
-    def _commit(self) -> None:
+    def _commit(self) -> str:
+        """What rank 0 does once every rank has written."""
         write_json(
             self.draft.path / MANIFEST,
             {
@@ -486,4 +478,4 @@ class _Writing:
         )
         if not self.is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
             Catalog(self.draft.path, lambda name: name)
-        self.draft.commit()
+        return self.draft.commit()

@@ -1,42 +1,43 @@
-"""Ranks agree, in one message each: on what they are about to do, on how it went, and on whom it failed."""
+"""Ranks agree, through rank 0: on what they are about to do, on how it went, and on whom it failed."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zero_fn import errors
-from zero_fn.errors import CheckpointError, DisagreementError, ZeroError
+from zero_fn.errors import CheckpointError, DisagreementError, LostRankError, ZeroError
 from zero_fn.transport.agreement import digest
-from zero_fn.transport.meeting import LONGEST_S, broadcast, meet, meeting_group
+from zero_fn.transport.meeting import LONGEST_S, broadcast, gather, meeting_group, scatter
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["Said", "Together", "digest_of"]
+__all__ = ["Agreed", "Together"]
 
 _MESSAGE_NBYTES = 640
 
-
-def digest_of(values: object) -> bytes:
-    """16 bytes that differ when the text of the values does."""
-    return digest([repr(values)])
+_WELL, _FAILED, _DIFFERENT = b"\0\1\2"
+"""What a message begins with."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a rank says.
+class Agreed:
+    """What ranks have agreed on.
 
     Attributes:
-        same: A digest of what must be the same on every rank.
-        kind: A digest of what makes ranks of one kind.
-        text: Anything short.
+        text: What `decide` has returned on rank 0.
+        number, alike: Of the ranks of the kind of this one, the number of this one, and how many they are.
+        is_of_one_kind: Whether all ranks are.
     """
 
-    same: bytes
-    kind: bytes
     text: str
+    number: int
+    alike: int
+    is_of_one_kind: bool
 
 
 class Together:
@@ -54,21 +55,22 @@ class Together:
         self,
         doing: str,
         failure: Exception | None,
+        decide: Callable[[], str] = str,
         *,
         same: object = None,
         kind: object = None,
-        text: str = "",
         consequence: str = "on this one nothing was changed",
         waits_for_disks: bool = False,
-    ) -> Sequence[Said]:
-        """What each rank says. One message of 640 bytes to each peer; waits.
+    ) -> Agreed:
+        """Goes on once every rank is well, and rank 0 has acted for all. Each rank sends rank 0 a message of 640 bytes, and
+        gets one back; waits.
 
         Args:
             doing: What ranks do together, for errors.
             failure: What went wrong on this rank.
+            decide: What rank 0 does when all ranks have come and are well; returns at most 500 bytes for all.
             same: What must be the same on every rank.
             kind: What tells kinds of ranks apart.
-            text: At most 500 bytes for the others.
             consequence: What a failure elsewhere means here.
             waits_for_disks: Whether the others may take long.
 
@@ -77,32 +79,38 @@ class Together:
             DisagreementError: Ranks were given different arguments.
             LostRankError: A rank has ended, or did not come.
         """
-        own = Said(digest_of(same), digest_of(kind), text)
         if self._group is None:
             if failure is not None:
                 raise failure
-            return [own]
-        if failure is not None:
-            own = Said(own.same, own.kind, f"{type(failure).__name__}\n{failure}")
-        raw = bytes([failure is not None]) + own.same + own.kind + own.text.encode()[: _MESSAGE_NBYTES - 33]
-        message = torch.frombuffer(bytearray(raw.ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8)
-        found = meet(self._group, message, LONGEST_S if waits_for_disks else deadline())
-        rows = [bytes(row.tolist()) for row in found]
+            return Agreed(decide(), 0, 1, True)
+        seconds = LONGEST_S if waits_for_disks else deadline()
+        own = [_digest(same), _digest(kind)] if failure is None else [_failed(self.rank, failure)]
+        rows = torch.empty(0, _MESSAGE_NBYTES, dtype=torch.uint8)
+        try:
+            heard = gather(self._group, _message(_WELL if failure is None else _FAILED, *own), seconds)
+            if self.rank == 0:
+                answers, failure = _answers([bytes(row.tolist()) for row in heard], failure, decide)
+                rows = torch.stack(answers)
+        except LostRankError as error:
+            if self.rank == 0:
+                with suppress(LostRankError):  # those that are left need not wait
+                    scatter(self._group, _message(_FAILED, _failed(0, error)).repeat(self.size, 1), seconds)
+            raise
+        answer = bytes(scatter(self._group, rows, 2 * seconds).tolist())  # rank 0 may wait as long for another
         if failure is not None:
             raise failure
-        said = [Said(row[1:17], row[17:33], row[33:].rstrip(b"\0").decode(errors="ignore")) for row in rows]
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
-        if failed:
-            raise _told(doing, failed, said[failed[0]].text, consequence)
-        other = next((rank for rank, row in enumerate(said) if row.same != said[0].same), None)
-        if other is not None:
+        said = answer[1:].rstrip(b"\0").decode(errors="ignore")
+        if answer[0] == _FAILED:
+            raise _told(doing, said, consequence)
+        if answer[0] == _DIFFERENT:
             raise DisagreementError(
-                f"{doing}: ranks 0 and {other} were given different arguments.",
+                f"{doing}: ranks 0 and {said} were given different arguments.",
                 here=f"rank {self.rank}",
                 why="every rank writes or reads its part of one checkpoint",
                 fix="call it with the same folder and options on every rank",
             )
-        return said
+        number, alike, text = said.split("\n", 2)
+        return Agreed(text, int(number), int(alike), int(alike) == self.size)
 
     def from_first(self, values: Tensor) -> Tensor:
         """What rank 0 has, in memory of the host. A broadcast; waits.
@@ -114,21 +122,60 @@ class Together:
         return values if self._group is None else broadcast(self._group, values.clone())
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
-        """Which of these are true on any rank. One message of a byte for each to each peer; waits."""
+        """Which of these are true on any rank. Each rank sends rank 0 a byte for each, and gets them back; waits."""
         if self._group is None or not bits:
             return list(bits)
-        rows = meet(self._group, torch.tensor(bits, dtype=torch.uint8), deadline())
-        return [bool(bit) for bit in rows.amax(0).tolist()]
+        rows = gather(self._group, torch.tensor(bits, dtype=torch.uint8), deadline())
+        if self.rank == 0:
+            rows = rows.amax(0).repeat(self.size, 1)
+        return [bool(bit) for bit in scatter(self._group, rows, 2 * deadline()).tolist()]
 
 
-def _told(doing: str, ranks: list[int], text: str, consequence: str) -> ZeroError:
+def _digest(values: object) -> bytes:
+    """16 bytes that differ when the text of the values does."""
+    return digest([repr(values)])
+
+
+def _message(begin: int, *parts: bytes) -> Tensor:
+    raw = bytes([begin]) + b"".join(parts)
+    return torch.frombuffer(bytearray(raw[:_MESSAGE_NBYTES].ljust(_MESSAGE_NBYTES, b"\0")), dtype=torch.uint8)
+
+
+def _failed(rank: int, failure: Exception) -> bytes:
+    return f"{rank}\n{type(failure).__name__}\n{failure}".encode()
+
+
+def _answers(
+    said: list[bytes], failure: Exception | None, decide: Callable[[], str]
+) -> tuple[list[Tensor], Exception | None]:
+    """What rank 0 answers each rank, and what went wrong on it."""
+    failed = [row for row in said if row[0] == _FAILED]
+    if failed:
+        return [_message(_FAILED, failed[0][1:])] * len(said), failure
+    other = next((rank for rank, row in enumerate(said) if row[1:17] != said[0][1:17]), None)
+    if other is not None:
+        return [_message(_DIFFERENT, str(other).encode())] * len(said), None
+    try:
+        text = decide()
+    except Exception as error:
+        return [_message(_FAILED, _failed(0, error))] * len(said), error
+    kinds = [row[17:33] for row in said]
+    alike, seen = Counter(kinds), Counter[bytes]()
+    answers = []
+    for kind in kinds:
+        answers.append(_message(_WELL, f"{seen[kind]}\n{alike[kind]}\n{text}".encode()))
+        seen[kind] += 1
+    return answers, None
+
+
+def _told(doing: str, said: str, consequence: str) -> ZeroError:
     """The failure of another rank, as one of this."""
-    name, _, words = text.partition("\n")
+    rank, name, words = said.split("\n", 2)
     kind = getattr(errors, name, CheckpointError)
     kind = kind if isinstance(kind, type) and issubclass(kind, ZeroError) else CheckpointError
     summary, *facts = words.split("\n")
     error: ZeroError = kind(
-        f"{doing} failed on rank {', '.join(map(str, ranks))}: {summary}",
+        f"{doing} failed on rank {rank}: {summary}",
         there="; ".join(" ".join(fact.split()) for fact in facts),
         here=consequence,
         fix="see the error of that rank; checkpoints that were complete are as they were",

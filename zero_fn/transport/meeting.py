@@ -1,7 +1,9 @@
-"""One message of each rank to every rank, on a group of its own: what ranks agree by that are not training."""
+"""Messages of each rank to rank 0 and back, on a group of its own: what ranks agree by that are not training."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -13,7 +15,7 @@ from torch import Tensor
 from zero_fn.errors import LostRankError
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["LONGEST_S", "broadcast", "meet", "meeting_group"]
+__all__ = ["LONGEST_S", "broadcast", "gather", "meeting_group", "scatter"]
 
 LONGEST_S = 3600.0
 """The most that ranks wait for one whose disk is slower than theirs."""
@@ -34,18 +36,16 @@ def meeting_group() -> dist.ProcessGroup | None:
     if world not in _groups:
         backend = str(dist.get_backend(world))
         backend = "gloo" if dist.is_gloo_available() and "nccl" in backend else backend
-        try:
+        with _lost_ranks():
             made = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
-        except RuntimeError as error:
-            raise _lost(error) from error
         if backend == "gloo":
             c10d._set_pg_timeout(timedelta(seconds=LONGEST_S), made)
         _groups[world] = made
     return _groups[world]
 
 
-def meet(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
-    """The messages of all ranks, one row each: a collective, that waits.
+def gather(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
+    """The messages of all ranks on rank 0, one row each; nothing on the others. Each sends one message; rank 0 waits.
 
     Args:
         group: What `meeting_group` returned.
@@ -55,14 +55,46 @@ def meet(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
-    rows = message.repeat(group.size(), 1)
-    try:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 has renamed it
-        work = gather(rows.view(-1), message, group=group, async_op=True)
-        work.wait(timedelta(seconds=seconds))
-    except RuntimeError as error:
-        raise _lost(error) from error
-    return rows
+    with _lost_ranks():
+        if group.rank():
+            _wait(group.send([message], 0, 0), seconds)
+            return message.new_empty(0, message.numel())
+        rows = message.repeat(group.size(), 1)
+        works = [group.recv([rows[rank]], rank, 0) for rank in range(1, group.size())]
+        for work in works:
+            _wait(work, seconds)
+        return rows
+
+
+def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float) -> Tensor:
+    """The row of this rank of what rank 0 has for each. Rank 0 sends one message to each; the others wait.
+
+    Args:
+        group: What `meeting_group` returned.
+        rows: On rank 0 uint8 in memory of the host; on the others only its number of columns counts.
+        seconds: How long to wait for rank 0.
+
+    Raises:
+        LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended; those that have not were sent theirs.
+    """
+    with _lost_ranks():
+        if group.rank():
+            own = rows.new_empty(rows.shape[1])
+            _wait(group.recv([own], 0, 0), seconds)
+            return own
+        failure: RuntimeError | None = None
+        for rank in range(1, group.size()):
+            try:
+                _wait(group.send([rows[rank]], rank, 0), seconds)
+            except RuntimeError as error:
+                failure = error
+        if failure is not None:
+            raise failure
+        return rows[0]
+
+
+def _wait(work: dist.Work, seconds: float) -> None:
+    work.wait(timedelta(seconds=seconds))
 
 
 def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
@@ -71,16 +103,18 @@ def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
-    try:
+    with _lost_ranks():
         dist.broadcast(values.view(-1).view(torch.uint8), group=group, group_src=0)
-    except RuntimeError as error:
-        raise _lost(error) from error
     return values
 
 
-def _lost(error: RuntimeError) -> LostRankError:
-    return LostRankError(
-        "Ranks that save or load a checkpoint have lost one of them.",
-        why=str(error).splitlines()[0],
-        fix="call save and load on every rank; see what the others say, and start all again from the last checkpoint",
-    )
+@contextmanager
+def _lost_ranks() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            "Ranks that save or load a checkpoint have lost one of them.",
+            why=str(error).splitlines()[0],
+            fix="call save and load on every rank; see what the others say, and start all again from the last checkpoint",
+        ) from error
