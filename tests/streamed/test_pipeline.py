@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from zero_fn.storage import BUFFERS
 from zero_fn.streamed.pipeline import Transfers, each_chunk
-from zero_fn.streamed.store import BUFFERS
 
 
 class _Under:

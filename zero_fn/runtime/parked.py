@@ -18,12 +18,10 @@ import torch
 from torch import Tensor
 
 from zero_fn.runtime.side_stream import side_stream
-from zero_fn.storage import Lot, Slab
-from zero_fn.tiers import Cpu, Nvme, Tier, is_away
+from zero_fn.storage import Store
+from zero_fn.tiers import Nvme, Tier, is_away
 
 __all__ = ["Parked", "Parking"]
-
-_WHAT = "activations"
 
 
 class Parked(Protocol):
@@ -45,8 +43,7 @@ class Parking:
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self._lot: Lot | None = None
-        self._host: _Host | None = None
+        self._store: _Room | None = None
         self._last: weakref.ref[_Chained] | None = None
 
     def park(self, tensor: Tensor) -> Parked:
@@ -60,25 +57,17 @@ class Parking:
             return _Here(tensor)
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = tensor.contiguous()  # dense ones keep their strides: a kernel may round differently on others
+        if self._store is None:
+            self._store = _Room(self.tier, "activations")
         before = self._last() if self._last is not None else None
-        parked: _Chained
-        if isinstance(self.tier, Nvme):
-            if self._lot is None:
-                self._lot = Lot(self.tier, _WHAT)
-            parked = _OnDisk(self._lot, tensor, before)
-        else:
-            if self._host is None:
-                self._host = _Host(self.tier)
-            parked = _OnHost(self._host, tensor, before)
+        parked = (_OnDisk if isinstance(self.tier, Nvme) else _OnHost)(self._store, tensor, before)
         self._last = weakref.ref(parked)
         return parked
 
     @property
     def nbytes(self) -> int:
         """Bytes that the tier has for them now: of host memory, or of the file."""
-        if self._lot is not None:
-            return self._lot.nbytes
-        return self._host.nbytes if self._host is not None else 0
+        return self._store.nbytes if self._store is not None else 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Parking:
         return Parking(self.tier)
@@ -99,17 +88,43 @@ class _Here:
         return self._tensor
 
 
-class _Chained:
-    """Knows what was parked before it."""
+class _Room(Store):
+    """Places of activations.
 
-    def __init__(self, tensor: Tensor, before: _Chained | None) -> None:
+    Attributes:
+        ends: Of the last copy into memory of the host and from it. Only after those may that go.
+    """
+
+    def __init__(self, tier: Tier, what: str) -> None:
+        super().__init__(tier, what)
+        self.ends: dict[str, torch.Event] = {}
+
+    def __del__(self) -> None:
+        for end in self.ends.values():
+            end.synchronize()
+
+
+class _Chained:
+    """Knows what was parked before it. As `Stored`: its place in the store."""
+
+    place = -1
+    is_stored = False
+
+    def __init__(self, store: _Room, tensor: Tensor, before: _Chained | None) -> None:
         self._before = weakref.ref(before) if before is not None else None
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._device = tensor.device
-        self._nbytes = tensor.numel() * tensor.element_size()
+        self._store = store
+        self.nbytes = tensor.numel() * tensor.element_size()
+        if self.nbytes:
+            store.reserve([self], tensor.device)
+            self._put(_bytes_of(tensor), store.fetch(self)[0])
 
     def fetch(self) -> None:
         """Begins to bring it back."""
+
+    def _put(self, content: Tensor, memory: Tensor) -> None:
+        """Begins to move it to its place."""
 
     def _fetch_before(self) -> None:
         before = self._before() if self._before is not None else None
@@ -121,76 +136,39 @@ class _Chained:
 
 
 class _OnDisk(_Chained):
-    def __init__(self, lot: Lot, tensor: Tensor, before: _Chained | None) -> None:
-        super().__init__(tensor, before)
-        self._lot = lot
-        self._place = lot.put(_bytes_of(tensor)) if self._nbytes else None
+    def _put(self, content: Tensor, memory: Tensor) -> None:
+        memory[: self.nbytes].copy_(content)
+        self._store.keep(self, memory)
 
     def fetch(self) -> None:
-        if self._place is not None:
-            self._lot.fetch(self._place, self._nbytes)
+        if self.nbytes:
+            self._store.fetch(self)
 
     def take(self) -> Tensor:
         tensor = self._empty()
-        if self._place is not None:
-            self._lot.get(self._place, _bytes_of(tensor))
+        if self.nbytes:
+            _bytes_of(tensor).copy_(self._store.get(self))
             self._fetch_before()
         return tensor
 
     def __del__(self) -> None:
-        place = getattr(self, "_place", None)
-        if place is not None:
-            self._lot.free(place, self._nbytes)
-
-
-class _Host:
-    """Pinned memory of the host, of exact sizes, used again.
-
-    Attributes:
-        nbytes: All of it.
-        ends: Of the last copy into it and from it. Only after those may it go.
-    """
-
-    def __init__(self, tier: Cpu) -> None:
-        self._tier, self.nbytes = tier, 0
-        self._free: dict[int, list[Tensor]] = {}
-        self.ends: dict[str, torch.Event] = {}
-
-    def __del__(self) -> None:
-        for end in self.ends.values():
-            end.synchronize()
-
-    def memory(self, nbytes: int) -> Tensor:
-        """A free range, or a new one."""
-        free = self._free.get(nbytes)
-        if free:
-            return free.pop()
-        limit = self._tier.limit_nbytes
-        slab = Slab(nbytes, Cpu(self._tier.pinned, None if limit is None else limit - self.nbytes), _WHAT)
-        self.nbytes += slab.nbytes
-        return slab.memory[:nbytes]
-
-    def free(self, memory: Tensor) -> None:
-        """Takes a range back, from which nothing is on its way. What is still on its way into it comes before the next."""
-        self._free.setdefault(memory.numel(), []).append(memory)
+        if self.place >= 0:
+            self._store.free(self)
 
 
 class _OnHost(_Chained):
-    def __init__(self, host: _Host, tensor: Tensor, before: _Chained | None) -> None:
-        super().__init__(tensor, before)
-        self._host = host
-        self._arriving: tuple[Tensor, torch.Event] | None = None
-        self._memory: Tensor | None = host.memory(self._nbytes) if self._nbytes else None
-        if self._memory is not None:
-            self._there = side_stream(self._device).copy(self._memory, _bytes_of(tensor))
-            host.ends["into"] = self._there
+    _arriving: tuple[Tensor, torch.Event] | None = None
+
+    def _put(self, content: Tensor, memory: Tensor) -> None:
+        self._memory = memory
+        self._there = self._store.ends["into"] = side_stream(self._device).copy(memory, content)
 
     def fetch(self) -> None:
-        if self._arriving is None and self._memory is not None:
+        if self._arriving is None and self.nbytes:
             tensor = self._empty()
             arrived = side_stream(self._device).copy(_bytes_of(tensor), self._memory, after=self._there)
             self._arriving = tensor, arrived
-            self._host.ends["from"] = arrived
+            self._store.ends["from"] = arrived
 
     def take(self) -> Tensor:
         self.fetch()
@@ -202,11 +180,10 @@ class _OnHost(_Chained):
         return tensor
 
     def __del__(self) -> None:
-        memory = getattr(self, "_memory", None)
-        if memory is not None:
-            if self._arriving is not None:  # fetched, and never taken
-                self._arriving[1].synchronize()
-            self._host.free(memory)
+        if self._arriving is not None:  # fetched, and never taken
+            self._arriving[1].synchronize()
+        if self.place >= 0:
+            self._store.free(self)  # what is still on its way into its memory comes before the next
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

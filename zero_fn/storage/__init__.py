@@ -7,30 +7,35 @@ request     one read or write of a file, continued until it is complete
 carrier     what carries requests: uring, which is io_uring, or a few threads where that is refused
 transfer    requests under way, of blocks that have a checksum and a generation
 shelf       room for the tensors of a module on the host or a disk, and the memory they pass through
-lot         byte strings put on a disk for a while
+store       places for byte strings on a tier, and the memory in which they are used
 recycled    large buffers that come and go
 """
 
 from zero_fn.storage.carrier import Carrier, chosen_carrier
-from zero_fn.storage.lot import Lot
 from zero_fn.storage.memory import available
-from zero_fn.storage.ring import Ring
+from zero_fn.storage.ring import BUFFERS, NOTHING, Ring, ring_form, ring_of
 from zero_fn.storage.shelf import Disk, Shelf, shelf_of, stagings_for
 from zero_fn.storage.slab import PAGE_NBYTES, Slab, whole_pages
+from zero_fn.storage.store import Store, Stored
 from zero_fn.storage.transfer import Transfer, Waited, wait_all
 
 __all__ = [
+    "BUFFERS",
+    "NOTHING",
     "PAGE_NBYTES",
     "Carrier",
     "Disk",
-    "Lot",
     "Ring",
     "Shelf",
     "Slab",
+    "Store",
+    "Stored",
     "Transfer",
     "Waited",
     "available",
     "chosen_carrier",
+    "ring_form",
+    "ring_of",
     "shelf_of",
     "stagings_for",
     "wait_all",

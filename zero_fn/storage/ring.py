@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,24 @@ from zero_fn.storage.forked import Owned
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.tiers import Cpu, bytes_text
 
-__all__ = ["Ring"]
+__all__ = ["BUFFERS", "NOTHING", "Ring", "ring_form", "ring_of"]
+
+BUFFERS = 4
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
+    """How many buffers so many byte strings pass through, and of how many bytes."""
+    return min(count, BUFFERS), whole_pages(largest_nbytes)
+
+
+def ring_of(sizes: Sequence[int], what: str) -> Ring:
+    """As many buffers as there are byte strings of these sizes, but at most four, each as large as the largest.
+
+    Raises:
+        TierError: There is not so much memory.
+    """
+    return Ring(*ring_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
 
 class Ring(Owned):

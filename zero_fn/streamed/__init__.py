@@ -3,7 +3,6 @@
 inner        the optimizer that is streamed: which states it keeps, and its step, borrowed for other parameters
 places       where the runtime rests parameters and gradients
 pieces       which pieces of parameters are stepped together, and where their states are to rest
-store        where chunks of states rest, and the buffers they pass through
 pipeline     fetches chunks ahead, computes and writes back: at once, or as the next forward needs it
 windows      the parameters and gradients of a chunk: in memory, from their tier, or from an accelerator
 states       the states of an optimizer in its stores, and those of whole parameters

@@ -16,12 +16,11 @@ from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
-from zero_fn.storage import whole_pages
+from zero_fn.storage import BUFFERS, ring_form, whole_pages
 from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
 from zero_fn.streamed.places import parcels_away
-from zero_fn.streamed.store import BUFFERS, ring_form
 from zero_fn.streamed.windows import sizes_passing
 from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 

@@ -40,8 +40,7 @@ import torch
 from zero_fn.errors import StateError, StorageError
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.storage import Waited, wait_all
-from zero_fn.streamed.store import BUFFERS
+from zero_fn.storage import BUFFERS, Waited, wait_all
 
 __all__ = ["Lane", "Pass", "Transfers", "Waiting", "each_chunk"]
 

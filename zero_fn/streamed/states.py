@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, on_spec, spec_on
+from zero_fn.storage import Store
 from zero_fn.streamed.inner import replaced
 from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
 from zero_fn.streamed.pipeline import Transfers, each_chunk
 from zero_fn.streamed.places import place_of
-from zero_fn.streamed.store import Store
 from zero_fn.streamed.windows import rings_for
 from zero_fn.tiers import Tier
 

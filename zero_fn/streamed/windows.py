@@ -24,11 +24,10 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import Ring, Waited
+from zero_fn.storage import NOTHING, Ring, Waited, ring_of
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.streamed.places import KINDS, away_of, parcels_away
-from zero_fn.streamed.store import NOTHING, ring_of
 from zero_fn.tiers import Cpu, is_accelerator
 
 __all__ = ["PASSING", "Window", "Windows", "rings_for", "sizes_passing"]

@@ -19,8 +19,8 @@ from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_lo
 from zero_fn.runtime.entry import require_idle, units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
+from zero_fn.storage import Store
 from zero_fn.streamed.pipeline import each_chunk
-from zero_fn.streamed.store import Store
 from zero_fn.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]

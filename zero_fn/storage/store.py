@@ -1,0 +1,168 @@
+"""Places for byte strings on a tier, and the memory in which they are used.
+
+device    tensors of the device: nothing moves
+host      ranges of a shelf, which are used where they are
+disk      ranges of a shelf, which pass through four of its buffers: one is used, one or two are being filled, one or two
+          written back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zero_fn.storage.ring import BUFFERS, NOTHING, ring_form
+from zero_fn.storage.shelf import Disk, shelf_of
+from zero_fn.storage.slab import whole_pages
+from zero_fn.storage.transfer import Transfer, wait_all
+from zero_fn.tiers import Tier, bytes_text
+
+__all__ = ["Store", "Stored"]
+
+
+class Stored(Protocol):
+    """What rests in a store as one.
+
+    Attributes:
+        nbytes: Its bytes.
+        place: Where it rests.
+        is_stored: Whether it does: false before it was put there.
+    """
+
+    nbytes: int
+    place: int
+    is_stored: bool
+
+
+class Store:
+    """Room for byte strings, and their way in and out. Printed, it says where they rest and how they get there."""
+
+    def __init__(self, tier: Tier | None, what: str) -> None:
+        """An empty store; a tier of None is the memory of the device itself.
+
+        Raises:
+            StorageError: The path takes no files.
+        """
+        self._shelf = shelf_of(tier, what) if tier is not None else None
+        self._on_device: list[Tensor] = []
+        self._count = self._largest_nbytes = 0
+        self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
+        # What is in memory, by its place, with what is under way there; what was used last at the end.
+        self._held: dict[int, tuple[Tensor, Sequence[Transfer | None]]] = {}
+
+    def __str__(self) -> str:
+        taken = bytes_text(self.nbytes)
+        if isinstance(self._shelf, Disk):
+            return f"{taken} in {self._shelf}, {self._shelf.stagings}"
+        return f"{taken} of memory of the {'device' if self._shelf is None else 'host'}"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes of its tier."""
+        return self._shelf.nbytes if self._shelf is not None else sum(map(len, self._on_device))
+
+    @property
+    def buffers_nbytes(self) -> int:
+        """Bytes of host memory that byte strings pass through."""
+        return self._shelf.buffers_nbytes if self._shelf is not None else 0
+
+    def reserve(self, members: Sequence[Stored], device: torch.device) -> None:
+        """Gives byte strings a place: one that was given up, or a new one, for the memory of a device there.
+
+        Raises:
+            TierError: The tier, or memory for buffers, is too small.
+            StorageError: An earlier write failed.
+        """
+        new = []
+        for member in members:
+            free = self._free.get(whole_pages(member.nbytes))
+            if free:
+                member.place = free.pop()
+                self._let_go(member.place)  # of what was there before
+            else:
+                new.append(member)
+        sizes = [member.nbytes for member in new]
+        if not new:
+            return
+        if self._shelf is None:
+            places = [len(self._on_device) + number for number in range(len(new))]
+            self._on_device += [torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes]
+        elif isinstance(self._shelf, Disk):
+            places = self._shelf.reserve(sizes)
+            self._count += len(sizes)
+            self._largest_nbytes = max(self._largest_nbytes, *sizes)
+            count, size = ring_form(self._count, self._largest_nbytes)
+            if count > self._shelf.stagings.count or size > self._shelf.stagings.size:
+                self.forget()  # what was there goes first
+                self._shelf.stage(size, count)
+        else:
+            (begin,) = self._shelf.reserve([sum(sizes)])
+            places = list(accumulate(sizes[:-1], initial=begin))
+        for member, place in zip(new, places, strict=True):
+            member.place = place
+
+    def free(self, member: Stored) -> None:
+        """Gives up the place of one on a shelf. Waits for nothing: a finalizer may call it."""
+        self._free.setdefault(whole_pages(member.nbytes), []).append(member.place)
+
+    def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
+        """Memory of a byte string, and what is under way there: its bytes come, or were written. That of the one that came
+        four before may be taken.
+
+        Raises:
+            StorageError: That one could not be written.
+        """
+        if self._shelf is None:
+            return self._on_device[member.place], ()
+        if not member.nbytes:
+            return NOTHING, ()
+        self._shelf.require_own()
+        held = self._held.pop(member.place, None)
+        if held is None:
+            if len(self._held) == BUFFERS:
+                self._let_go(next(iter(self._held)))
+            memory = self._shelf.borrow(member.place, member.nbytes)
+            held = memory, [self._shelf.read(member.place, memory)] if member.is_stored else ()
+        self._held[member.place] = held
+        return held
+
+    def get(self, member: Stored) -> Tensor:
+        """The bytes of one, in memory. Waits.
+
+        Raises:
+            StorageError: The disk failed, or gave other bytes than were written.
+        """
+        memory, transfers = self.fetch(member)
+        try:
+            wait_all(transfers)
+        except BaseException:
+            self._let_go(member.place)
+            raise
+        return memory[: member.nbytes]
+
+    def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
+        """Begins to put one back. Its memory may be read meanwhile."""
+        member.is_stored = True
+        if self._shelf is None or not member.nbytes:
+            return ()
+        transfers = [self._shelf.write(member.place, memory)]
+        self._held[member.place] = memory, transfers
+        return transfers
+
+    def forget(self) -> None:
+        """What is in buffers can not be relied on: a computation or a transfer failed."""
+        while self._held:
+            self._let_go(next(iter(self._held)))
+
+    def _let_go(self, place: int) -> None:
+        """Gives memory to others, once nothing is under way there."""
+        if place in self._held and self._shelf is not None:
+            memory, transfers = self._held.pop(place)
+            try:
+                wait_all(transfers)
+            finally:
+                self._shelf.give_back(memory)
