@@ -24,7 +24,7 @@ BUDGET = {
     "local": 555,
     "plan": 1040,
     "runtime": 8244,
-    "storage": 1496,
+    "storage": 1498,
     "streamed": 2245,
     "transforms": 1742,
     "transport": 2443,
