@@ -43,7 +43,7 @@ class Parking:
 
     def __init__(self, tier: Tier) -> None:
         self.tier = tier
-        self._store: _Room | None = None
+        self._store: _Activations | None = None
         self._last: weakref.ref[_Chained] | None = None
 
     def park(self, tensor: Tensor) -> Parked:
@@ -58,7 +58,7 @@ class Parking:
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = tensor.contiguous()  # dense ones keep their strides: a kernel may round differently on others
         if self._store is None:
-            self._store = _Room(self.tier, "activations")
+            self._store = _Activations(self.tier, "activations")
         before = self._last() if self._last is not None else None
         parked = (_OnDisk if isinstance(self.tier, Nvme) else _OnHost)(self._store, tensor, before)
         self._last = weakref.ref(parked)
@@ -88,7 +88,7 @@ class _Here:
         return self._tensor
 
 
-class _Room(Store):
+class _Activations(Store):
     """Places of activations.
 
     Attributes:
@@ -110,7 +110,7 @@ class _Chained:
     place = -1
     is_stored = False
 
-    def __init__(self, store: _Room, tensor: Tensor, before: _Chained | None) -> None:
+    def __init__(self, store: _Activations, tensor: Tensor, before: _Chained | None) -> None:
         self._before = weakref.ref(before) if before is not None else None
         self._shape, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
         self._device = tensor.device
