@@ -23,10 +23,10 @@ BUDGET = {
     "kernels": 910,
     "local": 555,
     "plan": 1040,
-    "runtime": 8244,
+    "runtime": 8381,
     "storage": 1498,
     "streamed": 2245,
-    "transforms": 1742,
+    "transforms": 1778,
     "transport": 2443,
     "": 4190,
 }

@@ -204,6 +204,8 @@ def _unit_of(
         home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
         slot = Slot(parameter.fqn, places, home, source, grid, levels)
         slot.initial = _initial(source)
+        if slot.extension is not None:  # the parameter of a list of parametrizations, which a module holds
+            slot.extension = slot.extension.held_by(modules[parameter.places[0][0].rpartition(".parametrizations.")[0]])
         slots.append(slot)
     unit = Unit(anchor, len(run.module.units), run)
     unit.hold(slots)

@@ -142,9 +142,9 @@ def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
             f"{fqn!r} is a {kind.__name__}, and no shard of it would be.",
             parameter=f"{kind.__module__}.{kind.__qualname__}  {list(parameter.shape)}",
             why="shards are cut from plain memory: what the class computes, and what it keeps beside, would be lost",
-            fix="if it is frozen, model = zf.flatten_subclasses(model) first: it rests as the plain tensors that it is made "
-            "of; or transform the modules beside it: model.head = zf.shard_params(model.head, axis); or train plain values: "
-            "nn.Parameter(weight.dequantize())",
+            fix="model = zf.flatten_subclasses(model) first: it rests as the plain tensors that it is made of (one, if it is "
+            "trained), and travels as fsdp_pre_all_gather says; or transform the modules beside it: "
+            "model.head = zf.shard_params(model.head, axis); or train plain values: nn.Parameter(weight.dequantize())",
         )
 
 

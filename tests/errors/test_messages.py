@@ -44,6 +44,7 @@ from tests.groups import alone, pretended, pretended_grid
 from tests.ranks import Ranks, axis
 from tests.snapshot import assert_matches, is_writing
 from tests.storage.disks import answers
+from tests.subclasses import WIDTH, Short
 from zero_fn.checkpoint import files
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.converting import convert
@@ -331,6 +332,13 @@ def subclass_is_trained() -> object:
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.ones(4, 4)))
     return zf.flatten_subclasses(model)
+
+
+def product_of_another_shape() -> object:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.weight = nn.Parameter(Short(model.weight.detach()))
+    with pretended(2) as mesh:
+        return zf.shard_params(zf.flatten_subclasses(model), mesh)(torch.ones(1, WIDTH))
 
 
 def flattened_after_a_transform() -> object:
@@ -1730,7 +1738,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        parameter_is_of_a_subclass, subclass_is_trained,
+        parameter_is_of_a_subclass, subclass_is_trained, product_of_another_shape,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,

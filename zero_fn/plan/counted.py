@@ -96,7 +96,10 @@ def sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool
             scattered = piece * (size - 1) if pads else numel - own
             if hop.layout is not None:
                 times = 1 if number and kind.inner is Lifetime.ALWAYS else times_gathered
-                total[hop.axis.name] += times * gathered * kind.compute_dtype.itemsize
+                own_nbytes = gathered * kind.compute_dtype.itemsize
+                if kind.travels and slot.extension.sent_nbytes is not None:
+                    own_nbytes = slot.extension.sent_nbytes // size * (size - 1)
+                total[hop.axis.name] += times * own_nbytes
             if slot.parameter.requires_grad:
                 summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
                 total[hop.axis.name] += scattered * summed.itemsize

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.runtime.compute_copies import ParameterRecord
+from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
 from zero_fn.runtime.saved import Source, remember_buffer
@@ -74,6 +75,7 @@ class Gathered:
     Attributes:
         buffers: One for each group.
         segments: What the all-gather fills, as the transport takes it.
+        travelling: Parameters, by number, whose classes say what is sent for them.
         lent: Tensors that are shown again in the next backward, if there are any.
     """
 
@@ -87,6 +89,7 @@ class Gathered:
         "buffers",
         "lent",
         "segments",
+        "travelling",
     )
 
     def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
@@ -97,8 +100,9 @@ class Gathered:
             views: dict[Slot, Tensor] = {}
             self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
             self._away: list[tuple[Tensor, ParameterRecord, int]] = []
+            self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
             for group in groups:
-                if group.whole is not None:
+                if group.whole is not None and not group.kind.travels:
                     buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
                     self.buffers.append(buffer)
                     for slot in group.slots:
@@ -108,11 +112,13 @@ class Gathered:
                             segments.append(_segment(group, slot, buffer, start))
                         self._cut_own(group, slot, buffer, start)
             self._views = [views.get(slot, slot.local) for slot in slots]
+            for travelling in self.travelling.values():
+                segments += travelling.segments
             self.segments = transport.prepared(segments)
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
-        gathered = [group for group in groups if group.whole is not None]
+        gathered = [group for group in groups if group.whole is not None and not group.kind.travels]
         for number, (group, buffer) in enumerate(zip(gathered, self.buffers, strict=True)):
             if not group.is_transient:
                 continue
@@ -122,6 +128,11 @@ class Gathered:
                 self._freed = None  # a simulated tensor, or memory that is not the allocator's
             elif self._freed is not None:
                 self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
+        for travelling in self.travelling.values():
+            self._freed = None  # each gather makes anew what travels
+            for output in travelling.outputs:
+                remember_buffer(output, self, source, len(self.buffers))
+                self.buffers.append(output)
 
     def _cut_own(self, group: Group, slot: Slot, buffer: Tensor, start: int) -> None:
         """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
@@ -168,8 +179,15 @@ class Gathered:
             stream, end = self._arriving.popitem()
             stream.wait_for(end)
 
+    def make_products(self) -> None:
+        """All has arrived: classes make of it what modules see. (extended.py)"""
+        for i, travelling in self.travelling.items():
+            self._views[i] = travelling.arrived()
+
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
+        if self.travelling:
+            return [Travelling.shown(v) if i in self.travelling else v.data for i, v in enumerate(self._views)]
         return [view.data for view in self._views]
 
     def lend(self, lent: Lent | None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
+from zero_fn.runtime.extended import travels
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
@@ -319,7 +320,7 @@ def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Seq
     """
     by_kind: dict[Kind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
-        by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device), []).append(slot)
+        by_kind.setdefault(Kind.of(slot.path, slot.home, dtype, device, travels=travels(slot)), []).append(slot)
     return [Group(kind, members) for kind, members in by_kind.items()]
 
 

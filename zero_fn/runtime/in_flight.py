@@ -12,7 +12,6 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from zero_fn.errors import StorageError
 from zero_fn.runtime.everywhere import Told, tell
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
@@ -37,7 +36,8 @@ class InFlight:
     Attributes:
         phase: Where they are.
         memory: Of the gathered parameters. Once they are freed it is kept for the next gather, unless somebody holds a part.
-        failure: Of the tier of resting parameters, on this rank or another; on every rank, once they are gathered.
+        failure: Of the tier of resting parameters, on this rank or another, on every rank; or of what makes products of what
+            was gathered. Once they are gathered.
     """
 
     def __init__(self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
@@ -48,7 +48,7 @@ class InFlight:
         self._what = f"parameters of {unit}"
         self._pending: Waits | None = None
         self._told: Told | None = None  # how the fetch went on each rank
-        self.failure: StorageError | None = None
+        self.failure: Exception | None = None
 
     def begin(self, source: Source) -> None:
         """Issues the all-gather; `finish` makes its result readable. `source`: who gathers again for backward."""
@@ -88,6 +88,11 @@ class InFlight:
         if self._told is not None:
             self.failure = self._told.failure(self.failure)
             self._told = None
+        if self.memory is not None and self.memory.travelling:
+            try:
+                self.memory.make_products()
+            except Exception as error:  # of a class of the user; whoever waits raises it
+                self.failure = self.failure or error
         self.phase = Phase.GATHERED
 
     def free(self) -> None:

@@ -75,6 +75,7 @@ class Kind:
         device_type: Of the device that computes with them.
         hops: For each axis that their gradients are summed over, its number and how much of the state it shards.
         is_cut: Whether any axis cuts them.
+        travels: Whether their class says what is sent for them. (extended.py)
     """
 
     home: Home
@@ -83,13 +84,14 @@ class Kind:
     device_type: str
     hops: tuple[tuple[int, Sharded], ...]
     is_cut: bool
+    travels: bool = False
 
     @classmethod
-    def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device) -> Kind:
+    def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, travels: bool = False) -> Kind:
         """The kind of a parameter with this path and home."""
         device_type = path.hops[0].axis.device_type if path.hops else device.type
         hops = tuple((hop.number, hop.level) for hop in path.hops)
-        return cls(home, dtype, device, device_type, hops, path.layout is not None)
+        return cls(home, dtype, device, device_type, hops, path.layout is not None, travels)
 
     @cached_property
     def compute_dtype(self) -> torch.dtype:

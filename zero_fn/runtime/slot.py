@@ -21,7 +21,10 @@ from zero_fn.resting import alone, local_of, on_spec, spec_on
 from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
 
-__all__ = ["Place", "Slot", "model_of", "slot_of"]
+EXTENSION = "_zero_fn_extension"
+"""An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
+
+__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of"]
 
 _slots: dict[
     int, weakref.ref[Slot]
@@ -126,6 +129,7 @@ class Slot:
         gradient_place: Where its gradient rests, if that is in another tier than the memory of the device; flat.
         is_recast: Whether its dtype at rest has changed since the transform.
         initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
+        extension: How its class makes what the module sees of it; None of plain ones. (extended.py)
         owner: Its unit, weakly.
         deferred_in: The last backward (its graph task) that gave autograd no gradient, as it is reduced later. (hooks.py)
     """
@@ -152,6 +156,7 @@ class Slot:
         self.spec: DTensorSpec | None = None
         self.is_recast = False
         self.initial: int | None = None
+        self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
         self.owner: Callable[[], object] = _no_owner
         self.deferred_in: int | None = None
         self.parameter: nn.Parameter
@@ -269,6 +274,8 @@ class Slot:
         twin = copy.copy(self)
         twin.places = [place.twin(memo) for place in self.places]
         twin.parameter, twin.deferred_in = _NO_PARAMETER, None
+        if self.extension is not None:
+            twin.extension = self.extension.held_by(copy.deepcopy(self.extension.module(), memo))
         return twin
 
     def __repr__(self) -> str:

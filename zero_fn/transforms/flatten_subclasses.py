@@ -1,13 +1,14 @@
-"""Frozen parameters of tensor subclasses as the plain tensors that they are made of: quantized weights below adapters.
+"""Parameters of tensor subclasses as the plain tensors that they are made of: quantized weights, float8 training.
 
 A tensor subclass is rebuilt from its parts whenever its name is read, by torch's own parametrization. The parts are ordinary
-frozen parameters: every transform shards, offloads, counts and saves them as any other.
+parameters: every transform shards, offloads, counts and saves them as any other.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.extended import Extension, is_product
+from zero_fn.runtime.slot import EXTENSION
 from zero_fn.substitute import copied
 from zero_fn.units import Shared, shared_parameters, subclass_of
 
@@ -26,11 +29,14 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def flatten_subclasses(module: M) -> M:
-    """Replaces each frozen parameter of a tensor subclass by the plain tensors that it is made of.
+    """Replaces each parameter of a tensor subclass by the plain tensors that it is made of.
 
         quantize_(model, Int8WeightOnlyConfig())  # of torchao; then adapters, which are trained
         model = zf.flatten_subclasses(model)
         model = zf.shard_params(model, mesh["dp"])
+
+        convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))  # or: trained
+        model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
 
     A transform cuts plain memory, and refuses what is more than that. Parts are plain: an int8 weight rests as int8 values
     and their scales, 1/n of each on a rank, and they are gathered together. Under the old name stands the tensor of
@@ -40,7 +46,12 @@ def flatten_subclasses(module: M) -> M:
     `__tensor_flatten__`: in `named_parameters`, `state_dict` and checkpoints. The class of a module with such a
     parameter is a subclass of what it was, as under `torch.nn.utils.parametrize`.
 
-    `precision` after it leaves the parts in their dtypes.
+    A trained parameter has to be made of one tensor of its shape and dtype. That is what optimizers update. Where its class
+    offers `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions, `shard_params` over one axis sends what these
+    say (float8 weights: one byte an element), if ranks have as many rows and parameters rest in memory of the device.
+    Elsewhere the plain tensor is gathered, and the class made of it. Before it was gathered once, `plan` counts the latter.
+
+    `precision` after it leaves the parts of frozen parameters in their dtypes.
 
     Communicates nothing.
 
@@ -52,7 +63,7 @@ def flatten_subclasses(module: M) -> M:
         transform; without such parameters it is a copy that changes nothing.
 
     Raises:
-        PlacementError: A parameter of a subclass is trained, or its class does not say what it is made of.
+        PlacementError: A class does not say what it is made of, or a trained parameter is made of several tensors.
         StateError: A transform came first.
         LayoutError: The module cannot be copied; see `shard_params`.
     """
@@ -75,12 +86,14 @@ def flatten_subclasses(module: M) -> M:
                 parts = holder._parameters
             holder._parameters.update(parts)  # of a tie: both are made of the same parts
         for part in parts.values() if parts is not None else ():
-            setattr(part, _PART, True)
+            assert part is not None
+            part.requires_grad_(made.extension is not None)
+            setattr(part, _PART if made.extension is None else EXTENSION, made.extension)
     return twin
 
 
 def is_part(parameter: Tensor) -> bool:
-    """Whether a parameter is part of a tensor of a subclass, which says what dtype it has."""
+    """Whether a parameter is part of a frozen tensor of a subclass, which says what dtype it has."""
     return hasattr(parameter, _PART)
 
 
@@ -98,29 +111,54 @@ class _Rebuilt(nn.Module):
         """Looks at what a parameter is made of.
 
         Raises:
-            PlacementError: It is trained, or its class does not say what it is made of.
+            PlacementError: Its class does not say what it is made of, or it is trained and made of several tensors.
         """
         super().__init__()
         whole: Any = shared.parameter
+        is_trained = whole.requires_grad
         kind = subclass_of(whole)
-        if whole.requires_grad or not is_traceable_wrapper_subclass(whole) or isinstance(whole, DTensor):
-            raise _refused(shared, kind, "trained" if whole.requires_grad else "not of a class with __tensor_flatten__")
+        if not is_traceable_wrapper_subclass(whole) or isinstance(whole, DTensor):
+            raise _refused(shared, kind, "not of a class with __tensor_flatten__")
         self._kind: Any = type(whole)
         self._size, self._stride = whole.size(), whole.stride()
         self._names, self._context = whole.__tensor_flatten__()
         for name in self._names:
             if type(getattr(whole, name)) not in (Tensor, nn.Parameter):
                 raise _refused(shared, kind, f"made of tensors that are not plain: {name}")
+        self.extension: Extension | None = None
+        if is_trained:
+            first: Tensor = getattr(whole, self._names[0])
+            if len(self._names) > 1 or (first.shape, first.dtype) != (shared.parameter.shape, shared.parameter.dtype):
+                raise _refused(shared, kind, "trained, and not made of one tensor of its shape and dtype")
+            self.extension = Extension(self._kind, self._names[0], self._context)
 
     def right_inverse(self, whole: Any) -> tuple[Tensor, ...]:
         """The parts of a tensor."""
-        return tuple(getattr(whole, name) for name in self._names)
+        return tuple(getattr(whole, name).detach() for name in self._names)
 
     def forward(self, *parts: Tensor) -> Tensor:
         """The tensor that is made of some parts; no memory is copied."""
+        if self.extension is not None:
+            trained: Tensor = parts[0] if is_product(parts[0]) else _Rebuild.apply(parts[0], self.extension)  # type: ignore[no-untyped-call]
+            return trained
         inner = dict(zip(self._names, parts, strict=True))
         whole: Tensor = self._kind.__tensor_unflatten__(inner, self._context, self._size, self._stride)
         return whole
+
+
+class _Rebuild(torch.autograd.Function):
+    """Makes a trained tensor of a subclass from its part, differentiably."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, extension: Extension) -> Tensor:
+        ctx.extension = extension
+        whole: Tensor = extension.rebuilt(part.detach())
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (grad,), extension = grads, ctx.extension
+        return getattr(grad, extension.part) if isinstance(grad, extension.kind) else grad, None
 
 
 def _refused(shared: Shared, kind: type | None, reason: str) -> PlacementError:

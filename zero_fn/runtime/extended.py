@@ -1,0 +1,129 @@
+"""Parameters that travel as their class says: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions.
+
+        rest                     sent                        what the module sees
+    plain shard  -> pre(shard) -> plain tensors -> post(whole tensors)
+
+Such a parameter rests, is reduced, stepped and saved as the plain tensor that its class is made of (flatten_subclasses.py).
+Only its gather differs: float8 weights are cast on each rank, and travel in a quarter of their bytes. The hooks are called in
+the order of the gathers, which is that of all ranks, so they may communicate over the mesh that they are given.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zero_fn.errors import PlacementError
+from zero_fn.home import Sharded
+from zero_fn.runtime.slot import Slot
+from zero_fn.transport.segment import Segment
+
+__all__ = ["Extension", "Travelling", "is_product", "travels"]
+
+_PRODUCT = "_zero_fn_product"  # an attribute of a tensor
+
+
+@dataclass(eq=False)
+class Extension:
+    """How a plain tensor becomes one of the class of the parameter that it is all of.
+
+    Attributes:
+        kind, part, context: The class, the name of the plain tensor in it, and what `__tensor_flatten__` gave beside.
+        module: The module that holds the parameter.
+        sent_nbytes: Bytes of the whole parameter as it travels; None until it was gathered once.
+    """
+
+    kind: Any
+    part: str
+    context: Any
+    module: Callable[[], nn.Module | None] = lambda: None
+    sent_nbytes: int | None = None
+
+    def rebuilt(self, part: Tensor) -> Any:
+        """The tensor of the class on the memory of a plain one."""
+        return self.kind.__tensor_unflatten__({self.part: part}, self.context, part.size(), part.stride())
+
+    def held_by(self, module: nn.Module) -> Extension:
+        """The same for a parameter of this module."""
+        return replace(self, module=weakref.ref(module))
+
+
+def travels(slot: Slot) -> bool:
+    """Whether the class of a parameter says how it is gathered: it is cut into even rows by one axis, rests in memory of the
+    device, and is whole during uses only. Everywhere else it is gathered as the plain tensor that it is."""
+    extension, path = slot.extension, slot.path
+    if extension is None or not hasattr(extension.kind, "fsdp_pre_all_gather"):
+        return False
+    if slot.model is not None or slot.home.tiers.params is not None or path.levels != (Sharded.PARAMS,):
+        return False
+    return path.is_in_order and path.numel == path.piece_numel * path.size
+
+
+class Travelling:
+    """One parameter on its way from rest to what the module sees."""
+
+    def __init__(self, slot: Slot) -> None:
+        """Lets the class make what this rank sends, and allocates what comes back."""
+        assert slot.extension is not None
+        self._slot, self._extension = slot, slot.extension
+        self._shard = slot.extension.rebuilt(slot.local)
+        size = slot.path.size
+        with torch.no_grad():
+            inputs, self._metadata = self._shard.fsdp_pre_all_gather(*self._told())
+        shapes = [(each.shape[0] * size, *each.shape[1:]) for each in inputs]
+        self.outputs = [each.new_empty(shape) for each, shape in zip(inputs, shapes, strict=True)]
+        self.segments = [self._segment(*pair) for pair in zip(inputs, self.outputs, strict=True)]
+        self._extension.sent_nbytes = sum(output.nbytes for output in self.outputs)
+
+    def _told(self) -> list[object]:
+        """What the class is told: the mesh, or, by a newer signature, four facts more."""
+        slot, axis = self._slot, self._slot.path.axes[0]
+        if len(inspect.signature(self._shard.fsdp_pre_all_gather).parameters) == 1:
+            return [axis.mesh]
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # one in many needs it
+
+        policy = MixedPrecisionPolicy(param_dtype=slot.home.compute, reduce_dtype=slot.home.reduce)
+        return [axis.mesh, torch.Size(slot.path.shape), slot.path.stride, self._extension.module(), policy]
+
+    def _segment(self, sent: Tensor, received: Tensor) -> Segment:
+        source, memory = sent.contiguous().view(-1).view(torch.uint8), received.view(-1).view(torch.uint8)
+        (number, _), *others = self._slot.path.route
+        return Segment(memory, memory.numel(), source.numel(), [(number, source.numel()), *others], source=source)
+
+    def arrived(self) -> Tensor:
+        """What the module sees.
+
+        Raises:
+            PlacementError: It is of another shape than the parameter.
+        """
+        with torch.no_grad():
+            whole, _ = self._shard.fsdp_post_all_gather(
+                tuple(self.outputs), self._metadata, self._slot.kind.compute_dtype
+            )
+        if tuple(whole.shape) != self._slot.path.shape:
+            raise PlacementError(
+                f"{self._extension.kind.__name__}.fsdp_post_all_gather has made {self._slot.fqn!r} of another shape.",
+                parameter=self._slot,
+                got=list(whole.shape),
+                fix="fsdp_pre_all_gather has to keep the first dim of the shard, or a multiple of it",
+            )
+        found: Tensor = whole
+        return found
+
+    @staticmethod
+    def shown(whole: Tensor) -> Tensor:
+        """A new tensor on the same memory, marked as what the class has made."""
+        found = whole.data
+        setattr(found, _PRODUCT, True)
+        return found
+
+
+def is_product(tensor: Tensor) -> bool:
+    """Whether the class of a parameter has made this of what was gathered."""
+    return hasattr(tensor, _PRODUCT)
