@@ -99,6 +99,11 @@ def test_a_page_runs_on_ranks(page: Page, ranks: Ranks, tmp_path: Path) -> None:
     ranks(page.ranks).run(_on_a_rank, page_of(_GUIDES).program(), page.program(), page.name, str(tmp_path))
 
 
+@_ids([page for page in _ALL if page.ranks])
+def test_a_page_on_ranks_says_where_its_names_come_from(page: Page) -> None:
+    assert "[these lines](" in (_ROOT / page.name).read_text(encoding="utf-8"), "link the lines of docs/guides/index.md"
+
+
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
 def test_a_page_runs_as_a_script(page: Page, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
