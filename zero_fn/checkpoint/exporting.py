@@ -149,6 +149,9 @@ class _WeightsDraft(Draft):
                 file.unlink(missing_ok=True)
         self.path.rmdir()
 
+    def _undo(self) -> None:
+        """The new model is there, and the files of the one before are gone."""
+
     def _beside_those_in_use(self, names: dict[str, str]) -> dict[str, str]:
         """Gives the files names under which the index of before has none."""
         is_read = (self._folder / INDEX).exists() and not (self._folder / WEIGHTS).exists()

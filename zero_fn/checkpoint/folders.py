@@ -202,7 +202,11 @@ class Draft:
         sync_folder(self.path)
         with disk(self.target, "Committing a checkpoint"):
             self._rename()
-        sync_folder(self.target.parent)
+        try:
+            sync_folder(self.target.parent)
+        except BaseException:
+            self._undo()
+            raise
         self._unlock()
         return ""
 
@@ -219,6 +223,11 @@ class Draft:
         if os.path.lexists(self.target):  # a rename would replace an empty folder
             raise FileExistsError(17, "somebody made it meanwhile", str(self.target))
         os.rename(self.path, self.target)
+
+    def _undo(self) -> None:
+        """Takes the name away again, after a failure."""
+        with suppress(OSError):
+            os.rename(self.target, self.path)
 
     def drop(self) -> None:
         """Removes it, after a failure."""
