@@ -63,7 +63,7 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
         verb: Name of the calling transform, for the messages.
 
     Raises:
-        MeshError: `mesh` is not a mesh, has several axes, or does not contain this rank.
+        MeshError: `mesh` is not a mesh, has several axes, is on `meta`, or does not contain this rank.
     """
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
@@ -84,6 +84,13 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
             f"This rank is not on the axis given to {verb}.",
             mesh=axes_text(mesh),
             fix=f"call {verb} only on the ranks of the mesh, or build the mesh over all ranks",
+        )
+    if mesh.device_type == "meta":
+        raise MeshError(
+            f"{verb} was given a mesh on 'meta'.",
+            mesh=axes_text(mesh),
+            why="parameters rest on the device of their mesh, and meta has no memory",
+            fix='init_device_mesh("cpu", ...) or "cuda"; a model on meta stays there until zf.materialize',
         )
     name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "axis"
     return Axis(mesh, mesh.size(), mesh.get_local_rank(), name, mesh.device_type)

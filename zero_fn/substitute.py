@@ -19,10 +19,9 @@ from torch.jit import ScriptModule
 
 from zero_fn.assignment import Assignment
 from zero_fn.captured import follow_forwards, rebound, refuse_captured
-from zero_fn.errors import LayoutError, MeshError, PlacementError, StateError, StorageError, TierError
+from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
 from zero_fn.grid import Grid, grid_of
 from zero_fn.loading import check_and_shard_entries
-from zero_fn.mesh import axes_text
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
@@ -46,7 +45,7 @@ from zero_fn.transport.links import Links
 from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
 from zero_fn.wrapped import refuse_ddp
 
-__all__ = ["Donated", "assignment_of", "carry_over", "copied", "substitute"]
+__all__ = ["Donated", "assignment_of", "carry_over", "copied", "move_buffers", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -138,7 +137,7 @@ def _substitute(
     _require_untouched_ties(shared)
     _require_own_memory(shared)
     _require_buffers_apart(module, shared)
-    sources: list[Tensor] = [_source(parameter, assignment) for parameter in shared]
+    sources: list[Tensor] = [parameter.parameter for parameter in shared]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
@@ -149,7 +148,7 @@ def _substitute(
     wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
     run = Run(Links(assignment.axes), assignment)
-    wholes = _Wholes()
+    wholes, donors = _Wholes(), _Donors()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
     for i, parameter in enumerate(shared):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
@@ -161,6 +160,8 @@ def _substitute(
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, run, grid)
     if reserves:
         _reserve(run, site)
+    if assignment.axis is not None:
+        move_buffers(twin, assignment.axis.device_type)
     for anchor, unit in units.items():
         chosen = [shared[i] for i in members[anchor]]
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
@@ -168,7 +169,7 @@ def _substitute(
         for parameter, slot in zip(chosen, unit.slots, strict=True):
             carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
-                _release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
+                donors.release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
             note_replacement(parameter.parameter, Replacement(parameter.fqn, slot.parameter, site))
     _note_lenders(run, units, modules)
     for path in assignment.methods:
@@ -250,6 +251,15 @@ def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
     )
 
 
+def move_buffers(root: nn.Module, device_type: str) -> None:
+    """Buffers that have memory go to the device of the mesh, where parameters go."""
+    moved: dict[int, Tensor] = {}  # a buffer may have several names
+    for module in root.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device.type not in (device_type, "meta"):
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device_type))
+
+
 def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module]) -> None:
     names = {id(module): name for name, module in modules.items()}
     for anchor, unit in units.items():
@@ -296,21 +306,6 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
     for module in unit.at_rest.modules():
         if module is not anchor:
             attach(Attached(module, unit))
-
-
-def _source(shared: Shared, assignment: Assignment) -> Tensor:
-    """The present values of a parameter: a plain tensor, or a DTensor on model axes or that an earlier transform made."""
-    parameter = shared.parameter
-    device_type = assignment.axis.device_type if assignment.axis is not None else None
-    device = local_of(parameter).device
-    if device_type is not None and device.type not in (device_type, "meta"):
-        raise MeshError(
-            f"{shared.fqn!r} is on another device than the axis.",
-            parameter=device,
-            mesh=axes_text(assignment.axis.mesh) if assignment.axis is not None else None,
-            fix=f"model.to({device_type!r}), or build the mesh with init_device_mesh({device.type!r}, ...)",
-        )
-    return parameter
 
 
 def _require_untouched_ties(shared: list[Shared]) -> None:
@@ -438,10 +433,22 @@ def _initial(source: Tensor) -> int | None:
     return content_digest(local_of(source))
 
 
-def _release(parameter: nn.Parameter) -> None:
-    local = local_of(parameter)
-    if not isinstance(local, TierTensor):  # which has no memory
-        set_local(parameter, local.new_empty(0))
+class _Donors:
+    """Memory of parameters that were given away: each has its own, or, of an earlier transform, its unit has that of all."""
+
+    def __init__(self) -> None:
+        self._released: set[Slot] = set()
+
+    def release(self, parameter: nn.Parameter) -> None:
+        """Frees the memory of a parameter, or that of its unit with the last of them."""
+        slot, local = slot_of(parameter), local_of(parameter)
+        unit = unit_of(slot)
+        if not isinstance(local, TierTensor):  # which has no memory
+            set_local(parameter, local.new_empty(0))
+        if slot is not None and unit is not None:
+            self._released.add(slot)
+            if self._released.issuperset(unit.slots):
+                unit.at_rest.vacate()
 
 
 class Donated:

@@ -38,7 +38,8 @@ std::recursive_mutex lock;
 char *seen = nullptr, *real = nullptr;  // what pointers say, and where the bytes are
 size_t end_of_used = 0;
 std::map<size_t, std::vector<size_t>> unused;  // by size
-std::map<size_t, size_t> used;                 // sizes by place
+std::map<size_t, size_t> used;                 // bytes that were asked for, by place
+int64_t in_use = 0, most_in_use = 0;           // bytes that were asked for
 int64_t to_device = 0, from_device = 0;        // bytes copied
 thread_local int in_fallback = 0;
 
@@ -50,10 +51,13 @@ char* reserved(int protection) {
   return static_cast<char*>(found);
 }
 
+size_t rounded(size_t nbytes) { return (nbytes + 511) / 512 * 512; }
+
 void release(void* pointer) {
   if (pointer == nullptr) return;
   std::lock_guard<std::recursive_mutex> guard(lock);
-  const size_t place = static_cast<char*>(pointer) - seen, size = used[place];
+  const size_t place = static_cast<char*>(pointer) - seen, size = rounded(used[place]);
+  in_use -= used[place];
   used.erase(place);
   memset(real + place, 0xff, size);
   unused[size].push_back(place);
@@ -64,7 +68,7 @@ struct Memory final : Allocator {
     if (nbytes == 0) return {nullptr, nullptr, &release, kDevice};
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (seen == nullptr) seen = reserved(PROT_NONE), real = reserved(PROT_READ | PROT_WRITE);
-    const size_t size = (nbytes + 511) / 512 * 512;
+    const size_t size = rounded(nbytes);
     auto& fitting = unused[size];
     size_t place = end_of_used;
     if (fitting.empty()) {
@@ -74,7 +78,9 @@ struct Memory final : Allocator {
       place = fitting.back();
       fitting.pop_back();
     }
-    used[place] = size;
+    used[place] = nbytes;
+    in_use += nbytes;
+    most_in_use = std::max(most_in_use, in_use);
     return {seen + place, seen + place, &release, kDevice};
   }
   DeleterFnPtr raw_deleter() const override { return &release; }
@@ -373,4 +379,11 @@ extern "C" int pretend_waiting() {
 extern "C" void pretend_moved(int64_t* found) {
   found[0] = to_device, found[1] = from_device;
   to_device = from_device = 0;
+}
+
+// Bytes of memory in use, and the most since the last call.
+extern "C" void pretend_used(int64_t* found) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  found[0] = in_use, found[1] = most_in_use;
+  most_in_use = in_use;
 }

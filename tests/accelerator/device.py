@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-__all__ = ["NAME", "compiled", "compiler", "join", "load", "moved", "waiting"]
+__all__ = ["NAME", "compiled", "compiler", "join", "load", "moved", "used", "waiting"]
 
 NAME = "pretend"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -93,4 +93,11 @@ def moved() -> tuple[int, int]:
     """Bytes copied to the device and from it since the last call."""
     found = (ctypes.c_int64 * 2)()
     _loaded[0].pretend_moved(found)
+    return found[0], found[1]
+
+
+def used() -> tuple[int, int]:
+    """Bytes of its memory that are in use, and the most since the last call."""
+    found = (ctypes.c_int64 * 2)()
+    _loaded[0].pretend_used(found)
     return found[0], found[1]

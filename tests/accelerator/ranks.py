@@ -6,6 +6,7 @@ The oracle is each stage with everything on the device, and for those the stage 
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import traceback
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
@@ -36,7 +37,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals"]
+] + ["proposals", "from elsewhere"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -55,7 +56,8 @@ def planned_on_meta(stage: str, dtype: str, mesh: DeviceMesh, tier: Tier | None)
 
 def result(case: str, mesh: DeviceMesh, tier: Tier | None) -> list[Any]:
     stage, dtype, _ = case.split(", ")
-    model = net() if dtype == "float32" else zf.precision(net())
+    model = net() if tier is None else net().cpu()  # which goes to the device of the mesh by itself
+    model = model if dtype == "float32" else zf.precision(model)
     model = getattr(zf, stage)(model, mesh)
     model = model if tier is None else all_away(model, tier)
     found, optimizer = numbers(model, mesh, is_streamed=tier is not None)
@@ -97,6 +99,73 @@ def proposals(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return first[False]
 
 
+class Wide(nn.Module):
+    """Units of 1 MiB and more, with a buffer in each and one in no file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)) for _ in range(4))
+        self.register_buffer("scale", torch.full((512,), 2.0), persistent=False)
+        self.tied = self.scale
+        self.head = nn.Linear(512, 64)
+        self.shared = self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x * self.scale)
+        return self.shared(x)
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 2.0)
+
+
+UNIT = 4 * (512 * 512 + 4 * 512 + 1)
+
+
+def from_elsewhere(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """A model of the CPU, or of meta, comes to the device of the mesh unit by unit: it takes what rests and one unit."""
+    ways: dict[str, Any] = {stage: getattr(zf, stage) for stage in STAGES} | {"replicate": zf.replicate}
+    ways["in bf16"] = lambda model, axis: zf.zero3(zf.precision(model.bfloat16(), rest=torch.float32), axis)
+    ways["given"] = lambda model, axis: zf.shard_params(model, axis, donate=True)
+    ways["in two"] = lambda model, axis: zf.shard_grads(
+        zf.shard_params(model, axis, where="blocks.*"), axis, donate=True
+    )
+    for tier in tiers:
+        ways[f"to {tier}"] = lambda model, axis, tier=tier: zf.zero3(zf.offload(model, params=tier), axis)
+    torch.manual_seed(0)
+    plain = Wide()
+    x = torch.randn(8, 512)
+    for name, place in ways.items():
+        before = device.used()[0]
+        model = place(copy.deepcopy(plain), mesh)
+        require_room(name, [*model.parameters(), *model.buffers()], model, before)
+        expected = [] if name == "in bf16" else [plain(x).sum().item()]
+        found = [model(x.to(device.NAME)).sum().item()] if expected else []
+        assert found == expected, name
+        model.cpu()
+        device.used()  # what the forward has taken is not meant
+        zf.refresh(model)  # takes parameters back, as it does those that `from_pretrained` has read
+        require_room(f"{name}, back", [*model.parameters()], model, before)
+        del model
+    with torch.device("meta"):
+        model = Wide()
+    before = device.used()[0]
+    model = zf.materialize(zf.zero3(model, mesh))
+    require_room("meta", [*model.parameters(), *model.buffers()], model, before)
+    return []
+
+
+def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
+    """They are on the device or in their tier, and have taken no more than they take now and one unit."""
+    now, most = device.used()
+    held = zf.held(model).on_device + sum(
+        buffer.nbytes for buffer in model.buffers()
+    )  # those of before are let go later
+    assert {tensor.device.type for tensor in tensors} == {device.NAME}, name
+    assert now - before <= held + 64, (name, held, now - before)
+    assert most - before <= held + UNIT, (name, held, most - before)
+
+
 def main(library: Path, folder: str, rank: int) -> None:
     torch.set_num_threads(1)
     device.load(library)
@@ -113,11 +182,15 @@ def main(library: Path, folder: str, rank: int) -> None:
         try:
             if case == "proposals":
                 found = proposals(mesh, [tier for tier in tiers.values() if tier is not None])
+            elif case == "from elsewhere":
+                found = from_elsewhere(mesh, [tier for tier in tiers.values() if tier is not None])
             else:
                 found = result(case, mesh, tiers[case.rpartition(", ")[2]])
         except Exception:
             said[case] = traceback.format_exc()[-1500:]
             break  # the other rank waits for what this one has left out
+        if case == "from elsewhere":
+            expected.clear()
         said[case] = "right" if found == expected.setdefault(dtype, found) else "other numbers than those before"
     print(json.dumps(said), flush=True)
     dist.destroy_process_group()

@@ -222,10 +222,15 @@ def _placed(mesh: DeviceMesh, placement: Placement) -> Model:
     return model
 
 
-def mesh_is_on_another_device() -> object:
+def mesh_is_on_meta() -> object:
     with pretended(2):
         mesh = DeviceMesh("meta", [0, 1], mesh_dim_names=("dp",))
         return zf.shard_params(Model(), mesh)
+
+
+def materialize_beside_the_mesh() -> object:
+    with alone() as mesh, torch.device("meta"):
+        return zf.materialize(zf.shard_params(Model(), mesh), "cuda")
 
 
 # -- units -----------------------------------------------------------------------------------------------------------
@@ -1714,7 +1719,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
         config_of_second_shards_on_one_axis,
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
-        axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_another_device,
+        axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_meta, materialize_beside_the_mesh,
         hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
         planned_axis_was_not_measured,
     ),

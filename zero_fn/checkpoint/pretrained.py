@@ -27,7 +27,6 @@ from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.transforms.materialize import allocate, require_ways
 
@@ -74,6 +73,7 @@ def load_pretrained(
     Raises:
         CheckpointError: There are no such files, one is damaged, or they do not fit; lists all that does not. Raised on every
             rank, and nothing has changed, unless the message says so.
+        MeshError: `device` is another one than that of the mesh.
         StateError: Something on `meta` is neither in the files nor initialised by its module.
         StorageError: The disk refused. Raised on every rank.
         DisagreementError: Ranks were given different arguments.
@@ -100,7 +100,7 @@ def load_pretrained(
 
     def put(source: Files) -> None:
         if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
-            allocate(model, device or _device_of(model), _is_filled_by(fit))
+            allocate(model, device, _is_filled_by(fit))
         here = Fit(named_tensors(model, None), model, rounds=True)
         here.match_model(source, is_strict=False)
         here.put_tensors(source)
@@ -120,12 +120,6 @@ def _is_filled_by(fit: Fit) -> Callable[[Tensor], bool]:
     read = {leaf.name for _, leaf in fit.todo}
     known = fit.named.parameters
     return lambda tensor: id(tensor) in known and known[id(tensor)].name in read
-
-
-def _device_of(model: nn.Module) -> str:
-    """Of the mesh."""
-    types = {slot.kind.device_type for unit in units_of(model) for slot in unit.slots} - {"meta"}
-    return next(iter(types), "cpu")
 
 
 def _unsaved(model: nn.Module) -> set[str]:

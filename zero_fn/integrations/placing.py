@@ -33,7 +33,7 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
     Args:
         place: What to do with it.
         module: A plain module.
-        device: It is moved there before; None leaves it where it is.
+        device: What no mesh has brought to its device is moved there afterwards; None leaves it where it is.
 
     Returns:
         The transformed module, and its parameters by the id of those whose place they took.
@@ -41,8 +41,6 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
     Raises:
         StateError: `place` returned a module that no transform has made.
     """
-    if device is not None:
-        module = module.to(device)
     old = dict(module.named_parameters())
     transformed = place(module)
     if not zf.is_transformed(transformed):
@@ -51,6 +49,9 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
             returned=type(transformed).__name__,
             fix="place=lambda model: zf.zero3(model, mesh['dp'])",
         )
+    tensors = (*transformed.parameters(), *transformed.buffers())
+    if device is not None and any(tensor.device.type != device.type for tensor in tensors):
+        transformed = transformed.to(device)
     generate_together(transformed)
     new = dict(transformed.named_parameters())
     return transformed, {id(parameter): new[name] for name, parameter in old.items() if name in new}

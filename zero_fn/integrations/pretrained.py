@@ -13,12 +13,13 @@ from typing import Any
 from unittest.mock import patch
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, place_module
+from zero_fn.runtime.entry import runs_of
+from zero_fn.substitute import move_buffers
 
 __all__ = ["placed"]
 
@@ -30,8 +31,8 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
         with placed(lambda model: zf.zero3(model, mesh["dp"])):
             model = AutoModelForCausalLM.from_pretrained(folder)
 
-    Beside an accelerator say where to: `from_pretrained(folder, device_map="cuda")`. The model is on meta when `place` gets
-    it: no transform that reads values may be part of it.
+    What a rank reads goes to the device of its mesh, or to a tier, unit by unit. The model is on meta when `place` gets it:
+    no transform that reads values may be part of it.
 
     Args:
         place: Any chain of transforms.
@@ -39,7 +40,6 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
     Raises:
         ConfigError: transformers has no such hook, or `from_pretrained` was told to distribute the model itself.
         StateError: Nothing was loaded inside, or `place` transformed nothing.
-        MeshError: What was loaded is on another device than the mesh.
     """
     if not hasattr(PreTrainedModel, "maybe_distribute_model"):
         raise zf.ConfigError(
@@ -96,15 +96,8 @@ def _from_pretrained(read: Callable[..., Any], loaded: list[nn.Module], cls: typ
         raise _lacking(cls) from error
     if info["missing_keys"]:
         raise _lacking(cls, first=min(info["missing_keys"]))
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.to_local().device.type != parameter.device_mesh.device_type:
-            raise zf.MeshError(
-                "A model was loaded to another device than that of its mesh.",
-                first=name,
-                device=parameter.to_local().device,
-                mesh=parameter.device_mesh.device_type,
-                fix=f"from_pretrained(folder, device_map={parameter.device_mesh.device_type!r})",
-            )
+    for axis in [axis for run in runs_of(model, verb="placed") for axis in run.transport.axes]:
+        move_buffers(model, axis.device_type)
     zf.refresh(model)
     loaded.append(model)
     return (model, info) if with_info else model

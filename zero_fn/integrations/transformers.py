@@ -137,6 +137,12 @@ class ZeroTrainerMixin(_AnyTrainer):
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
+    def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
+        if zf.is_transformed(
+            model
+        ):  # otherwise each shard goes to the device of its mesh as it is cut, and never the whole
+            super()._move_model_to_device(model, device)
+
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**options)
         if self._is_configured:

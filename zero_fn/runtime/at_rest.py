@@ -196,9 +196,11 @@ def _successor(slot: Slot) -> nn.Parameter:
 
 
 def _on_other_memory(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
-    """A resting parameter on other memory. A plain one cannot lose its memory: another one takes its place."""
-    if isinstance(view, TierTensor) and not isinstance(parameter, DTensor | TierTensor):
-        successor = nn.Parameter(view, requires_grad=parameter.requires_grad)
+    """A resting parameter on other memory. Another one takes the place of a plain one, which cannot lose its memory, and of
+    one on another device, which a tensor cannot leave."""
+    is_plain = not isinstance(parameter, DTensor | TierTensor)
+    if parameter.device != view.device or (is_plain and isinstance(view, TierTensor)):
+        successor = resting_parameter(view, slot.spec, requires_grad=parameter.requires_grad)
         note_replacement(parameter, Replacement(slot.fqn, successor, "a cast or a move of the module"))
         return successor
     set_local(parameter, view)

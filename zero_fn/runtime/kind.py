@@ -88,8 +88,10 @@ class Kind:
 
     @classmethod
     def of(cls, path: Path, home: Home, dtype: torch.dtype, device: torch.device, *, travels: bool = False) -> Kind:
-        """The kind of a parameter with this path and home."""
+        """The kind of a parameter with this path and home. It rests on the device of its mesh, wherever it is now."""
         device_type = path.hops[0].axis.device_type if path.hops else device.type
+        if device.type not in (device_type, "meta"):
+            device = torch.empty(0, device=device_type).device  # with its index
         hops = tuple((hop.number, hop.level) for hop in path.hops)
         return cls(home, dtype, device, device_type, hops, path.layout is not None, travels)
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from zero_fn.errors import StateError
+from zero_fn.errors import MeshError, StateError
 from zero_fn.grid import local_part
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
@@ -30,12 +30,12 @@ __all__ = ["allocate", "materialize", "require_ways"]
 M = TypeVar("M", bound=nn.Module)
 
 
-def materialize(module: M, device: torch.device | str) -> M:
+def materialize(module: M, device: torch.device | str | None = None) -> M:
     """Allocates a transformed `meta` module and initialises it, never holding more than one whole unit.
 
         with torch.device("meta"):
             model = GPT(config)
-        model = zf.materialize(zf.shard_params(model, mesh["dp"]), "cpu")
+        model = zf.materialize(zf.shard_params(model, mesh["dp"]))
 
     Each unit in turn is allocated whole, its modules are initialised on whole plain tensors, and this rank's shard is kept.
     A module is initialised by its `reset_parameters()`, or, in a model of transformers, by the `_init_weights` of that. With
@@ -48,12 +48,13 @@ def materialize(module: M, device: torch.device | str) -> M:
     Args:
         module: A transformed module whose parameters are on `meta`. It is materialized in place and returned; parameters
             keep their names, and an optimizer built before holds other objects. Units that are in memory stay.
-        device: Where to allocate, `"cpu"` or `"cuda"`.
+        device: Where to allocate, `"cpu"` or `"cuda"`. None: on the device of its mesh, or without a mesh on the CPU.
 
     Returns:
         `module`.
 
     Raises:
+        MeshError: `device` is another one than that of the mesh.
         StateError: `module` was not transformed; or parameters or buffers on `meta` would have no values: nothing
             initialises their module (then nothing was changed), or what does so leaves them out.
     """
@@ -63,7 +64,7 @@ def materialize(module: M, device: torch.device | str) -> M:
     return module
 
 
-def allocate(module: nn.Module, device: torch.device | str, is_read: Callable[[Tensor], bool]) -> None:
+def allocate(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
     """`materialize` for a module whose values are read from files next: only what these lack is drawn.
 
     Args:
@@ -76,11 +77,11 @@ def allocate(module: nn.Module, device: torch.device | str, is_read: Callable[[T
     _fill(module, device, is_read)
 
 
-def _fill(module: nn.Module, device: torch.device | str, is_read: Callable[[Tensor], bool]) -> None:
+def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
+    target = _device_for(module, device)
     require_ways(module, is_read)
     late = {id(child) for _, child in _owners(module, is_read)}
     ways = _ways(module, late)
-    target = torch.empty(0, device=device).device  # with its index
     units = [unit for unit in units_of(module) if any(slot.parameter.is_meta for slot in unit.slots)]
     drawn = {id(unit): {slot.fqn for slot in unit.slots if not is_read(slot.parameter)} for unit in units}
     buffers: list[tuple[str, nn.Module, str, Tensor]] = []
@@ -120,6 +121,24 @@ def _fill(module: nn.Module, device: torch.device | str, is_read: Callable[[Tens
             why="reset_parameters() or _init_weights() of their modules leaves them out",
             fix="set them there; or, as they have memory now, write them, and load the rest with load_state_dict()",
         )
+
+
+def _device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where a module gets memory: on the device of its mesh.
+
+    Raises:
+        MeshError: It was to be on another one.
+    """
+    types = {slot.kind.device_type for unit in units_of(module) for slot in unit.slots} - {"meta"}
+    target = torch.device(device or next(iter(types), "cpu"))
+    if types and target.type not in types:
+        raise MeshError(
+            "A module was to get memory on another device than that of its mesh.",
+            device=target,
+            mesh=", ".join(sorted(types)),
+            fix="leave out device=, or build the mesh for that device",
+        )
+    return torch.empty(0, device=target).device  # with its index
 
 
 @contextmanager
