@@ -23,12 +23,12 @@ BUDGET = {
     "kernels": 910,
     "local": 555,
     "plan": 1040,
-    "runtime": 8383,
+    "runtime": 8385,
     "storage": 1498,
     "streamed": 2245,
-    "transforms": 1796,
+    "transforms": 1798,
     "transport": 2443,
-    "": 4192,
+    "": 4193,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 

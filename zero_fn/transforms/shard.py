@@ -138,8 +138,8 @@ def shard_params(
         reduce-scatter    1 (n - 1)/n Ψ b
 
     Args:
-        module: Any module, on any device: what it has goes to the device of the mesh, each shard as it is cut. On `meta`, shards
-            are on `meta` too.
+        module: Any module, on any device: each shard goes to the device of the mesh as it is cut, and so do buffers. On
+            `meta`, shards are on `meta` too.
         mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
         units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
         where: Which parameters; the others rest as they do in `module`, or replicated.
