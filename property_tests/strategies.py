@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree
-from zero_fn.home import Home, ReshardAfter, Sharded
-from zero_fn.schedule import Enter, Exit, Trace, Use
+from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.schedule import Enter, Exit, Trace, Use
 
 __all__ = ["axis_sizes", "chains", "homes", "leaves", "links", "memory_orders", "shapes", "traces", "trees"]
 

@@ -22,8 +22,8 @@ from tests.distributed.training import STAGES
 from tests.models import Language
 from tests.seeds import seed_generator
 from tests.simulation import axis
-from zero_fn.mesh import root_of
-from zero_fn.tiers import Tier, is_accelerator
+from zero_fn.values.mesh import root_of
+from zero_fn.values.tiers import Tier, is_accelerator
 
 __all__ = ["Placed", "own", "places", "programs", "trained"]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from property_tests.strategies import homes
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home, Sharded
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, Sharded
 
 T = TypeVar("T", Home, Assignment)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from property_tests.strategies import axis_sizes, memory_orders, shapes
 from tests.profiles import examples
-from zero_fn.layout import (
+from zero_fn.values.layout import (
     ALIGNMENT_NBYTES,
     TOLERATED_PADDING_NUMEL,
     ShardLayout,

@@ -17,9 +17,9 @@ from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch,
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.local_tensor import LocalTensors, World
 from tests.profiles import examples
-from zero_fn.layout import ShardLayout, is_shardable, shard_layout
 from zero_fn.resting import on_spec, resting_parameter, resting_spec
 from zero_fn.runtime.refused import note_mesh
+from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
 
 SIZES = st.sampled_from([8, 8, 8, 9, 12, 16, 16, 31])  # a case takes n * n copies; 64 ranks are among the examples
 LARGE = Leaf((65, 2), (1, 0))  # cut along the second dim: the outermost in memory

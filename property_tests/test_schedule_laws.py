@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from property_tests.strategies import traces
-from zero_fn.schedule import (
+from zero_fn.values.schedule import (
     Await,
     Enter,
     Event,

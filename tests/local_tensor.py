@@ -31,10 +31,10 @@ from torch.distributed._local_tensor import LocalTensor, LocalTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-import zero_fn.layout
 import zero_fn.transport.segment
+import zero_fn.values.layout
 from tests.groups import pretended
-from zero_fn.mesh import Axis, mesh_axis
+from zero_fn.values.mesh import Axis, mesh_axis
 
 __all__ = ["LocalTensors", "World"]
 
@@ -80,7 +80,7 @@ class LocalTensors:
         self.executed += 1
         with ExitStack() as stack:
             mesh = stack.enter_context(pretended(n))
-            for module in (zero_fn.layout, zero_fn.transport.segment):
+            for module in (zero_fn.values.layout, zero_fn.transport.segment):
                 stack.enter_context(patch.object(module, "min", _least, create=True))
                 stack.enter_context(patch.object(module, "max", _greatest, create=True))
             stack.enter_context(patch.object(LocalTensor, "data_ptr", _addresses, create=True))

@@ -1,6 +1,6 @@
 """Texts that must not change unnoticed: golden schedules, messages of errors.
 
-    SNAPSHOTS=write python -m pytest tests/test_schedule.py tests/errors
+    SNAPSHOTS=write python -m pytest tests/values/test_schedule.py tests/errors
 
 writes the files again from what the code says now; read the difference in git before you commit it.
 """

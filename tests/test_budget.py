@@ -18,17 +18,19 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
     "checkpoint": 5028,
-    "deepspeed": 1205,
-    "integrations": 1175,
-    "kernels": 910,
-    "local": 555,
-    "plan": 1040,
-    "runtime": 8385,
-    "storage": 1498,
-    "streamed": 2245,
-    "transforms": 1798,
-    "transport": 2443,
-    "": 4193,
+    "deepspeed": 1204,
+    "integrations": 1180,
+    "kernels": 911,
+    "local": 560,
+    "plan": 1041,
+    "runtime": 8312,
+    "storage": 1504,
+    "streamed": 2251,
+    "surface": 458,
+    "transforms": 3097,
+    "transport": 2449,
+    "values": 1994,
+    "": 547,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 
@@ -40,13 +42,6 @@ WIDE = {
     "Slot": "what is known of one parameter",
 }
 """Classes above that, each with a reason. HOUSE.md allows five."""
-
-SHARED_NAMES = {
-    "Parcel": "runtime/parcels.py, transforms/evict.py",
-    "Reduce": "runtime/gather.py, schedule.py",
-    "Shared": "transport/one_host/shared.py, units.py",
-}
-"""Names of classes that mean two things, and where. A name that means one leaves the table; none comes in."""
 
 
 def lines_by_folder(package: Path) -> dict[str, int]:
@@ -104,7 +99,7 @@ def test_no_class_does_everything() -> None:
 
 
 def test_the_name_of_a_class_means_one_thing() -> None:
-    assert shared_names(PACKAGE) == SHARED_NAMES
+    assert shared_names(PACKAGE) == {}
 
 
 @pytest.mark.parametrize(

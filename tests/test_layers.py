@@ -1,12 +1,11 @@
 """Imports point down the layers, and one package alone moves bytes between ranks.
 
-    7 others        integrations
-    6 surface       recipes, describe, check, held, plan, launch, local, deepspeed, checkpoint
-    5 verbs         transforms, substitute, loading, saving, wrapped, streamed
-    4 execution     runtime
-    3 bytes         transport, resting, path, grid, storage, kernels
-    2 arithmetic    layout, units, schedule, assignment, chunks, tiled, table
-    1 vocabulary    mesh, home, tiers
+    6 others        integrations
+    5 surface       surface, plan, launch, local, deepspeed, checkpoint
+    4 verbs         transforms, streamed
+    3 execution     runtime
+    2 bytes         transport, storage, kernels, resting
+    1 values        values: meshes, homes, tiers, layouts, units, schedules
     0 words         errors
 
 Imports inside a layer are allowed as long as they make no cycle, file by file; imports for type checking count as imports.
@@ -24,12 +23,11 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("mesh", "home", "tiers"),
-    ("layout", "units", "schedule", "assignment", "chunks", "tiled", "table"),
-    ("transport", "resting", "path", "grid", "storage", "kernels"),
+    ("values",),
+    ("transport", "storage", "kernels", "resting"),
     ("runtime",),
-    ("transforms", "substitute", "loading", "saving", "captured", "wrapped", "streamed"),
-    ("recipes", "describe", "check", "held", "plan", "launch", "local", "deepspeed", "checkpoint"),
+    ("transforms", "streamed"),
+    ("surface", "plan", "launch", "local", "deepspeed", "checkpoint"),
     ("integrations", "__main__"),
 )
 
@@ -89,20 +87,24 @@ def test_imports_point_down() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "complaint"),
     [
-        ("layout", "from zero_fn.transport import links", "layout (layer 2) imports transport (layer 3)"),
-        ("errors", "import zero_fn.mesh", "errors (layer 0) imports mesh (layer 1)"),
+        (
+            "values.layout",
+            "from zero_fn.transport import links",
+            "values.layout (layer 1) imports transport (layer 2)",
+        ),
+        ("errors", "import zero_fn.values.mesh", "errors (layer 0) imports values.mesh (layer 1)"),
         (
             "runtime.run",
             "def f():\n    from zero_fn.plan import plan",
-            "runtime.run (layer 4) imports plan (layer 6)",
+            "runtime.run (layer 3) imports plan (layer 5)",
         ),
         (
-            "home",
+            "values.home",
             "if TYPE_CHECKING:\n    from zero_fn.runtime.unit import Unit",
-            "home (layer 1) imports runtime.unit (layer 4)",
+            "values.home (layer 1) imports runtime.unit (layer 3)",
         ),
-        ("mesh", "from zero_fn import describe", "mesh (layer 1) imports describe (layer 6)"),
-        ("mesh", "from zero_fn.novelty import x", "mesh (layer 1) imports novelty (layer None)"),
+        ("values.mesh", "from zero_fn import surface", "values.mesh (layer 1) imports surface (layer 5)"),
+        ("values.mesh", "from zero_fn.novelty import x", "values.mesh (layer 1) imports novelty (layer None)"),
         ("novelty", "", "novelty has no layer"),
     ],
 )
@@ -111,7 +113,9 @@ def test_the_check_fails_when_an_import_points_up(module: str, source: str, comp
 
 
 def test_the_check_passes_what_points_down_or_stays() -> None:
-    assert upward_imports({"runtime.run": "from zero_fn.layout import a\nfrom zero_fn.runtime.unit import b"}) == []
+    assert (
+        upward_imports({"runtime.run": "from zero_fn.values.layout import a\nfrom zero_fn.runtime.unit import b"}) == []
+    )
 
 
 def in_circles(sources: Mapping[str, str]) -> set[str]:

@@ -4,10 +4,8 @@ model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
 """
 
-from zero_fn.check import check, is_transformed
 from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async, save_pretrained
 from zero_fn.deepspeed import DeepSpeedSetup, from_deepspeed
-from zero_fn.describe import Description, describe
 from zero_fn.errors import (
     CheckpointError,
     ConfigError,
@@ -24,13 +22,14 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
-from zero_fn.held import Held, held
 from zero_fn.launch import launch
 from zero_fn.local.gloo import give_groups_one_thread
 from zero_fn.plan import LinkSpeeds, Plan, Proposal, Proposals, autoplan, measure_links, plan
-from zero_fn.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.streamed import Streamed, streamed
-from zero_fn.tiers import cpu, nvme
+from zero_fn.surface.check import check, is_transformed
+from zero_fn.surface.describe import Description, describe
+from zero_fn.surface.held import Held, held
+from zero_fn.surface.recipes import hybrid, zero1, zero2, zero3
 from zero_fn.transforms.accumulate import accumulate
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.evict import Evicted, evict
@@ -44,7 +43,8 @@ from zero_fn.transforms.tile import tile, untiled
 from zero_fn.transforms.unsharded import refresh, unsharded
 from zero_fn.transport.guarded import guard
 from zero_fn.transport.traffic import Sent, traffic
-from zero_fn.units import by_size
+from zero_fn.values.tiers import cpu, nvme
+from zero_fn.values.units import by_size
 
 __version__ = "0.2.0"
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from zero_fn.mesh import Axis
+from zero_fn.values.mesh import Axis
 
 __all__ = [
     "alone",

@@ -26,10 +26,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
-from zero_fn.mesh import mesh_axis
 from zero_fn.transport.exchange import Exchange
 from zero_fn.transport.links import open_transport
 from zero_fn.transport.segment import Contribution, Segment, Transport
+from zero_fn.values.mesh import mesh_axis
 
 Run = Callable[[], object]
 

@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zero_fn as zf
 from zero_fn.runtime.passes import Script
-from zero_fn.schedule import Enter, Exit, Use, forward_schedule, prefetch
+from zero_fn.values.schedule import Enter, Exit, Use, forward_schedule, prefetch
 
 VOCABULARY = 128_256
 

@@ -40,7 +40,7 @@ from zero_fn.storage.carrier import Threads
 from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES
 from zero_fn.storage.uring import Uring
-from zero_fn.tiers import cpu, nbytes_of_text, nvme
+from zero_fn.values.tiers import cpu, nbytes_of_text, nvme
 
 BUFFER_NBYTES = 64 << 20
 BUFFERS = 4

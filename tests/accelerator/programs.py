@@ -30,10 +30,10 @@ import zero_fn as zf
 from tests.accelerator import device
 from zero_fn.runtime import ending
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.parked import Parking
 from zero_fn.runtime.side_stream import Arriving
 from zero_fn.storage import Transfer
-from zero_fn.tiers import Cpu, Tier
+from zero_fn.transforms.parked import Parking
+from zero_fn.values.tiers import Cpu, Tier
 
 __all__ = ["PROGRAMS"]
 

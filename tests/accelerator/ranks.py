@@ -24,10 +24,10 @@ import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import Net, adamw, all_away, batches, net, trained
 from zero_fn.local.gloo import give_groups_one_thread
-from zero_fn.mesh import mesh_axis
-from zero_fn.tiers import Tier
 from zero_fn.transport.links import open_transport
 from zero_fn.transport.native import Native
+from zero_fn.values.mesh import mesh_axis
+from zero_fn.values.tiers import Tier
 
 __all__ = ["CASES"]
 

@@ -23,7 +23,7 @@ from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import full, named_fulls
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
-from zero_fn.loading import keeps_every_bit
+from zero_fn.transforms.loading import keeps_every_bit
 
 # -- G29 --------------------------------------------------------------------------------------------------------------
 

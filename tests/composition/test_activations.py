@@ -16,7 +16,7 @@ from tests.composition.grids import Block, Decoder, grid, loss_of, parallelized
 from tests.distributed.training import STAGES, gradients
 from tests.ranks import Ranks, axis
 from tests.simulation import Simulated
-from zero_fn.runtime.parked import Parking
+from zero_fn.transforms.parked import Parking
 
 
 class Dropped(nn.Module):

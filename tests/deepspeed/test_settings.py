@@ -18,7 +18,7 @@ from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.keys import KEYS, OTHER_NAMES
 from zero_fn.deepspeed.settings import Sharding, settings_of
 from zero_fn.errors import ConfigError
-from zero_fn.tiers import Tiers, cpu, nvme
+from zero_fn.values.tiers import Tiers, cpu, nvme
 
 SMALL: Json = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
 

@@ -22,9 +22,9 @@ from tests.distributed.training import STAGES, loss_of
 from tests.models import Language, Odd
 from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
-from zero_fn.mesh import mesh_axis
 from zero_fn.transport.guarded import REMEMBERED_EVENTS
 from zero_fn.transport.links import Links
+from zero_fn.values.mesh import mesh_axis
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc"),

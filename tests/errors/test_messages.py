@@ -70,11 +70,11 @@ from zero_fn.errors import (
     UnitError,
     ZeroError,
 )
-from zero_fn.mesh import mesh_axis
 from zero_fn.storage import Disk, Slab
 from zero_fn.storage.carrier import Threads
 from zero_fn.storage.request import Request
 from zero_fn.transport.segment import Pending
+from zero_fn.values.mesh import mesh_axis
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"

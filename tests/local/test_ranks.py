@@ -190,7 +190,7 @@ def test_executed_counts_cases_whatever_came_of_them(ranks: Ranks) -> None:
 
 def test_warnings_of_zero_fn_are_errors_here_and_on_ranks(ranks: Ranks) -> None:
     def warn() -> None:
-        warnings.warn_explicit("slow path", UserWarning, "layout.py", 1, module="zero_fn.layout")
+        warnings.warn_explicit("slow path", UserWarning, "layout.py", 1, module="zero_fn.values.layout")
 
     with pytest.raises(UserWarning, match="slow path"):
         warn()

@@ -322,7 +322,7 @@ BUGS: tuple[Bug, ...] = (
         "a unit is gathered before it was freed, and then freed",
         "before.unit == event.unit:\n                break\n            at -= 1\n            if",
         "before.unit == event.unit + 1:\n                break\n            at -= 1\n            if",
-        "tests/test_schedule.py",
+        "tests/values/test_schedule.py",
     ),
     Bug(
         "gathered-freed-under-a-holder",

@@ -18,9 +18,9 @@ from tests.ranks import Ranks
 from tests.ranks import axis as axis_of_ranks
 from tests.seeds import seed_generator
 from tests.wholes import full
-from zero_fn.home import Home
-from zero_fn.tiers import Nvme, Tiers
 from zero_fn.transforms.offload import offloaded
+from zero_fn.values.home import Home
+from zero_fn.values.tiers import Nvme, Tiers
 
 SPEEDS = zf.LinkSpeeds(10e9, 1e9, 2e9, {"dp": 0.5e9}, None, None)
 STAGES = ("replicate", "shard_optimizer", "shard_grads", "shard_params")

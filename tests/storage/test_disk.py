@@ -27,7 +27,7 @@ from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
 from zero_fn.storage.uring import Uring
-from zero_fn.tiers import cpu, nvme
+from zero_fn.values.tiers import cpu, nvme
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
 
@@ -387,7 +387,7 @@ def test_a_dropped_spill_gives_its_room_back(tmp_path: Path, carrier: Carrier) -
 KILLED = """
 import sys, time
 from zero_fn.storage import Disk, Slab
-from zero_fn.tiers import cpu, nvme
+from zero_fn.values.tiers import cpu, nvme
 slab = Slab(64 << 20, cpu(), "test")
 disk = Disk(nvme(sys.argv[1]), "states")
 (offset,) = disk.reserve([64 << 20])

@@ -14,7 +14,7 @@ import torch
 from zero_fn.errors import TierError
 from zero_fn.storage.memory import Available, _cgroups
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.tiers import cpu
+from zero_fn.values.tiers import cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zero_fn.storage import Store
-from zero_fn.tiers import nvme
+from zero_fn.values.tiers import nvme
 
 
 @dataclass

@@ -21,7 +21,7 @@ from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES, Disk
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
 from zero_fn.storage.stripes import STRIPE_NBYTES, extents_of, share_of
-from zero_fn.tiers import Nvme, cpu
+from zero_fn.values.tiers import Nvme, cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="opens files without a name again")
 

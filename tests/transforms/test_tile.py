@@ -21,7 +21,7 @@ from tests.distributed.test_peak_memory import Storages
 from tests.groups import alone, pretended
 from tests.ranks import Ranks, axis, sent_by_value
 from zero_fn.local.ranks import LocalRanks
-from zero_fn.tiled import TiledEmbedding, TiledLinear
+from zero_fn.values.tiled import TiledEmbedding, TiledLinear
 
 TILED = ("embedding.*", "blocks.*.up.*", "head.*")
 

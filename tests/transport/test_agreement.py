@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from tests.ranks import Ranks, axis
 from zero_fn.errors import DisagreementError
-from zero_fn.mesh import mesh_axis
 from zero_fn.transport.agreement import agree, content_digest, digest
 from zero_fn.transport.links import Links
+from zero_fn.values.mesh import mesh_axis
 
 
 def message(rows_by_rank: dict[int, list[str]], common: list[str]) -> str:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from tests import reference
 from tests.ranks import Ranks, axis
-from zero_fn.mesh import mesh_axis
 from zero_fn.transport import links
 from zero_fn.transport import segment as sizes
 from zero_fn.transport.exchange import Alone, Exchange
@@ -26,6 +25,7 @@ from zero_fn.transport.native import Native
 from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
 from zero_fn.transport.traffic import traffic
+from zero_fn.values.mesh import mesh_axis
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool)

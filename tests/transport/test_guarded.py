@@ -11,11 +11,11 @@ from torch import Tensor
 
 import zero_fn as zf
 from tests.groups import pretended
-from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.transport.guarded import Guarded
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Pending, Segment
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, wait_for
+from zero_fn.values.mesh import Axis, mesh_axis
 
 
 class Failing:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import Ranks, axis
-from zero_fn.mesh import mesh_axis
 from zero_fn.transport import links
 from zero_fn.transport.exchange import Exchange
 from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.one_host.shared import Shared, shared_by
 from zero_fn.transport.segment import Segment
 from zero_fn.transport.waiting import OutOfStep
+from zero_fn.values.mesh import mesh_axis
 
 
 def exchanged(at_rest: SameHost) -> list[list[int]]:

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import CheckpointError
-from zero_fn.layout import ShardLayout
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
+from zero_fn.values.layout import ShardLayout
 
 __all__ = ["Box", "Holding", "holding_of", "holding_of_state", "ranges", "spans", "whole_box"]
 

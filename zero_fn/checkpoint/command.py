@@ -24,7 +24,7 @@ from zero_fn.checkpoint.converting import Tell, convert, verify
 from zero_fn.checkpoint.folders import KINDS, checkpoints
 from zero_fn.checkpoint.opening import chosen, opened
 from zero_fn.errors import ZeroError
-from zero_fn.tiers import bytes_text
+from zero_fn.values.tiers import bytes_text
 
 __all__ = ["main"]
 

@@ -30,7 +30,7 @@ from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.tier_tensor import in_memory
-from zero_fn.tiers import nbytes_of_text
+from zero_fn.values.tiers import nbytes_of_text
 
 __all__ = ["export", "save_pretrained"]
 

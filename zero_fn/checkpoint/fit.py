@@ -16,9 +16,9 @@ from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow
 from zero_fn.checkpoint.pieces import Key, Pieces
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
-from zero_fn.loading import keeps_every_bit
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
+from zero_fn.transforms.loading import keeps_every_bit
 from zero_fn.transforms.unsharded import refresh
 
 __all__ = ["Fit"]

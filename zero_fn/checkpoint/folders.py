@@ -20,7 +20,7 @@ from typing import Any
 
 from zero_fn.checkpoint.files import disk, read_json, sync_folder
 from zero_fn.errors import CheckpointError, ZeroError
-from zero_fn.tiers import bytes_text
+from zero_fn.values.tiers import bytes_text
 
 __all__ = [
     "KINDS",

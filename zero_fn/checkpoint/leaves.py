@@ -24,8 +24,8 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.record import Parcel, Record, record_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Ring, wait_all
-from zero_fn.tiled import Tiled
 from zero_fn.transforms.selection import Where
+from zero_fn.values.tiled import Tiled
 
 __all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "named_tensors", "options_of", "state_leaf"]
 

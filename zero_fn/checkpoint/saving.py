@@ -37,8 +37,8 @@ from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
 from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
-from zero_fn.tiers import Cpu
 from zero_fn.transforms.selection import Where
+from zero_fn.values.tiers import Cpu
 
 __all__ = ["Saving", "save", "save_async", "wait_for_saving"]
 

@@ -17,10 +17,10 @@ from zero_fn.checkpoint.leaves import Leaf, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
 from zero_fn.checkpoint.pieces import Key, Pieces
 from zero_fn.checkpoint.together import Together
-from zero_fn.loading import keeps_every_bit
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
 from zero_fn.streamed import Streamed
+from zero_fn.transforms.loading import keeps_every_bit
 
 __all__ = ["WholeFit"]
 

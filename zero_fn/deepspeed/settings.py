@@ -14,7 +14,7 @@ from zero_fn.deepspeed.entries import Entries, RefusedEntry, TakenEntry, filled
 from zero_fn.deepspeed.loss_scale import Scaler, scaler_of
 from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Warmup, warmup_of
-from zero_fn.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
+from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 
 __all__ = ["Settings", "Sharding", "settings_of", "sharding_of"]
 

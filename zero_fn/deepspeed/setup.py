@@ -17,15 +17,15 @@ from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
-from zero_fn.mesh import axes_text, mesh_axis
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.streamed import streamed
-from zero_fn.table import table
-from zero_fn.tiers import IN_MEMORY
+from zero_fn.surface.table import table
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.units import Units
+from zero_fn.values.mesh import axes_text, mesh_axis
+from zero_fn.values.tiers import IN_MEMORY
+from zero_fn.values.units import Units
 
 __all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "placed_by"]
 

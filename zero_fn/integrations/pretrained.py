@@ -19,7 +19,7 @@ from transformers.distributed import DistributedConfig
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, place_module
 from zero_fn.runtime.entry import runs_of
-from zero_fn.substitute import move_buffers
+from zero_fn.transforms.substitute import move_buffers
 
 __all__ = ["placed"]
 

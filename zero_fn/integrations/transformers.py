@@ -37,7 +37,7 @@ from zero_fn.integrations.placing import Place, exchange_parameters, generate_to
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.tiers import IN_MEMORY
+from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["ZeroTrainer", "ZeroTrainerMixin", "placed"]
 

@@ -27,16 +27,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import AdamW, Optimizer
 
 from zero_fn.errors import MeshError, StateError, TierError
-from zero_fn.held import Held
-from zero_fn.home import Home
-from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.plan.links import LinkSpeeds, of_all_ranks
 from zero_fn.plan.predict import Plan, plan
 from zero_fn.plan.proposals import STAGES, Proposal, Proposals, staged
 from zero_fn.runtime.entry import units_of
 from zero_fn.streamed import Link
-from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
+from zero_fn.surface.held import Held
 from zero_fn.transforms.offload import offloaded
+from zero_fn.values.home import Home
+from zero_fn.values.mesh import Axis, mesh_axis
+from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
 
 __all__ = ["autoplan"]
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from zero_fn.held import Held
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Lifetime, Shelved
 from zero_fn.runtime.record import parcels_of, record_nbytes
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import Footprint, Link
-from zero_fn.tiers import Cpu, is_accelerator
+from zero_fn.surface.held import Held
+from zero_fn.values.tiers import Cpu, is_accelerator
 
 __all__ = ["add_moved", "at_rest", "device_type_of", "sent_nbytes"]
 

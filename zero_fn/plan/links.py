@@ -12,12 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import StorageError
-from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Disk, Slab
-from zero_fn.tiers import cpu, is_accelerator, nbytes_of_text, nvme
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Contribution, Segment
+from zero_fn.values.mesh import Axis, mesh_axis
+from zero_fn.values.tiers import cpu, is_accelerator, nbytes_of_text, nvme
 
 __all__ = ["LinkSpeeds", "measure_links", "of_all_ranks"]
 

@@ -11,11 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.errors import StateError
-from zero_fn.held import Held, padding_nbytes
 from zero_fn.plan.counted import add_moved, at_rest, device_type_of, sent_nbytes
 from zero_fn.plan.walked import walk
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
+from zero_fn.surface.held import Held, padding_nbytes
 
 __all__ = ["Moved", "Plan", "plan"]
 

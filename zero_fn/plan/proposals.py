@@ -16,11 +16,11 @@ from typing import Any, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.held import Held
-from zero_fn.table import table
-from zero_fn.tiers import Nvme, Tier, Tiers, bytes_text, is_accelerator
+from zero_fn.surface.held import Held
+from zero_fn.surface.table import table
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
+from zero_fn.values.tiers import Nvme, Tier, Tiers, bytes_text, is_accelerator
 
 __all__ = ["STAGES", "Proposal", "Proposals", "staged"]
 

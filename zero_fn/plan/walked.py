@@ -12,12 +12,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from zero_fn import schedule
 from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.transformed import PREFETCH_DEPTH
 from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import Enter, Event, Exit, Reshard, Settle, Trace, Unshard, Use
+from zero_fn.values import schedule
+from zero_fn.values.schedule import Enter, Event, Exit, Reshard, Settle, Trace, Unshard, Use
 
 __all__ = ["Walk", "walk"]
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.home import ReshardAfter
 from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import tell
@@ -21,6 +20,7 @@ from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.transport.links import Links, Waits
+from zero_fn.values.home import ReshardAfter
 
 __all__ = ["AtRest"]
 

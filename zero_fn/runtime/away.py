@@ -9,7 +9,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from zero_fn.assignment import Assignment
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import tell
@@ -23,6 +22,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.transport.links import Links
+from zero_fn.values.assignment import Assignment
 
 __all__ = ["Away"]
 

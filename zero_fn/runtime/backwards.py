@@ -33,7 +33,7 @@ from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import Action, Reduce, Reshard, Settle, Use
+from zero_fn.values.schedule import Action, Reduce, Reshard, Settle, Use
 
 __all__ = ["Backwards"]
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zero_fn.assignment import Assignment
 from zero_fn.transport.links import Links, Waits
+from zero_fn.values.assignment import Assignment
 
 __all__ = ["Control"]
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
-from zero_fn.mesh import Axis, mesh_axis
 from zero_fn.runtime.registry import slot_of
 from zero_fn.transport.agreement import agree
 from zero_fn.transport.links import Links, Waits
+from zero_fn.values.mesh import Axis, mesh_axis
 
 F = TypeVar("F", bound=Exception)
 R = TypeVar("R")

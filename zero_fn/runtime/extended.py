@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import PlacementError
-from zero_fn.home import Sharded
 from zero_fn.runtime.slot import Slot
 from zero_fn.transport.segment import Segment
+from zero_fn.values.home import Sharded
 
 __all__ = ["Extension", "Travelling", "is_product", "travels"]
 

@@ -17,7 +17,7 @@ from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import require_written_buffers
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import (
+from zero_fn.values.schedule import (
     Action,
     Await,
     Enter,
@@ -30,7 +30,7 @@ from zero_fn.schedule import (
     forward_schedule,
     legs,
 )
-from zero_fn.tiled import is_tile
+from zero_fn.values.tiled import is_tile
 
 __all__ = ["Door", "Forwards"]
 

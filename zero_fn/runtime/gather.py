@@ -136,7 +136,7 @@ class _Gather(torch.autograd.Function):
             return nothing + (None,) * len(grads)
         _require_single(unit, grads)
         unit.run.gradients_arrived(use, None)
-        return nothing + tuple(_Reduce.apply(unit, *grads))  # type: ignore[no-untyped-call]
+        return nothing + tuple(_ReturnReduced.apply(unit, *grads))  # type: ignore[no-untyped-call]
 
 
 def _in_shards(unit: Unit) -> ShardedAccessError:
@@ -171,7 +171,7 @@ def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor |
     return tuple(found)
 
 
-class _Reduce(torch.autograd.Function):
+class _ReturnReduced(torch.autograd.Function):
     """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather.
 
     Not a gather over n: what a rank computes from whole tensors is averaged over ranks once more, when it is reduced.

@@ -12,7 +12,7 @@ import weakref
 
 from zero_fn.runtime.passes import BackwardPass, ForwardPass
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import Enter, Exit, Use
+from zero_fn.values.schedule import Enter, Exit, Use
 
 __all__ = ["Graphs"]
 

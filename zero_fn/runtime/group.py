@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.layout import aligned_offsets
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
@@ -19,6 +18,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import PACKED_NBYTES
+from zero_fn.values.layout import aligned_offsets
 
 __all__ = ["Buffer", "Group", "Groups", "MakeRecord", "dense_offsets", "groups_of"]
 

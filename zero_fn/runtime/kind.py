@@ -29,9 +29,9 @@ from functools import cached_property
 
 import torch
 
-from zero_fn.home import Home, Sharded
-from zero_fn.path import Path
-from zero_fn.tiers import Tier, is_away
+from zero_fn.runtime.path import Path
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.tiers import Tier, is_away
 
 __all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved"]
 

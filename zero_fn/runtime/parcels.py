@@ -5,7 +5,7 @@
 
 A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
 a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
-the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.chunks`).
+the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from zero_fn.chunks import Piece, chunks_of
 from zero_fn.storage import whole_pages
+from zero_fn.values.chunks import Piece, chunks_of
 
 __all__ = ["PARCEL_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
 

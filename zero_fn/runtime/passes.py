@@ -9,7 +9,7 @@ from zero_fn.runtime.ending import Ending
 from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import (
+from zero_fn.values.schedule import (
     BRACKETS,
     Action,
     Await,

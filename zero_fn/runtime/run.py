@@ -7,7 +7,6 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
-from zero_fn.assignment import Assignment
 from zero_fn.runtime.backwards import Backwards
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards
@@ -17,6 +16,7 @@ from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
 from zero_fn.transport.links import Links
+from zero_fn.values.assignment import Assignment
 
 __all__ = ["Run", "run_of"]
 

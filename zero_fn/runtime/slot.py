@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
-from zero_fn.grid import Grid, local_part
-from zero_fn.home import Home, Sharded
-from zero_fn.layout import ShardLayout
-from zero_fn.path import Path, path_of
 from zero_fn.resting import alone, local_of, on_spec, spec_on
 from zero_fn.runtime.kind import Kind
+from zero_fn.runtime.path import Path, path_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
+from zero_fn.values.grid import Grid, local_part
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.layout import ShardLayout
 
 EXTENSION = "_zero_fn_extension"
 """An attribute of a parameter: how its class makes what a module sees. (extended.py)"""

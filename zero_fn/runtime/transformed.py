@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from zero_fn.assignment import Assignment
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.unit import Unit
-from zero_fn.schedule import Event, fetch_ahead, prefetch
 from zero_fn.transport.links import Links
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.schedule import Event, fetch_ahead, prefetch
 
 __all__ = ["PREFETCH_DEPTH", "Transformed"]
 

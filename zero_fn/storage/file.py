@@ -10,7 +10,7 @@ import tempfile
 import weakref
 
 from zero_fn.errors import StorageError, TierError
-from zero_fn.tiers import bytes_text
+from zero_fn.values.tiers import bytes_text
 
 __all__ = ["FULL", "SpillFile", "too_small"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage.file import FULL, SpillFile
-from zero_fn.tiers import bytes_text
+from zero_fn.values.tiers import bytes_text
 
 __all__ = ["Request"]
 

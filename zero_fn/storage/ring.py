@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zero_fn.storage.forked import Owned
 from zero_fn.storage.slab import Slab, whole_pages
-from zero_fn.tiers import Cpu, bytes_text
+from zero_fn.values.tiers import Cpu, bytes_text
 
 __all__ = ["BUFFERS", "NOTHING", "Ring", "ring_form", "ring_of"]
 

@@ -27,7 +27,7 @@ from zero_fn.storage.ring import Ring
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.stripes import extents_of, share_of
 from zero_fn.storage.transfer import Block, Transfer, wait_all
-from zero_fn.tiers import Cpu, Nvme, Tier, is_accelerator
+from zero_fn.values.tiers import Cpu, Nvme, Tier, is_accelerator
 
 __all__ = ["BLOCK_NBYTES", "Disk", "Shelf", "shelf_of", "stagings_for"]
 

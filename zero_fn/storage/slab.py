@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zero_fn.errors import TierError
 from zero_fn.storage.memory import available
-from zero_fn.tiers import Cpu, bytes_text
+from zero_fn.values.tiers import Cpu, bytes_text
 
 __all__ = ["PAGE_NBYTES", "MappedMemory", "Slab", "advise", "map_memory", "whole_pages"]
 

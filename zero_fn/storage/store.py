@@ -19,7 +19,7 @@ from zero_fn.storage.ring import BUFFERS, NOTHING, ring_form
 from zero_fn.storage.shelf import Disk, shelf_of
 from zero_fn.storage.slab import whole_pages
 from zero_fn.storage.transfer import Transfer, wait_all
-from zero_fn.tiers import Tier, bytes_text
+from zero_fn.values.tiers import Tier, bytes_text
 
 __all__ = ["Store", "Stored"]
 

@@ -22,7 +22,7 @@ from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
 from zero_fn.streamed.places import parcels_away
 from zero_fn.streamed.windows import sizes_passing
-from zero_fn.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
+from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
 

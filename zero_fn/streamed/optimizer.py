@@ -29,7 +29,7 @@ from zero_fn.streamed.places import follow
 from zero_fn.streamed.states import States, loaded_on_host
 from zero_fn.streamed.stepping import Steps
 from zero_fn.streamed.windows import PASSING
-from zero_fn.tiers import Cpu, Tier, nbytes_of_text
+from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
 

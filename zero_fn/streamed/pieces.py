@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.record import Parcel
 from zero_fn.runtime.registry import slot_of
 from zero_fn.streamed.inner import KeptStates, Schema, kept_by, require_kept_in_states, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
-from zero_fn.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
+from zero_fn.values.chunks import Piece, chunks_of
+from zero_fn.values.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
 
 __all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]
 

@@ -14,7 +14,7 @@ from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
-from zero_fn.tiers import Tier
+from zero_fn.values.tiers import Tier
 
 __all__ = ["KINDS", "RestsAt", "away_of", "device_of", "follow", "parcels_away", "place_of", "records_of"]
 

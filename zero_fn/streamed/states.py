@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
-from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.storage import Store
 from zero_fn.streamed.inner import replaced
@@ -21,7 +20,8 @@ from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms
 from zero_fn.streamed.pipeline import Transfers, each_chunk
 from zero_fn.streamed.places import place_of
 from zero_fn.streamed.windows import rings_for
-from zero_fn.tiers import Tier
+from zero_fn.values.mesh import axes_text
+from zero_fn.values.tiers import Tier
 
 __all__ = ["States", "loaded_on_host"]
 

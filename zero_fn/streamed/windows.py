@@ -28,7 +28,7 @@ from zero_fn.storage import NOTHING, Ring, Waited, ring_of
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Transfers
 from zero_fn.streamed.places import KINDS, away_of, parcels_away
-from zero_fn.tiers import Cpu, is_accelerator
+from zero_fn.values.tiers import Cpu, is_accelerator
 
 __all__ = ["PASSING", "Window", "Windows", "rings_for", "sizes_passing"]
 

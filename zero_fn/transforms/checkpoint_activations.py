@@ -8,13 +8,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import UnitError
-from zero_fn.mesh import mesh_axis
-from zero_fn.runtime.parked import Parking
-from zero_fn.runtime.recomputed import Recomputed
-from zero_fn.substitute import assignment_of, substitute
-from zero_fn.tiers import Tier
+from zero_fn.transforms.parked import Parking
+from zero_fn.transforms.recomputed import Recomputed
+from zero_fn.transforms.substitute import assignment_of, substitute
 from zero_fn.transport.links import Links
-from zero_fn.units import Units, anchors_of, repeated_blocks
+from zero_fn.values.mesh import mesh_axis
+from zero_fn.values.tiers import Tier
+from zero_fn.values.units import Units, anchors_of, repeated_blocks
 
 __all__ = ["checkpoint_activations"]
 

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from zero_fn.chunks import Piece, chunks_of
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import at_same_address, is_dense, local_of, on_spec, set_local
 from zero_fn.runtime.entry import require_idle, units_of
@@ -21,7 +20,8 @@ from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Store
 from zero_fn.streamed.pipeline import each_chunk
-from zero_fn.tiers import Cpu, Tier, bytes_text
+from zero_fn.values.chunks import Piece, chunks_of
+from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]
 
@@ -64,7 +64,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
 
 
 @dataclass(slots=True)
-class _Parcel:
+class _EvictedParcel:
     """Some of the bytes of all tensors, that rest as one."""
 
     pieces: tuple[Piece, ...]
@@ -87,7 +87,7 @@ class Evicted:
         self._hooks: list[Any] = []
         self._stays = isinstance(tier, Cpu) and all(p.device.type == "cpu" for p in self._parameters)
         self._store: Store | None = None
-        self._parcels: list[_Parcel] = []
+        self._parcels: list[_EvictedParcel] = []
         self._forms: list[tuple[Tensor, torch.device]] = []  # without memory, and where it was
         if not self._stays:
             everywhere(module.parameters(), self._put, "Evicting a model")
@@ -152,10 +152,10 @@ class Evicted:
             flats.append(_bytes_of(dense))
         store = Store(self._tier, "evicted tensors")
         packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
-        self._parcels = [_Parcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
+        self._parcels = [_EvictedParcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
         store.reserve(self._parcels, torch.device("cpu"))
 
-        def fill(parcel: _Parcel, buffer: Tensor) -> None:
+        def fill(parcel: _EvictedParcel, buffer: Tensor) -> None:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
@@ -188,7 +188,7 @@ class Evicted:
         tensors = [torch.empty_like(form, device=device) for form, device in self._forms]
         flats = [_bytes_of(tensor) for tensor in tensors]
 
-        def take(parcel: _Parcel, buffer: Tensor) -> None:
+        def take(parcel: _EvictedParcel, buffer: Tensor) -> None:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
@@ -277,7 +277,7 @@ def _padded(_: int, nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
-def _rooms(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Piece]]:
+def _rooms(parcel: _EvictedParcel, buffer: Tensor) -> Iterator[tuple[Tensor, Piece]]:
     """The part of a buffer for each piece."""
     offset = 0
     for piece in parcel.pieces:

@@ -18,8 +18,8 @@ from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.extended import Extension, is_product
 from zero_fn.runtime.slot import EXTENSION
-from zero_fn.substitute import copied
-from zero_fn.units import Shared, shared_parameters, subclass_of
+from zero_fn.transforms.substitute import copied
+from zero_fn.values.units import NamedParameter, distinct_parameters, subclass_of
 
 __all__ = ["flatten_subclasses", "is_part"]
 
@@ -73,10 +73,10 @@ def flatten_subclasses(module: M) -> M:
             module=type(module).__name__,
             fix="model = zf.flatten_subclasses(model), then zf.shard_params(model, mesh['dp'])",
         )
-    shared = shared_parameters(module, takes_subclasses=True)
-    found = [each for each in shared if subclass_of(each.parameter) is not None]
+    named = distinct_parameters(module, takes_subclasses=True)
+    found = [each for each in named if subclass_of(each.parameter) is not None]
     rebuilt = [_Rebuilt(each) for each in found]
-    twin, _ = copied(module, shared)
+    twin, _ = copied(module, named)
     modules = dict(twin.named_modules())
     for each, made in zip(found, rebuilt, strict=True):
         parts: dict[str, nn.Parameter | None] | None = None
@@ -107,29 +107,29 @@ def _parametrized(module: nn.Module, attribute: str, made: _Rebuilt) -> parametr
 class _Rebuilt(nn.Module):
     """Makes a tensor of a subclass from its parts, whenever it is read."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, named: NamedParameter) -> None:
         """Looks at what a parameter is made of.
 
         Raises:
             PlacementError: Its class does not say what it is made of, or it is trained and made of several tensors.
         """
         super().__init__()
-        whole: Any = shared.parameter
+        whole: Any = named.parameter
         is_trained = whole.requires_grad
         kind = subclass_of(whole)
         if not is_traceable_wrapper_subclass(whole) or isinstance(whole, DTensor):
-            raise _refused(shared, kind, "not of a class with __tensor_flatten__")
+            raise _refused(named, kind, "not of a class with __tensor_flatten__")
         self._kind: Any = type(whole)
         self._size, self._stride = whole.size(), whole.stride()
         self._names, self._context = whole.__tensor_flatten__()
         for name in self._names:
             if type(getattr(whole, name)) not in (Tensor, nn.Parameter):
-                raise _refused(shared, kind, f"made of tensors that are not plain: {name}")
+                raise _refused(named, kind, f"made of tensors that are not plain: {name}")
         self.extension: Extension | None = None
         if is_trained:
             first: Tensor = getattr(whole, self._names[0])
-            if len(self._names) > 1 or (first.shape, first.dtype) != (shared.parameter.shape, shared.parameter.dtype):
-                raise _refused(shared, kind, "trained, and not made of one tensor of its shape and dtype")
+            if len(self._names) > 1 or (first.shape, first.dtype) != (named.parameter.shape, named.parameter.dtype):
+                raise _refused(named, kind, "trained, and not made of one tensor of its shape and dtype")
             self.extension = Extension(self._kind, self._names[0], self._context)
 
     def right_inverse(self, whole: Any) -> tuple[Tensor, ...]:
@@ -161,9 +161,9 @@ class _Rebuild(torch.autograd.Function):
         return getattr(grad, extension.part) if isinstance(grad, extension.kind) else grad, None
 
 
-def _refused(shared: Shared, kind: type | None, reason: str) -> PlacementError:
+def _refused(named: NamedParameter, kind: type | None, reason: str) -> PlacementError:
     return PlacementError(
-        f"{shared.fqn!r} cannot be kept as plain tensors: it is {reason}.",
-        parameter=f"{kind.__qualname__ if kind is not None else None}  {list(shared.parameter.shape)}",
+        f"{named.fqn!r} cannot be kept as plain tensors: it is {reason}.",
+        parameter=f"{kind.__qualname__ if kind is not None else None}  {list(named.parameter.shape)}",
         fix="freeze it: parameter.requires_grad_(False); or train plain values: nn.Parameter(weight.dequantize())",
     )

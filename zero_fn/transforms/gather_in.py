@@ -7,9 +7,9 @@ from typing import TypeVar
 
 from torch import nn
 
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.values.assignment import Assignment
 
 __all__ = ["gather_in"]
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.errors import MeshError, StateError
-from zero_fn.grid import local_part
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 from zero_fn.runtime.whole_step import register_resting
 from zero_fn.transport.agreement import content_digest
+from zero_fn.values.grid import local_part
 
 __all__ = ["allocate", "materialize", "require_ways"]
 

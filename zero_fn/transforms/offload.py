@@ -6,14 +6,14 @@ from typing import Literal, TypeVar
 
 from torch import nn
 
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home, ReshardAfter
 from zero_fn.runtime.refused import agree_in_tiers
-from zero_fn.substitute import assignment_of, substitute
-from zero_fn.tiers import Cpu, Nvme, Tier, Tiers
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.units import Units, anchors_of, shared_parameters
+from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, ReshardAfter
+from zero_fn.values.tiers import Cpu, Nvme, Tier, Tiers
+from zero_fn.values.units import Units, anchors_of, distinct_parameters
 
 __all__ = ["offload", "offloaded"]
 
@@ -123,7 +123,7 @@ def offloaded(
     """
     if home.tiers.grads is not None or home.tiers.params is not None:
         agree_in_tiers()
-    homes = {parameter.fqn: home for parameter in selected(shared_parameters(module), where)}
+    homes = {parameter.fqn: home for parameter in selected(distinct_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)
     joined = assignment_of(module).join(request)

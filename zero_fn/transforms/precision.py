@@ -7,13 +7,13 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home
-from zero_fn.substitute import assignment_of, substitute
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.units import Shared, shared_parameters
+from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home
+from zero_fn.values.units import NamedParameter, distinct_parameters
 
 __all__ = ["precision"]
 
@@ -71,6 +71,6 @@ def precision(
     return substitute(result, assignment_of(result), verb="precision", donate=True)
 
 
-def _castable(module: nn.Module, where: Where) -> list[Shared]:
+def _castable(module: nn.Module, where: Where) -> list[NamedParameter]:
     """The selected parameters, without parts of tensor subclasses: scales in fewer bits would scale by other numbers."""
-    return [each for each in selected(shared_parameters(module), where) if not is_part(each.parameter)]
+    return [each for each in selected(distinct_parameters(module), where) if not is_part(each.parameter)]

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from zero_fn.errors import LayoutError
-from zero_fn.units import Shared
+from zero_fn.values.units import NamedParameter
 
 __all__ = ["Where", "selected"]
 
@@ -16,21 +16,21 @@ Where = str | Sequence[str] | Callable[[str, nn.Parameter], bool] | None
 """Patterns of parameter names (`"layers.*.weight"`), or a predicate of name and parameter; None: every parameter."""
 
 
-def selected(shared: Sequence[Shared], where: Where) -> list[Shared]:
+def selected(named: Sequence[NamedParameter], where: Where) -> list[NamedParameter]:
     """The parameters that `where` selects; a tied one is selected by any of its names.
 
     Raises:
         LayoutError: It selects none.
     """
     if where is None:
-        return list(shared)
+        return list(named)
     if callable(where):
-        chosen = [parameter for parameter in shared if where(parameter.fqn, parameter.parameter)]
+        chosen = [parameter for parameter in named if where(parameter.fqn, parameter.parameter)]
     else:
         patterns = (where,) if isinstance(where, str) else tuple(where)
         chosen = [
             parameter
-            for parameter in shared
+            for parameter in named
             if any(
                 fnmatchcase(f"{module}.{attribute}".lstrip("."), pattern)
                 for module, attribute in parameter.places
@@ -41,7 +41,7 @@ def selected(shared: Sequence[Shared], where: Where) -> list[Shared]:
         raise LayoutError(
             "where= selects no parameter.",
             where=where if not callable(where) else getattr(where, "__name__", where),
-            parameters=", ".join(parameter.fqn for parameter in shared[:6]) + (", ..." if len(shared) > 6 else ""),
+            parameters=", ".join(parameter.fqn for parameter in named[:6]) + (", ..." if len(named) > 6 else ""),
             fix="match parameter names as named_parameters() gives them: where='layers.*'",
         )
     return chosen

@@ -16,7 +16,7 @@ parameters, the outer one carries 1/n of them. A transform over a second axis ga
 in another way than both together do.
 
 A module that tensor parallelism placed on other axes of the mesh keeps its placements. Its parameters rest on the mesh of
-all these axes (`zero_fn.grid`), and are DTensors on the model axes again while a unit runs.
+all these axes (`zero_fn.values.grid`), and are DTensors on the model axes again while a unit runs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from typing import Literal, TypeVar
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home, ReshardAfter, Sharded
-from zero_fn.mesh import mesh_axis
-from zero_fn.substitute import assignment_of, substitute
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.units import Units, anchors_of, shared_parameters
+from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.mesh import mesh_axis
+from zero_fn.values.units import Units, anchors_of, distinct_parameters
 
 __all__ = ["replicate", "shard_grads", "shard_optimizer", "shard_params"]
 
@@ -183,7 +183,7 @@ def _join(
             "buffers names no policy.", got=repr(buffers), fix='buffers="broadcast" (as DDP) or buffers="local"'
         )
     axis = mesh_axis(mesh, verb=verb)
-    shared = shared_parameters(module)
+    named = distinct_parameters(module)
     if persist_below < 0:
         raise LayoutError("persist_below is a number of bytes.", got=persist_below, fix="persist_below=100_000")
     replicated = Home()
@@ -191,7 +191,7 @@ def _join(
         parameter.fqn: replicated
         if parameter.parameter.numel() * parameter.parameter.element_size() < persist_below
         else home
-        for parameter in selected(shared, where)
+        for parameter in selected(named, where)
     }
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(over=((axis, homes),), anchors=anchors, buffers=buffers)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zero_fn.captured import follow_forwards, refuse_captured
 from zero_fn.errors import CheckpointError, LayoutError, PlacementError, StateError, UnitError
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement
-from zero_fn.substitute import Donated, carry_over
-from zero_fn.tiled import Tiled, TiledEmbedding, TiledLinear, is_tile
+from zero_fn.transforms.captured import follow_forwards, refuse_captured
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.units import Shared, shared_parameters
+from zero_fn.transforms.substitute import Donated, carry_over
+from zero_fn.values.tiled import Tiled, TiledEmbedding, TiledLinear, is_tile
+from zero_fn.values.units import NamedParameter, distinct_parameters
 
 __all__ = ["tile", "untiled"]
 
@@ -93,9 +93,9 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
     for child in chosen.values():
         _keep_written(child, memo[id(child)], memo)
     twin: M = copy.deepcopy(module, memo)
-    shared = shared_parameters(module)
+    named = distinct_parameters(module)
     tiled = {id(parameter) for child in chosen.values() for parameter in child.parameters(recurse=False)}
-    stale = shared if not donate else [each for each in shared if id(each.parameter) in tiled]
+    stale = named if not donate else [each for each in named if id(each.parameter) in tiled]
     follow_forwards(twin, memo)
     refuse_captured(twin, {id(child): name for name, child in module.named_modules() if id(child) in memo}, stale)
     for each in stale:
@@ -173,9 +173,9 @@ def _owners(module: nn.Module, where: Where) -> dict[str, nn.Module]:
     """The modules that own the selected parameters, by name."""
     modules = dict(module.named_modules())
     chosen: dict[str, nn.Module] = {}
-    for shared in selected(shared_parameters(module), where):
-        for name, attribute in shared.places:
-            _require_untied(shared, modules)
+    for named in selected(distinct_parameters(module), where):
+        for name, attribute in named.places:
+            _require_untied(named, modules)
             owner = modules[name]
             if type(owner) not in (nn.Linear, nn.Embedding):
                 raise LayoutError(
@@ -185,17 +185,17 @@ def _owners(module: nn.Module, where: Where) -> dict[str, nn.Module]:
                     fix="name them: where='lm_head.*', or where=lambda name, p: name in ('head.weight', 'emb.weight')",
                 )
             chosen[name] = owner
-    for shared in shared_parameters(module):
-        if any(name in chosen for name, _ in shared.places):
-            _require_untied(shared, modules)
+    for named in distinct_parameters(module):
+        if any(name in chosen for name, _ in named.places):
+            _require_untied(named, modules)
     return chosen
 
 
-def _require_untied(shared: Shared, modules: dict[str, nn.Module]) -> None:
-    if len({id(modules[name]) for name, _ in shared.places}) > 1:
+def _require_untied(named: NamedParameter, modules: dict[str, nn.Module]) -> None:
+    if len({id(modules[name]) for name, _ in named.places}) > 1:
         raise UnitError(
             "A tied weight cannot be tiled.",
-            places=", ".join(f"{name}.{attribute}".lstrip(".") for name, attribute in shared.places),
+            places=", ".join(f"{name}.{attribute}".lstrip(".") for name, attribute in named.places),
             why="its parts would belong to the unit that contains all of these modules, and stay gathered while it runs",
             fix="leave it out of where=, or untie it: head.weight = nn.Parameter(head.weight.detach().clone())",
         )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import DisagreementError
-from zero_fn.mesh import Axis
+from zero_fn.values.mesh import Axis
 
 __all__ = ["agree", "agree_along", "content_digest", "differ", "digest"]
 

@@ -27,11 +27,11 @@ import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 
 from zero_fn.errors import DisagreementError, LostRankError, ZeroError, warn_once
-from zero_fn.mesh import Axis
 from zero_fn.transport.agreement import agree
 from zero_fn.transport.segment import Pending, Transport
 from zero_fn.transport.traffic import PAYLOAD, count, open_counts
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, deadline, set_deadline
+from zero_fn.values.mesh import Axis
 
 __all__ = ["Guarded", "Watched", "guard"]
 

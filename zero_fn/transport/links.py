@@ -27,12 +27,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.errors import DisagreementError, LostRankError
-from zero_fn.mesh import Axis
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.guarded import Guarded, Watched
 from zero_fn.transport.native import Native
 from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
+from zero_fn.values.mesh import Axis
 
 __all__ = ["BY_BACKEND", "Links", "Waits", "open_transport"]
 

@@ -20,10 +20,10 @@ import select
 import time
 import weakref
 
-from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.transport.one_host.arena import WORD_NBYTES, Mapped
 from zero_fn.transport.one_host.futex import fence, has_futexes, wait, wake
 from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, deadline
+from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["CHANNELS", "Mailbox", "are_mailboxes_available", "box_nbytes"]
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
-from zero_fn.layout import ALIGNMENT_NBYTES
 from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
 from zero_fn.transport.one_host.shared import Shared, shared_by
 from zero_fn.transport.segment import (
@@ -36,6 +35,7 @@ from zero_fn.transport.segment import (
     runs_of,
 )
 from zero_fn.transport.waiting import Failure, OutOfStep
+from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["SameHost"]
 

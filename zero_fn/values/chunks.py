@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from zero_fn.errors import TierError
-from zero_fn.tiers import bytes_text
+from zero_fn.values.tiers import bytes_text
 
 __all__ = ["GRAIN_NUMEL", "Piece", "chunks_of"]
 

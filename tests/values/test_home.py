@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zero_fn.errors import LayoutError
-from zero_fn.home import Home, ReshardAfter, Sharded
+from zero_fn.values.home import Home, ReshardAfter, Sharded
 
 
 def test_a_home_asks_for_nothing_by_default() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from zero_fn.layout import ALIGNMENT_NBYTES, aligned_offsets, is_shardable, shard_layout
+from zero_fn.values.layout import ALIGNMENT_NBYTES, aligned_offsets, is_shardable, shard_layout
 
 
 def strides_of(*shape: int) -> tuple[int, ...]:

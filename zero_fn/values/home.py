@@ -24,7 +24,7 @@ from enum import IntEnum
 import torch
 
 from zero_fn.errors import LayoutError
-from zero_fn.tiers import IN_MEMORY, Tiers
+from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Home", "ReshardAfter", "Sharded"]
 

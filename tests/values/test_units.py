@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import zero_fn.units
+import zero_fn.values.units
 from tests.groups import pretended
 from tests.models import Language
 from tests.ranks import Ranks
@@ -20,7 +20,15 @@ from zero_fn.runtime.entry import units_of
 from zero_fn.transforms.checkpoint_activations import checkpoint_activations
 from zero_fn.transforms.shard import shard_params
 from zero_fn.transforms.tile import tile
-from zero_fn.units import LARGE_NBYTES, BySize, Shared, anchors_of, by_size, innermost_common, shared_parameters
+from zero_fn.values.units import (
+    LARGE_NBYTES,
+    BySize,
+    NamedParameter,
+    anchors_of,
+    by_size,
+    distinct_parameters,
+    innermost_common,
+)
 
 
 class Attention(nn.Module):
@@ -52,8 +60,8 @@ class GPT(nn.Module):
 def group_parameters(module: nn.Module, anchors: list[str]) -> dict[str, list[str]]:
     """Names of the parameters of each unit, as a transform groups them."""
     groups: dict[str, list[str]] = {anchor: [] for anchor in anchors}
-    for shared in shared_parameters(module):
-        groups[innermost_common(anchors, (name for name, _ in shared.places))].append(shared.fqn)
+    for named in distinct_parameters(module):
+        groups[innermost_common(anchors, (name for name, _ in named.places))].append(named.fqn)
     return groups
 
 
@@ -141,7 +149,7 @@ def test_a_block_used_twice_is_one_unit() -> None:
     block = nn.Linear(2, 2)
     model = nn.Sequential(block, nn.Linear(2, 2), block)
     assert anchors_of(model, None) == ["", "0", "1"]
-    assert [shared.places for shared in shared_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
+    assert [named.places for named in distinct_parameters(model)][:2] == [(("0", "weight"),), (("0", "bias"),)]
 
 
 # -- large modules beside the blocks -----------------------------------------------------------------------------------
@@ -236,7 +244,7 @@ def _trained_with_large_ones() -> list[str]:
             world.step(model, optimizer, model(tokens).square().mean())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zero_fn.units, "LARGE_NBYTES", 100)
+        patch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
         return differences(tower) + differences(tied)
 
 
@@ -246,7 +254,7 @@ def test_every_stage_trains_to_the_bits_of_replicas_with_large_modules_apart(ran
 
 
 def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zero_fn.units, "LARGE_NBYTES", 100)
+    monkeypatch.setattr(zero_fn.values.units, "LARGE_NBYTES", 100)
     model, calls = Tower(), Counter[str]()
     assert {"enter", "leave"} <= set(anchors_of(model, None))
     for name in ("enter", "blocks.1.up", "leave"):
@@ -260,9 +268,9 @@ def test_activations_of_blocks_are_recomputed_and_not_those_of_large_modules(mon
 
 def test_a_tied_parameter_is_one_with_all_its_places() -> None:
     model = GPT()
-    embedding = shared_parameters(model)[0]
+    embedding = distinct_parameters(model)[0]
     assert embedding.parameter is model.embedding.weight
-    assert embedding == Shared(embedding.parameter, (("embedding", "weight"), ("head", "weight")))
+    assert embedding == NamedParameter(embedding.parameter, (("embedding", "weight"), ("head", "weight")))
     assert embedding.fqn == "embedding.weight"
 
 
@@ -376,18 +384,18 @@ def test_by_size_needs_a_positive_number_of_bytes(nbytes: int) -> None:
 
 def test_lazy_parameters_are_refused_by_name() -> None:
     with pytest.raises(LayoutError, match="no shape yet") as caught:
-        shared_parameters(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
+        distinct_parameters(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))
     assert caught.value.facts["parameter"] == "1.weight"
 
 
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_sparse_embeddings_are_refused(kind: type[nn.Module]) -> None:
     with pytest.raises(LayoutError, match="Sparse gradients"):
-        shared_parameters(nn.Sequential(kind(4, 2, sparse=True)))
+        distinct_parameters(nn.Sequential(kind(4, 2, sparse=True)))
 
 
 def test_attributes_that_are_none_are_no_parameters() -> None:
-    assert [shared.fqn for shared in shared_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
+    assert [named.fqn for named in distinct_parameters(nn.Linear(2, 2, bias=False))] == ["weight"]
 
 
 def test_anchors_are_found_on_meta() -> None:

@@ -14,10 +14,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from tests.groups import pretended_grid
-from zero_fn.grid import Grid, _reads_alike, grid_of, local_part
-from zero_fn.home import Sharded
-from zero_fn.layout import TOLERATED_PADDING_NUMEL
-from zero_fn.mesh import mesh_axis
+from zero_fn.values.grid import Grid, _reads_alike, grid_of, local_part
+from zero_fn.values.home import Sharded
+from zero_fn.values.layout import TOLERATED_PADDING_NUMEL
+from zero_fn.values.mesh import mesh_axis
 
 NOTHING, OPTIMIZER, GRADS, PARAMS = Sharded
 

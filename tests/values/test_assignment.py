@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from tests.groups import pretended_grid
-from zero_fn.assignment import Assignment
 from zero_fn.errors import LayoutError, MeshError, UnitError
-from zero_fn.home import Home, Sharded
-from zero_fn.mesh import Axis, mesh_axis, root_of
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.mesh import Axis, mesh_axis, root_of
 
 
 @pytest.fixture(scope="module")

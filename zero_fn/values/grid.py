@@ -32,9 +32,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import MeshError, PlacementError
-from zero_fn.home import Sharded
-from zero_fn.layout import TOLERATED_PADDING_NUMEL, ShardLayout, is_shardable, shard_layout
-from zero_fn.mesh import Axis, axes_text, cut_from, dims_in, joined_mesh, root_of
+from zero_fn.values.home import Sharded
+from zero_fn.values.layout import TOLERATED_PADDING_NUMEL, ShardLayout, is_shardable, shard_layout
+from zero_fn.values.mesh import Axis, axes_text, cut_from, dims_in, joined_mesh, root_of
 
 __all__ = ["Cut", "Grid", "grid_of", "local_part"]
 

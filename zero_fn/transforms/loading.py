@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import CheckpointError
-from zero_fn.mesh import axes_text
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
@@ -23,9 +22,10 @@ from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import unit_of
-from zero_fn.tiled import Tiled
 from zero_fn.transport.agreement import content_digest
-from zero_fn.units import subclass_of
+from zero_fn.values.mesh import axes_text
+from zero_fn.values.tiled import Tiled
+from zero_fn.values.units import subclass_of
 
 __all__ = ["check_and_shard_entries"]
 

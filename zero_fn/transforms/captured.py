@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import LayoutError, PlacementError
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.units import Shared
+from zero_fn.values.units import NamedParameter
 
 __all__ = ["follow_forwards", "rebound", "refuse_captured"]
 
@@ -30,7 +30,7 @@ _PRINTED = ("extra_repr",)  # of a module whose weight torchao quantized: a text
 _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 
 
-def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Sequence[Shared]) -> None:
+def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Sequence[NamedParameter]) -> None:
     """Looks through attributes and hooks of a copied module, and through hooks of parameters.
 
     Args:
@@ -42,7 +42,7 @@ def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Seq
         LayoutError: A function holds a module of before, in its closure or as a default.
         PlacementError: A function or a container holds a trained parameter.
     """
-    trained = {id(shared.parameter): shared.fqn for shared in parameters if shared.parameter.requires_grad}
+    trained = {id(named.parameter): named.fqn for named in parameters if named.parameter.requires_grad}
     for name, child in twin.named_modules():
         own = {id(parameter) for parameter in child._parameters.values()}
         for attribute, value in child.__dict__.items():
@@ -53,10 +53,10 @@ def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Seq
                 _refuse_module(path, found, modules)
                 if id(found) in trained and id(found) not in followed:
                     raise _holds_parameter(path, trained[id(found)])
-    for shared in parameters:
-        for hook in (*gradient_hooks(shared.parameter), *parameter_hooks(shared.parameter)):
+    for named in parameters:
+        for hook in (*gradient_hooks(named.parameter), *parameter_hooks(named.parameter)):
             for found in () if _is_bound(hook) else _held(hook):
-                _refuse_module(f"a hook of {shared.fqn}", found, modules)
+                _refuse_module(f"a hook of {named.fqn}", found, modules)
 
 
 def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:

@@ -15,7 +15,7 @@ from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
-from zero_fn.tiers import is_accelerator, is_away
+from zero_fn.values.tiers import is_accelerator, is_away
 
 __all__ = ["Held", "held", "padding_nbytes"]
 

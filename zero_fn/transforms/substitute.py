@@ -17,11 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _world
 from torch.jit import ScriptModule
 
-from zero_fn.assignment import Assignment
-from zero_fn.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError, TierError
-from zero_fn.grid import Grid, grid_of
-from zero_fn.loading import check_and_shard_entries
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
@@ -38,12 +34,16 @@ from zero_fn.runtime.slot import Place, Slot, model_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_emptied_buffers
-from zero_fn.saving import check_entries_saved
-from zero_fn.tiled import is_tile
+from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
+from zero_fn.transforms.loading import check_and_shard_entries
+from zero_fn.transforms.saving import check_entries_saved
+from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agreement import content_digest
 from zero_fn.transport.links import Links
-from zero_fn.units import Shared, anchors_of, innermost_common, shared_parameters
-from zero_fn.wrapped import refuse_ddp
+from zero_fn.values.assignment import Assignment
+from zero_fn.values.grid import Grid, grid_of
+from zero_fn.values.tiled import is_tile
+from zero_fn.values.units import NamedParameter, anchors_of, distinct_parameters, innermost_common
 
 __all__ = ["Donated", "assignment_of", "carry_over", "copied", "move_buffers", "substitute"]
 
@@ -133,16 +133,16 @@ def _substitute(
     donate: bool,
     reserves: bool,
 ) -> M:
-    shared = shared_parameters(module)
-    _require_untouched_ties(shared)
-    _require_own_memory(shared)
-    _require_buffers_apart(module, shared)
-    sources: list[Tensor] = [parameter.parameter for parameter in shared]
-    models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in shared)
+    named = distinct_parameters(module)
+    _require_untouched_ties(named)
+    _require_own_memory(named)
+    _require_buffers_apart(module, named)
+    sources: list[Tensor] = [parameter.parameter for parameter in named]
+    models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in named)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
         note_mesh(grid.mesh)
-    twin, memo = copied(module, shared)
+    twin, memo = copied(module, named)
     prepare(twin)
     anchors = assignment.anchors if assignment.anchors is not None else tuple(anchors_of(module, None))
     wanted = {"", *anchors, *_tiles(twin), *assignment.outputs}
@@ -150,20 +150,20 @@ def _substitute(
     run = Run(Links(assignment.axes), assignment)
     wholes, donors = _Wholes(), _Donors()
     members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
-    for i, parameter in enumerate(shared):
+    for i, parameter in enumerate(named):
         members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
     modules = dict(twin.named_modules())
     units: dict[str, Unit] = {}
     for anchor in anchors:
         if members[anchor] or not anchor or anchor in assignment.outputs:
-            chosen = [shared[i] for i in members[anchor]]
+            chosen = [named[i] for i in members[anchor]]
             units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, run, grid)
     if reserves:
         _reserve(run, site)
     if assignment.axis is not None:
         move_buffers(twin, assignment.axis.device_type)
     for anchor, unit in units.items():
-        chosen = [shared[i] for i in members[anchor]]
+        chosen = [named[i] for i in members[anchor]]
         _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.outputs.get(anchor))
         for parameter, slot in zip(chosen, unit.slots, strict=True):
@@ -196,7 +196,12 @@ def _tiles(module: nn.Module) -> Iterator[str]:
 
 
 def _unit_of(
-    anchor: str, chosen: list[Shared], sources: list[Tensor], modules: dict[str, nn.Module], run: Run, grid: Grid
+    anchor: str,
+    chosen: list[NamedParameter],
+    sources: list[Tensor],
+    modules: dict[str, nn.Module],
+    run: Run,
+    grid: Grid,
 ) -> Unit:
     """A unit that has no memory yet."""
     slots, assignment = [], run.module.assignment
@@ -308,12 +313,12 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
             attach(Attached(module, unit))
 
 
-def _require_untouched_ties(shared: list[Shared]) -> None:
+def _require_untouched_ties(named: list[NamedParameter]) -> None:
     """A module of which a part was transformed before shares that part with another model: a copy would untie them.
 
     If all of it was, the caller wants another one like it.
     """
-    trained = [(parameter.fqn, parameter.parameter) for parameter in shared if parameter.parameter.requires_grad]
+    trained = [(parameter.fqn, parameter.parameter) for parameter in named if parameter.parameter.requires_grad]
     earlier = [(fqn, replacement_of(parameter)) for fqn, parameter in trained]
     replaced = [(fqn, found) for fqn, found in earlier if found is not None and found.parameter() is not None]
     if replaced and len(replaced) < len(trained):
@@ -328,9 +333,9 @@ def _require_untouched_ties(shared: list[Shared]) -> None:
         )
 
 
-def _require_own_memory(shared: list[Shared]) -> None:
+def _require_own_memory(named: list[NamedParameter]) -> None:
     """Parameters that begin at the same address are ties that only memory knows of: shards have memory of their own."""
-    held = [(parameter, local_of(parameter.parameter)) for parameter in shared]
+    held = [(parameter, local_of(parameter.parameter)) for parameter in named]
     held = [(parameter, local) for parameter, local in held if not isinstance(local, TierTensor) and not local.is_meta]
     for earlier, later in at_same_address(local for _, local in held):
         other, parameter = held[earlier][0], held[later][0]
@@ -343,10 +348,10 @@ def _require_own_memory(shared: list[Shared]) -> None:
             )
 
 
-def _require_buffers_apart(module: nn.Module, shared: list[Shared]) -> None:
+def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> None:
     """A buffer in the memory of a parameter follows it only as long as that stays there."""
-    trained: dict[int, list[tuple[Shared, range]]] = {}
-    for parameter in shared:
+    trained: dict[int, list[tuple[NamedParameter, range]]] = {}
+    for parameter in named:
         local = local_of(parameter.parameter)
         if parameter.parameter.requires_grad and type(local) is Tensor and not local.is_meta and local.numel():
             trained.setdefault(local.untyped_storage().data_ptr(), []).append((parameter, _addresses(local)))
@@ -368,9 +373,9 @@ def _addresses(tensor: Tensor) -> range:
     return range(tensor.data_ptr(), tensor.data_ptr() + spanned(tensor) * tensor.itemsize)
 
 
-def copied(module: M, parameters: list[Shared]) -> tuple[M, dict[int, Any]]:
+def copied(module: M, parameters: list[NamedParameter]) -> tuple[M, dict[int, Any]]:
     """A deep copy that shares the parameters and enters no units; and the copies, by the `id` of what was copied."""
-    memo: dict[int, Any] = {id(shared.parameter): shared.parameter for shared in parameters}
+    memo: dict[int, Any] = {id(named.parameter): named.parameter for named in parameters}
     memo.update((id(attached), attached) for _, attached in attached_below(module))
     memo.update((id(method), method) for method in methods_of(module))
     memo.update((id(group), group) for group in _world.pg_map)  # handles: `self.group = mesh.get_group("sp")`

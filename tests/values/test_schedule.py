@@ -5,7 +5,7 @@
     forward_*, backward_*    what the pure functions make of a trace
     zero*                    what a rank really does in its second step under each recipe
 
-    SNAPSHOTS=write python -m pytest tests/test_schedule.py     # writes them again; read the difference before you commit
+    SNAPSHOTS=write python -m pytest tests/values/test_schedule.py  # writes them again; read the difference
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zero_fn.runtime.run import Run
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.use import UnitUse
-from zero_fn.schedule import (
+from zero_fn.values.schedule import (
     Await,
     Enter,
     Event,

@@ -7,7 +7,7 @@ that contains all of them, so ties work within and across units.
 By default the anchors are the repeated blocks of the model: the members of `ModuleList`, `Sequential` and `ModuleDict`
 containers with at least two members that have parameters; nested containers are looked through, blocks are not. A large
 module beside them (`LARGE_NBYTES`: token tables, output heads) is a unit of its own, for the unit of the root stays gathered
-from the first forward to the last backward. Parts of a tiled module (`zero_fn.tiled`) are units beside whatever was chosen.
+from the first forward to the last backward. Parts of a tiled module (`tiled.py`) are units beside whatever was chosen.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from torch.jit import ScriptModule
 from torch.nn.parameter import UninitializedParameter
 
 from zero_fn.errors import LayoutError, PlacementError, UnitError
-from zero_fn.tiled import Tiled, is_tile
+from zero_fn.values.tiled import Tiled, is_tile
 
 __all__ = [
     "LARGE_NBYTES",
     "BySize",
-    "Shared",
+    "NamedParameter",
     "Units",
     "anchors_of",
     "by_size",
+    "distinct_parameters",
     "innermost_common",
     "repeated_blocks",
-    "shared_parameters",
     "subclass_of",
 ]
 
@@ -61,7 +61,7 @@ def by_size(*, nbytes: int) -> BySize:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class NamedParameter:
     """One parameter and every place that holds it.
 
     Attributes:
@@ -79,7 +79,7 @@ class Shared:
         return f"{module}.{attribute}" if module else attribute
 
 
-def shared_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[Shared]:
+def distinct_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[NamedParameter]:
     """The distinct parameters of a module in registration order, with all their places.
 
     Args:
@@ -108,7 +108,7 @@ def shared_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> l
                 _refuse_subclass(f"{module_name}.{attribute}".lstrip("."), parameter)
             parameters[id(parameter)] = parameter
             places.setdefault(id(parameter), []).append((module_name, attribute))
-    return [Shared(parameters[key], tuple(found)) for key, found in places.items()]
+    return [NamedParameter(parameters[key], tuple(found)) for key, found in places.items()]
 
 
 def _refuse_sparse(name: str, module: nn.Module) -> None:
@@ -245,10 +245,10 @@ def _large_beside(blocks: Set[str], module: nn.Module) -> Iterator[str]:
         elif not isinstance(child, Tiled):
             beside.append(name)
     nbytes: Counter[str] = Counter()
-    for shared in shared_parameters(module):
+    for named in distinct_parameters(module):
         # A table that is tied to a head elsewhere counts for neither: it belongs to the unit around both.
-        holder = innermost_common(beside, (place for place, _ in shared.places))
-        nbytes[holder] += shared.parameter.numel() * shared.parameter.element_size()
+        holder = innermost_common(beside, (place for place, _ in named.places))
+        nbytes[holder] += named.parameter.numel() * named.parameter.element_size()
     return (name for name in beside if nbytes[name] > LARGE_NBYTES)
 
 

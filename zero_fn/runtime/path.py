@@ -23,11 +23,11 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from zero_fn.grid import Cut, Grid
-from zero_fn.home import Sharded
-from zero_fn.layout import ShardLayout
-from zero_fn.mesh import Axis
 from zero_fn.transport.segment import Contribution, Route, Segment
+from zero_fn.values.grid import Cut, Grid
+from zero_fn.values.home import Sharded
+from zero_fn.values.layout import ShardLayout
+from zero_fn.values.mesh import Axis
 
 __all__ = ["Hop", "Path", "path_of"]
 

@@ -8,9 +8,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import MeshError
-from zero_fn.mesh import axes_text
 from zero_fn.transforms.shard import replicate as replicate_over
 from zero_fn.transforms.shard import shard_grads, shard_optimizer, shard_params
+from zero_fn.values.mesh import axes_text
 
 __all__ = ["hybrid", "zero1", "zero2", "zero3"]
 

@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zero_fn.errors import StorageError, TierError
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.parked import Parked, Parking
 from zero_fn.runtime.uncompiled import left_alone
+from zero_fn.transforms.parked import Parked, Parking
 from zero_fn.transport.agreement import agree, content_digest
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Segment

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Store
-from zero_fn.tiers import Nvme, Tier, is_away
+from zero_fn.values.tiers import Nvme, Tier, is_away
 
 __all__ = ["Parked", "Parking"]
 

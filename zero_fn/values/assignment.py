@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 
 from zero_fn.errors import LayoutError, MeshError, UnitError
-from zero_fn.home import Home, Sharded
-from zero_fn.mesh import Axis, axes_text, dims_in, root_of
+from zero_fn.values.home import Home, Sharded
+from zero_fn.values.mesh import Axis, axes_text, dims_in, root_of
 
 __all__ = ["Assignment"]
 

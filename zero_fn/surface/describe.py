@@ -9,14 +9,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
-from zero_fn.held import padding_nbytes
-from zero_fn.home import Sharded
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
-from zero_fn.table import table
-from zero_fn.tiers import IN_MEMORY
+from zero_fn.surface.held import padding_nbytes
+from zero_fn.surface.table import table
+from zero_fn.values.home import Sharded
+from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["Description", "UnitRow", "describe"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.groups import pretended_grid
-from zero_fn.mesh import dims_in, joined_mesh, root_of
+from zero_fn.values.mesh import dims_in, joined_mesh, root_of
 
 
 def test_submeshes_know_their_root_and_can_be_joined_again() -> None:

@@ -1,0 +1,1 @@
+"""What users call beside transforms: one-line stages, checks, descriptions, what is held."""
