@@ -32,8 +32,8 @@ def states_in_chunks(optimizer: Streamed) -> Kept:
     optimizer._steps.finish()
     optimizer._steps.require_whole("save")
     found: Kept = {}
-    for cut, parameter in _cuts(optimizer):
-        dtypes, others = found.setdefault(id(parameter), ({}, {}))
+    for cut in _cuts(optimizer):
+        dtypes, others = found.setdefault(id(cut.parameter), ({}, {}))
         dtypes |= {name: dtype for name, (dtype, _) in cut.fields.items() if name in cut.present}
         others |= cut.resident
         for name, value in cut.resident.items():
@@ -48,8 +48,8 @@ def states_in_chunks(optimizer: Streamed) -> Kept:
 def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
     """By the identity of each parameter: the states that chunks have room for."""
     found: dict[int, dict[str, torch.dtype]] = {}
-    for cut, parameter in _cuts(optimizer):
-        found.setdefault(id(parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
+    for cut in _cuts(optimizer):
+        found.setdefault(id(cut.parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
     return found
 
 
@@ -72,11 +72,10 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
 
     def visit(chunk: Chunk, buffer: Tensor) -> None:
         for cut in chunk.cuts:
-            parameter = states.known[cut.piece.parameter]
             for name, value in cut.states(buffer).items():
                 if name in cut.present:
-                    _require_in_order(cut, parameter)
-                    take(parameter, name, cut.piece.start, value.reshape(-1).cpu())
+                    _require_in_order(cut)
+                    take(cut.parameter, name, cut.piece.start, value.reshape(-1).cpu())
 
     each_chunk([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False)
 
@@ -101,13 +100,12 @@ def fill_states(
 
     def visit(chunk: Chunk, buffer: Tensor) -> None:
         for cut in chunk.cuts:
-            parameter = states.known[cut.piece.parameter]
-            dtypes, others = find(parameter)
+            dtypes, others = find(cut.parameter)
             values: dict[str, Any] = dict(others)
             for name, dtype in dtypes.items():
-                _require_in_order(cut, parameter)
+                _require_in_order(cut)
                 flat = torch.empty(cut.piece.numel, dtype=dtype)
-                fill(parameter, name, cut.piece.start, flat)
+                fill(cut.parameter, name, cut.piece.start, flat)
                 values[name] = flat.view(cut.shape).to(buffer.device)
             cut.keep(buffer, values)
 
@@ -115,16 +113,15 @@ def fill_states(
     steps.failed = None
 
 
-def _cuts(optimizer: Streamed) -> list[tuple[SteppedPiece, Tensor]]:
-    states = optimizer.states
-    return [(cut, states.known[cut.piece.parameter]) for chunk in states.chunks for cut in chunk.cuts]
+def _cuts(optimizer: Streamed) -> list[SteppedPiece]:
+    return [cut for chunk in optimizer.states.chunks for cut in chunk.cuts]
 
 
-def _require_in_order(cut: SteppedPiece, parameter: Tensor) -> None:
-    if not cut.piece.is_whole and not local_of(parameter).is_contiguous():
+def _require_in_order(cut: SteppedPiece) -> None:
+    if not cut.piece.is_whole and not local_of(cut.parameter).is_contiguous():
         raise CheckpointError(
             "A state passes through buffers in pieces, and not in the order of its elements.",
-            parameter=f"{list(parameter.shape)} with strides {parameter.stride()}",
+            parameter=f"{list(cut.parameter.shape)} with strides {cut.parameter.stride()}",
             fix="a larger buffer, so that it passes whole: zf.streamed(optimizer, tier, buffer='1GiB')",
         )
 

@@ -5,8 +5,7 @@ float32, and, if somebody wants them, the new parameters in bfloat16.
     written  param 4, exp_avg 4, exp_avg_sq 4, send 0 or 2
 
 The arithmetic is that of torch's fused optimizers, to the bit (bfloat16 gradients count as cast before, `send` as cast
-after). Without a compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel does it, on parts that
-fit the processor's cache.
+after). Without a compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel does it.
 
 [Note: which roundings] Of `v * b + (c * g) * g` a compiler may compute one product and the sum with a single rounding, and
 builds of torch differ in which; torch's kernel does it in one way in whole vectors and in another in the elements after
@@ -19,8 +18,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from functools import cache
 
@@ -147,41 +146,17 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
         torch.autograd.graph.increment_version([t for t in written if t is not None and not t.is_inference()])
 
 
-_PART_NUMEL = 1 << 20  # parts stay near the processor; of smaller ones, several threads wait too often for all of them
-
-
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
-    """Steps pieces by torch's fused kernel, part by part where dtypes have to be cast, so that casts stay in the cache.
+    """Steps pieces by torch's fused kernel, which takes gradients in float32.
 
     Args:
         pieces: What to step.
         rates: For all of them.
     """
     for piece in pieces:
-        is_cast = piece.grad.dtype != torch.float32 or piece.send is not None
-        for part in _parts(piece) if is_cast else (piece,):
-            _fused(part, rates)
-            if part.send is not None:
-                part.send.copy_(part.param)
-
-
-def _parts(piece: AdamPiece) -> Iterator[AdamPiece]:
-    """Cut at multiples of any vector, so that its remainder is where it is in the whole."""
-    numel = piece.param.numel()
-
-    def cut(tensor: Tensor, start: int) -> Tensor:
-        return tensor.as_strided((numel,), (1,))[start : start + _PART_NUMEL]
-
-    for start in range(0, numel, _PART_NUMEL):
-        yield AdamPiece(
-            cut(piece.param, start),
-            cut(piece.grad, start).float(),
-            cut(piece.exp_avg, start),
-            cut(piece.exp_avg_sq, start),
-            cut(piece.max_exp_avg_sq, start) if piece.max_exp_avg_sq is not None else None,
-            piece.step,
-            cut(piece.send, start) if piece.send is not None else None,
-        )
+        _fused(replace(piece, grad=piece.grad.float()), rates)
+        if piece.send is not None:
+            piece.send.copy_(piece.param)
 
 
 def _fused(piece: AdamPiece, rates: AdamRates) -> None:

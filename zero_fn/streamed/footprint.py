@@ -81,8 +81,8 @@ def footprint(optimizer: Optimizer) -> Footprint:
         require_streamable(optimizer, elementwise=False)
         return _streamed(parameters, planner.chunks(parameters))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    rows = zip(trained, planner.kept(trained), strict=True)
-    sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in kept.schema) for p, kept in rows)
+    rows = zip(trained, planner.kept(trained, in_pieces=False), strict=True)
+    sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in schema) for p, schema in rows)
     return Footprint(states_nbytes=sum(sizes))
 
 
@@ -99,7 +99,7 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
         else:
             found.states_nbytes += sum(sizes) if tier is None else whole_pages(sum(sizes))
         if is_accelerator(device.type):
-            _add_visits(found, tier, parameters, members)
+            _add_visits(found, tier, members)
     for disk, sizes in on_disk.items():
         rings.append(sizes)
         found.tiers[disk] += sum(sizes)
@@ -118,13 +118,13 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
     return found
 
 
-def _add_visits(found: Footprint, tier: Tier | None, parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> None:
+def _add_visits(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> None:
     """A step is where the states are: on the host if they are in a tier. Gradients that are on the other side come there,
     and parameters come and go back."""
     on_host, (there, back) = tier is not None, found.link
     for chunk in chunks:
         for cut in chunk.cuts:
-            parameter = parameters[cut.piece.parameter]
+            parameter = cut.parameter
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,11 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, looks_at_whole_tensors
 
 __all__ = [
-    "KeptStates",
     "Schema",
     "hand_over",
     "kept_by",
     "raw_step",
     "replaced",
-    "require_kept_in_states",
     "require_not_streamed",
     "require_streamable",
     "schema_of",
@@ -38,6 +36,7 @@ Schema = tuple[tuple[str, torch.dtype], ...]
 """Names and dtypes of the states that have an element for each element of the parameter."""
 
 _NUMEL = 7
+_REPLACED = ("params", "param_groups", "state", "defaults", "takes_from_tiers")
 
 
 def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
@@ -101,19 +100,9 @@ def raw_step(optimizer: Optimizer) -> None:
 # -- its states ------------------------------------------------------------------------------------------------------
 
 
-class KeptStates(NamedTuple):
-    """What an optimizer keeps of a parameter.
-
-    Attributes:
-        schema: Its states that have an element for each element of the parameter.
-        elsewhere: What its step has changed beside states, by name; and states that are in the memory of others.
-    """
-
-    schema: Schema
-    elsewhere: Sequence[str]
-
-
-def kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device) -> KeptStates:
+def kept_by(
+    optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device, *, in_pieces: bool
+) -> Schema:
     """What a first step in this group keeps of a parameter like this, found out on one of seven elements.
 
     Args:
@@ -121,9 +110,11 @@ def kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, d
         group: The options to step with.
         parameter: What it steps. States that it made for this one before any step (Adagrad in torch) are made for the other.
         device: Where that is stepped.
+        in_pieces: Whether it is to step one buffer after the other.
 
     Raises:
-        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone.
+        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or one of
+            a user is to step buffers, and keeps something elsewhere than in states, which would be of buffers.
     """
     local = local_of(parameter)
     probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
@@ -143,23 +134,15 @@ def kept_by(optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, d
     if any(key is not probe for key in states):
         raise _refusal(optimizer, "it keeps states that belong to no parameter")
     tensors = {name: value for name, value in states[probe].items() if isinstance(value, Tensor)}
-    shared = [list(tensors)[later] for _, later in at_same_address(tensors.values())]
-    return KeptStates(schema_of(states[probe], probe), [*elsewhere, *shared])
-
-
-def require_kept_in_states(optimizer: Optimizer, kept: KeptStates) -> None:
-    """For an optimizer of a user that is to step one buffer after the other.
-
-    Raises:
-        PlacementError: It keeps something elsewhere than in states, which would be of buffers and not of steps.
-    """
-    if kept.elsewhere and type(optimizer) not in TORCH_ELEMENTWISE:
+    elsewhere += [list(tensors)[later] for _, later in at_same_address(tensors.values())]
+    if in_pieces and elsewhere and type(optimizer) not in TORCH_ELEMENTWISE:
         raise _refusal(
             optimizer,
-            f"it keeps {', '.join(kept.elsewhere)} elsewhere than in states with memory of their own; its step is called "
-            "for each buffer, and states move",
+            f"it keeps {', '.join(elsewhere)} elsewhere than in states with memory of their own; its step is called for "
+            "each buffer, and states move",
             fix="keep it in the state of each parameter: self.state[p]['step'] += 1",
         )
+    return schema_of(states[probe], probe)
 
 
 def schema_of(states: Mapping[str, Any], parameter: Tensor) -> Schema:
@@ -174,40 +157,23 @@ def _is_of(value: object, parameter: Tensor) -> bool:
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
 ) -> tuple[Mapping[Any, Any], list[str]]:
-    """All states after a step of one parameter, and what else was changed, which is undone."""
+    """All states after a step of one parameter; and what else looks different then, which is undone."""
     state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
-    own = _may_change({**vars(optimizer), **group, **vars(probe)})
-    trial = {**group, **_copied(_may_change(group)), "params": [probe]}
+    trial = {**group, "params": [probe]}
     with replaced(optimizer, [trial], state), torch.no_grad():
-        vars(optimizer).update(_copied(_may_change(vars(optimizer))))
+        for own in (vars(optimizer), trial):  # what a step changes in place is a copy
+            own |= {name: copy.copy(own[name]) for name in _shown(own) if isinstance(own[name], list | dict | set)}
+            own |= {name: value.clone() for name, value in own.items() if isinstance(value, Tensor)}
+        before = _shown(vars(optimizer) | trial | vars(probe))
         raw_step(optimizer)
-        after = {**vars(optimizer), **trial, **vars(probe)}
-    return state, [name for name in _may_change(after) if name not in own or not _is_same(own[name], after[name])]
+        after = _shown(vars(optimizer) | trial | vars(probe))
+    return state, [name for name, text in after.items() if before.get(name) != text]
 
 
-def _may_change(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Attributes and options but for those that a step finds replaced, and hooks."""
-    taken = ("params", "param_groups", "state", "defaults", "takes_from_tiers")
-    return {name: value for name, value in own.items() if name not in taken and not name.startswith("_optimizer_")}
-
-
-def _copied(own: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, of which tensors and containers may be changed in place."""
-    return {
-        name: value.detach().clone() if isinstance(value, Tensor) else copy.copy(value)
-        for name, value in own.items()
-        if isinstance(value, Tensor | list | dict | set)
-    }
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
-    if isinstance(one, list | dict | set) and isinstance(other, list | dict | set) and len(one) != len(other):
-        return False
-    return bool(one == other)
+def _shown(own: Mapping[str, Any]) -> dict[str, str]:
+    """Attributes and options as text, but for those that a step finds replaced, and hooks."""
+    names = (name for name in own if name not in _REPLACED and not name.startswith("_optimizer_"))
+    return {name: repr(own[name]) for name in names}
 
 
 # -- once it was given away ------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.record import Parcel
 from zero_fn.runtime.registry import slot_of
-from zero_fn.streamed.inner import KeptStates, Schema, kept_by, require_kept_in_states, schema_of
+from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
@@ -53,15 +53,13 @@ class _Stepped:
     """A parameter that is to be stepped.
 
     Attributes:
-        number: Its number.
-        group: That of its group.
+        group: The number of its group.
         parameter: Itself.
         schema: Its states.
         tier, fraction: Where these are to rest, and how much of them.
         place: Where the parameter rests, if that is in another tier.
     """
 
-    number: int
     group: int
     parameter: Tensor
     schema: Schema
@@ -79,8 +77,8 @@ class SteppedPiece:
     """One piece in its chunk.
 
     Attributes:
-        piece: Which elements.
-        group: The number of the parameter's group.
+        parameter, group: Which parameter, and the number of its group.
+        piece: Which elements of it.
         numel, dtype: Of all of the parameter on this rank.
         shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
         fields: Where each state lies: its name, dtype and first byte in the chunk.
@@ -92,7 +90,8 @@ class SteppedPiece:
     """
 
     __slots__ = (
-        "dtype", "fields", "group", "in_parcel", "numel", "piece", "present", "resident", "shape", "stride", "visits",
+        "dtype", "fields", "group", "in_parcel", "numel", "parameter", "piece", "present", "resident", "shape", "stride",
+        "visits",
     )  # fmt: skip
 
     def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
@@ -103,8 +102,7 @@ class SteppedPiece:
                 why="its elements have gaps in memory",
                 fix="a larger buffer: zf.streamed(optimizer, tier, buffer='1GiB')",
             )
-        self.piece = Piece(row.number, piece.start, piece.stop, piece.is_whole)
-        self.group, self.in_parcel = row.group, in_parcel
+        self.parameter, self.group, self.piece, self.in_parcel = row.parameter, row.group, piece, in_parcel
         self.numel, self.dtype = local.numel(), local.dtype
         # A row where it is cut: some decay matrices only, by `p.ndim`.
         self.shape = tuple(local.shape) if piece.is_whole else (*[1] * (local.dim() - 1), piece.numel)
@@ -234,9 +232,7 @@ class Planner:
         """
         for parameter in parameters:
             follow(parameter)
-        all_kept = self.kept(parameters)
-        for kept in all_kept:
-            require_kept_in_states(self.inner, kept)
+        schemas = self.kept(parameters, in_pieces=True)
         wanted, groups = [self._tier_of(p) for p in parameters], self._groups_of(parameters)
         if parameters and all(tier is None for tier, _ in wanted):
             raise TierError(
@@ -245,32 +241,33 @@ class Planner:
                 fix="zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.offload(model, optim=...) before the optimizer",
             )
         rows = [
-            _Stepped(number, groups[number], p, all_kept[number].schema, *wanted[number], place_of(p))
+            _Stepped(groups[number], p, schemas[number], *wanted[number], place_of(p))
             for number, p in enumerate(parameters)
         ]
         found = [*self._here([row for row in rows if row.place is None]), *self._away(rows)]
-        _choose_tiers(found, rows)
+        _choose_tiers(found, {row.parameter: row for row in rows})
         return found
 
-    def kept(self, parameters: Sequence[Tensor]) -> list[KeptStates]:
+    def kept(self, parameters: Sequence[Tensor], *, in_pieces: bool) -> list[Schema]:
         """What the optimizer keeps of each parameter: what one like it has, or what a first step would make.
 
         Raises:
-            PlacementError: It cannot step one parameter alone.
+            PlacementError: See `kept_by`.
         """
-        found: dict[object, KeptStates] = {}
+        found: dict[object, Schema] = {}
         kinds = []
         for group, parameter in zip(self._groups_of(parameters), parameters, strict=True):
             local, device = local_of(parameter), self._step_device(parameter)
             kind = group, local.dtype, device, local.dim()
             kinds.append(kind)
             if kind not in found:
-                found[kind] = KeptStates((), ())
+                found[kind] = ()
                 if local.is_floating_point() or local.is_complex():  # others are never trained
-                    found[kind] = kept_by(self.inner, self.inner.param_groups[group], parameter, device)
+                    options = self.inner.param_groups[group]
+                    found[kind] = kept_by(self.inner, options, parameter, device, in_pieces=in_pieces)
             schema = schema_of(self.inner.state.get(parameter, {}), parameter) if self.inner.state else ()
-            if parameter.numel() > 1 and len(schema) > len(found[kind].schema):
-                found[kind] = found[kind]._replace(schema=schema)
+            if parameter.numel() > 1 and len(schema) > len(found[kind]):
+                found[kind] = schema
         return [found[kind] for kind in kinds]
 
     def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
@@ -344,13 +341,13 @@ class Planner:
         return found
 
 
-def _choose_tiers(chunks: Iterable[Chunk], rows: Sequence[_Stepped]) -> None:
+def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[Tensor, _Stepped]) -> None:
     """So many chunks in their tier as its fraction says, taking turns with those that stay on the device. A parcel that
     mixes tiers goes where the states of its first parameter go."""
     total: Counter[Tier | None] = Counter()
     there: Counter[Tier | None] = Counter()
     for chunk in chunks:
-        row = rows[chunk.cuts[0].piece.parameter]
+        row = row_of[chunk.cuts[0].parameter]
         total[row.tier] += chunk.nbytes
         if there[row.tier] + chunk.nbytes / 2 <= row.fraction * total[row.tier]:
             there[row.tier] += chunk.nbytes

@@ -54,11 +54,10 @@ class States:
 
         def fill(chunk: Chunk, buffer: Tensor) -> None:
             for cut in chunk.cuts:
-                parameter = parameters[cut.piece.parameter]
-                if states.get(parameter):
-                    cut.keep(buffer, dict(_pieces_of(states[parameter], parameter, cut)))
+                if states.get(cut.parameter):
+                    cut.keep(buffer, dict(_pieces_of(states[cut.parameter], cut)))
 
-        filled = [c for c in self.chunks if any(states.get(parameters[cut.piece.parameter]) for cut in c.cuts)]
+        filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
         self._visit(filled, fill)
         self.rings = rings_for(self.chunks, self.known)
 
@@ -72,9 +71,8 @@ class States:
 
         def visit(chunk: Chunk, buffer: Tensor) -> None:
             for cut in chunk.cuts:
-                parameter = self.known[cut.piece.parameter]
                 for name, value in cut.states(buffer).items():
-                    _join(found[parameter], name, value, parameter, cut)
+                    _join(found[cut.parameter], name, value, cut)
 
         self._visit([chunk for chunk in self.chunks if chunk.is_stored], visit, writes=False)
         return defaultdict(dict, {parameter: found[parameter] for parameter in self.known if parameter in found})
@@ -88,7 +86,7 @@ class States:
                     # By name: torch loads those states of a flattened state_dict whose names it finds here.
                     in_chunk = dict.fromkeys(name for name in cut.fields if name in cut.present)
                     states = MappingProxyType({**cut.resident, **in_chunk})
-                    found.setdefault(self.known[cut.piece.parameter], states)
+                    found.setdefault(cut.parameter, states)
         return MappingProxyType(found)
 
     def require_as_planned(self, chunk: Chunk) -> None:
@@ -99,8 +97,7 @@ class States:
             StateError: A parameter has changed.
         """
         for cut in chunk.cuts:
-            parameter = self.known[cut.piece.parameter]
-            local, grad = local_of(parameter), parameter.grad
+            parameter, local, grad = cut.parameter, local_of(cut.parameter), cut.parameter.grad
             if grad is None:
                 continue
             if grad.layout is not torch.strided:
@@ -120,7 +117,7 @@ class States:
                 )
             is_alike = (local.numel(), local.dtype) == (cut.numel, cut.dtype)
             is_of_shape = not cut.piece.is_whole or tuple(local.shape) == cut.shape
-            if not is_alike or not is_of_shape or not _is_in_its_parcel(parameter, cut, chunk):
+            if not is_alike or not is_of_shape or not _is_in_its_parcel(cut, chunk):
                 raise StateError(
                     "A parameter has changed since its optimizer was streamed.",
                     parameter=name_of(parameter),
@@ -143,11 +140,11 @@ class States:
         each_chunk([self], chunks, act, writes=writes)
 
 
-def _is_in_its_parcel(parameter: Tensor, cut: SteppedPiece, chunk: Chunk) -> bool:
+def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:
     """Whether the piece of a parameter that rests in a tier is where it was."""
     if chunk.parcel is None:
         return True
-    place = place_of(parameter)
+    place = place_of(cut.parameter)
     if place is None or chunk.parcel >= len(place.parcels):
         return False
     parcel, span = place.parcels[chunk.parcel], (place.number, cut.piece.start, cut.piece.stop, cut.in_parcel)
@@ -160,9 +157,9 @@ def _is_in_its_parcel(parameter: Tensor, cut: SteppedPiece, chunk: Chunk) -> boo
 # -- whole parameters and pieces -------------------------------------------------------------------------------------
 
 
-def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: SteppedPiece) -> Iterator[tuple[str, Any]]:
+def _pieces_of(states: Mapping[str, Any], cut: SteppedPiece) -> Iterator[tuple[str, Any]]:
     """The states of a piece, cut from those of its parameter."""
-    local = local_of(parameter)
+    local = local_of(cut.parameter)
     for name, value in states.items():
         if not isinstance(value, Tensor):
             yield name, value
@@ -172,7 +169,7 @@ def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: SteppedPiece) 
             if name in cut.fields:
                 raise CheckpointError(
                     f"The state {name!r} does not fit its parameter.",
-                    parameter=f"{name_of(parameter)}, {list(local.shape)} of it on this rank",
+                    parameter=f"{name_of(cut.parameter)}, {list(local.shape)} of it on this rank",
                     state=list(own.shape),
                     fix="load states that were saved with this layout, or through torch.distributed.checkpoint",
                 )
@@ -183,9 +180,9 @@ def _pieces_of(states: Mapping[str, Any], parameter: Tensor, cut: SteppedPiece) 
         yield name, cut.of(own)
 
 
-def _join(states: dict[str, Any], name: str, value: Any, parameter: Tensor, cut: SteppedPiece) -> None:
+def _join(states: dict[str, Any], name: str, value: Any, cut: SteppedPiece) -> None:
     """Puts the state of a piece where it belongs in that of its parameter."""
-    local = local_of(parameter)
+    parameter, local = cut.parameter, local_of(cut.parameter)
     if not isinstance(value, Tensor):
         states[name] = value
     elif value.shape != cut.shape or (name not in cut.fields and local.numel() <= 1):

@@ -68,17 +68,17 @@ class Steps:
             StorageError: The disk failed.
             StateError, PlacementError: A parameter or a gradient is not what was planned for. Nothing was updated.
         """
-        grads = {number: p.grad for number, p in enumerate(states.known) if p.grad is not None}
-        chunks = [chunk for chunk in states.chunks if any(cut.piece.parameter in grads for cut in chunk.cuts)]
+        grads = {p: p.grad for p in states.known if p.grad is not None}
+        chunks = [chunk for chunk in states.chunks if any(cut.parameter in grads for cut in chunk.cuts)]
         for chunk in chunks:
             states.require_as_planned(chunk)
         now: list[Chunk] = []
         later: list[Chunk] = []
         of_later: list[Sequence[Record]] = []
         for chunk in chunks:
-            numbers = {cut.piece.parameter for cut in chunk.cuts}
-            stepped = [tensor for number in numbers & grads.keys() for tensor in (states.known[number], grads[number])]
-            records = records_of([*stepped, *(states.known[number] for number in numbers)])
+            parameters = dict.fromkeys(cut.parameter for cut in chunk.cuts)
+            stepped = [tensor for p in parameters if p in grads for tensor in (p, grads[p])]
+            records = records_of([*stepped, *parameters])
             for record in records:
                 record.settle()  # two steps of one parcel at once would each write back what the other has changed
             if self.waits and all(map(_is_in_a_tier, stepped)):
@@ -86,12 +86,12 @@ class Steps:
                 of_later.append(records)
             else:
                 now.append(chunk)
-        step = _Step(self._inner, states.known, grads)
+        step = _Step(self._inner)
         try:
-            each_chunk([states, Windows(states.rings, states.known, grads)], now, step, backwards=self.is_backwards)
+            each_chunk([states, Windows(states.rings, grads)], now, step, backwards=self.is_backwards)
             self.is_backwards = not self.is_backwards
             if later:
-                windows = Windows(states.rings, states.known, grads)
+                windows = Windows(states.rings, grads)
                 self.waiting = Waiting(Pass([states, windows], later, step), of_later, windows)
         except BaseException:
             if step.count:
@@ -154,16 +154,10 @@ class _Step:
         count: Chunks whose parameters were, at least in part, updated.
     """
 
-    def __init__(self, inner: Optimizer, known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """Begins a step.
-
-        Args:
-            inner: The optimizer whose arithmetic it is.
-            known: Its parameters, by number.
-            grads: Their gradients, by the same numbers, of those that have one.
-        """
+    def __init__(self, inner: Optimizer) -> None:
+        """Begins a step of the optimizer whose arithmetic it is."""
         self.count = 0
-        self._inner, self._known, self._grads = inner, known, grads
+        self._inner = inner
         # The options of now, whatever is in the groups, and in the tensors in them, when a chunk is stepped.
         self._options = [
             {name: value.clone() if isinstance(value, Tensor) else value for name, value in group.items()}
@@ -210,9 +204,8 @@ class _Step:
 
     def _stand_in(self, cut: SteppedPiece, window: Window, device: torch.device) -> nn.Parameter:
         """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
-        parameter = self._known[cut.piece.parameter]
-        piece = nn.Parameter(window.values[cut].to(device), requires_grad=parameter.requires_grad)
-        vars(piece).update(attributes_of(parameter))
+        piece = nn.Parameter(window.values[cut].to(device), requires_grad=cut.parameter.requires_grad)
+        vars(piece).update(attributes_of(cut.parameter))
         grad = window.grads[cut].to(device)
         if grad.dtype != piece.dtype:
             piece.grad_dtype = grad.dtype

@@ -113,17 +113,11 @@ class Window:
 class Windows:
     """The lane of windows."""
 
-    def __init__(self, rings: Sequence[Ring], known: Sequence[Tensor], grads: Mapping[int, Tensor]) -> None:
-        """A lane for one pass.
-
-        Args:
-            rings: Of `rings_for`.
-            known: Parameters, by number.
-            grads: Gradients, by the number of their parameter.
-        """
-        self._rings, self._known, self._grads = rings, known, grads
+    def __init__(self, rings: Sequence[Ring], grads: Mapping[Tensor, Tensor]) -> None:
+        """A lane for one pass, with the rings of `rings_for` and the gradients of parameters."""
+        self._rings, self._grads = rings, grads
         self._turns: Counter[int] = Counter()
-        self._laid: dict[int, Tensor] = {}
+        self._laid: dict[Tensor, Tensor] = {}
 
     def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
         window = Window(record=self._record(chunk), visits=self._buffer(_VISITS, chunk.visits_nbytes))
@@ -135,7 +129,7 @@ class Windows:
         if of_gradients is not None:
             window.of_grads = self._parcel(_GRADIENTS, of_gradients, chunk, window.arriving)
         for cut in chunk.cuts:
-            if cut.piece.parameter in self._grads:
+            if cut.parameter in self._grads:
                 self._show_value(cut, window)
                 self._show_grad(cut, window, is_in_parcel=of_gradients is not None)
         return window, window.arriving
@@ -155,14 +149,14 @@ class Windows:
         if window.record is not None and cut.in_parcel is not None:
             window.values[cut] = cut.at(window.parcel, cut.in_parcel, cut.dtype)
             return
-        value = cut.of(local_of(self._known[cut.piece.parameter]))
+        value = cut.of(local_of(cut.parameter))
         room = window.bring(value, cut.visits[0])
         window.values[cut] = value if room is None else room
         if room is not None:
             window.leaving.append((value, room))
 
     def _show_grad(self, cut: SteppedPiece, window: Window, *, is_in_parcel: bool) -> None:
-        grad = local_of(self._grads[cut.piece.parameter])
+        grad = local_of(self._grads[cut.parameter])
         if is_in_parcel and cut.in_parcel is not None and isinstance(grad, TierTensor):
             window.grads[cut] = cut.at(window.of_grads, cut.in_parcel, cut.dtype)
             return
@@ -172,17 +166,17 @@ class Windows:
         window.grads[cut] = grad if room is None else room
 
     def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:
-        number, local = cut.piece.parameter, local_of(self._known[cut.piece.parameter])
+        local = local_of(cut.parameter)
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
-        if number not in self._laid:  # the gradient lies in another order: once for all pieces
+        if cut.parameter not in self._laid:  # the gradient lies in another order: once for all pieces
             laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._laid = {number: laid.copy_(grad)}
-        return self._laid[number]
+            self._laid = {cut.parameter: laid.copy_(grad)}
+        return self._laid[cut.parameter]
 
     def _record(self, chunk: Chunk) -> ParameterRecord | None:
         """Of the parameters of a chunk, if they rest in another tier."""
-        local = local_of(self._known[chunk.cuts[0].piece.parameter])
+        local = local_of(chunk.cuts[0].parameter)
         record = local.record if isinstance(local, TierTensor) else None
         return record if isinstance(record, ParameterRecord) and chunk.parcel is not None else None
 
@@ -190,8 +184,8 @@ class Windows:
         """Of the gradients of a chunk, if they rest in one tier, and there as their parameters do; others are read singly."""
         found: set[Record] = set()
         for cut in chunk.cuts if chunk.parcel is not None else ():
-            number = cut.piece.parameter
-            grad, place = local_of(self._grads[number]) if number in self._grads else None, away_of(self._known[number])
+            grad = local_of(self._grads[cut.parameter]) if cut.parameter in self._grads else None
+            place = away_of(cut.parameter)
             if isinstance(grad, TierTensor):
                 if place is None or grad.number != place.number or record_of(grad).forms != record_of(place).forms:
                     return None
