@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import zero_fn as zf
 from tests import reference
 from tests.ranks import Ranks, axis
 from zero_fn.transport import links
@@ -25,6 +26,7 @@ from zero_fn.transport.native import Native
 from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.segment import Contribution, Pending, Segment, Transport
 from zero_fn.transport.traffic import traffic
+from zero_fn.transport.waiting import PeerLost
 from zero_fn.values.mesh import mesh_axis
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -293,24 +295,24 @@ def test_small_gradients_that_are_summed_in_two_dtypes_do_not_travel_as_one(rank
     assert ranks(3).run(means) == [[86.0, narrow]] * 3
 
 
-@pytest.mark.parametrize("n", [2, 3])
-def test_messages_that_find_no_room_arrive_all_the_same(ranks: Ranks, n: int) -> None:
-    def without_room() -> tuple[list[Tensor], list[tuple[Tensor, bool]]]:
-        from zero_fn.transport.one_host.arena import Arena
-
-        allocate = Arena.allocate
-        Arena.allocate = lambda arena, nbytes: None  # type: ignore[method-assign, assignment]
+def test_a_message_that_finds_no_room_is_an_error_on_every_rank(ranks: Ranks) -> None:
+    def refused() -> str:
+        group = dist.new_group()
+        transport = SameHost(group, dist.get_rank(), 3)
+        transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
+        assert transport._shared is not None
+        if dist.get_rank() == 1:
+            transport._shared.arena._capacity = 0
         try:
-            return gathered(cases, SMALL, "shared"), reduced(summed, SMALL, "shared", True, False)
-        finally:
-            Arena.allocate = allocate  # type: ignore[method-assign]
+            transport.exchange(torch.zeros(3, 1, dtype=torch.uint8)).wait()
+        except (zf.TierError, PeerLost) as error:
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        return "nothing"
 
-    cases, summed = cases_of(n, DTYPES), cases_of(n, FLOATS)
-    for rank, (wholes, means) in enumerate(ranks(n).run(without_room)):
-        for case, whole in zip(cases, wholes, strict=True):
-            assert is_same(whole, values(case.seed, case.numel, case.dtype)), case
-        expected = expected_means(summed, n, rank, exact=True)
-        assert all(is_same(mean, other) for (mean, _), other in zip(means, expected, strict=True))
+    here, there, other = ranks(3).run(refused)
+    assert here == other == "PeerLost: the peer has given up"
+    assert there.startswith("TierError: Messages to ranks of this host need 128 B of host memory, 0 B")
+    assert there.endswith("can be taken.")
 
 
 def test_a_mean_may_be_written_in_another_dtype_than_it_was_summed(ranks: Ranks) -> None:

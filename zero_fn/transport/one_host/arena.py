@@ -14,6 +14,7 @@ from bisect import insort
 
 import torch
 
+from zero_fn.storage.slab import too_small
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["WORD_NBYTES", "Arena", "Mapped", "map_arena"]
@@ -72,8 +73,12 @@ class Arena:
         """Peers have mapped the file: the memory lives as long as a mapping does."""
         os.close(self.fd)
 
-    def allocate(self, nbytes: int) -> int | None:
-        """Start of a free block of `nbytes` bytes, or None if there is no room. No two blocks start at one address."""
+    def allocate(self, nbytes: int) -> int:
+        """Start of a free block of `nbytes` bytes. No two blocks start at one address.
+
+        Raises:
+            TierError: There is no room.
+        """
         nbytes = max(nbytes, 1)
         start = 0
         for begin, end in self._blocks:
@@ -81,7 +86,8 @@ class Arena:
                 break
             start = max(start, -(-end // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
         if start + nbytes > self._capacity:
-            return None
+            room_nbytes, what = max(self._capacity - start, 0), "Messages to ranks of this host"
+            raise too_small(nbytes, room_nbytes, "half the memory of the machine", what)
         insort(self._blocks, (start, start + nbytes))
         return start
 

@@ -8,8 +8,7 @@ all-gather writes its piece once for all peers, and a reduce-scatter needs no re
 operation. So a rank that is at another operation than its peer is found by both, at once, before either has used a byte of
 the other's.
 
-A message that finds no room goes over gloo. Where any rank cannot map the arena of any other, all ranks use gloo for
-everything.
+Where any rank cannot map the arena of any other, all ranks use gloo.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
-from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange, Work
+from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange
 from zero_fn.transport.one_host.shared import Shared, shared_by
 from zero_fn.transport.segment import (
     Contribution,
@@ -30,8 +29,6 @@ from zero_fn.transport.segment import (
     Sum,
     fill_own,
     flat,
-    joined,
-    keep_dropped,
     runs_of,
 )
 from zero_fn.transport.waiting import Failure, OutOfStep
@@ -39,9 +36,7 @@ from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["SameHost"]
 
-_OVER_GLOO = -1  # in place of an address: the bytes follow as a message
 _CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2}
-_DATA, _NUMBER_BITS = 0x40000000, 0x0FFFFFFF  # tags of messages that found no room, with the number of the operation
 
 _Parts = Mapping[int | None, list[list[Tensor]]]
 """Runs of tensors, by the peer they are for; under None, the same for all."""
@@ -141,37 +136,32 @@ class _Message:
             direction: Which kind of message.
             mark: Of the operation. [Note: in step]
             parts: What it says.
+
+        Raises:
+            TierError: The arena has no room for it.
         """
         self._transport, self._shared, self._mark = transport, shared, mark
-        self._sends: list[Work] = []
         self._unread: set[int] = set()
         rooms = {peer: sum(map(_room, runs)) for peer, runs in parts.items()}
         channel = _CHANNELS[direction]
         self._header, number, start = shared.write(channel, sum(rooms.values()))
         self._place = channel, number
         self._unread.update(shared.boxes)
-        self._has_room = start is not None
         starts: dict[int | None, int] = {}
         for peer, runs in parts.items():
-            starts[peer] = _OVER_GLOO
-            if start is not None:
-                starts[peer] = start
-                _write(shared.arena.mapped.memory, start, runs)
-                start += rooms[peer]
+            starts[peer] = start
+            _write(shared.arena.mapped.memory, start, runs)
+            start += rooms[peer]
         self.nbytes = 0
         for target, _ in transport._peers:
             peer = target if target in parts else None
             shared.boxes[target].send(mark, starts[peer])
-            for run in parts[peer]:
-                self.nbytes += sum([piece.nbytes for piece in run])
-                if not self._has_room:
-                    transport._send(joined(run), target, self._tag, self._sends)
+            self.nbytes += sum([piece.nbytes for run in parts[peer] for piece in run])
 
     def __del__(self) -> None:
         # Its model failed and was dropped: nobody will read what the peers send.
         for source in self._unread:
             self._shared.boxes[source].drop(self._header, *self._place)
-        keep_dropped(self._sends)
 
     def read(self, source: int, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
         """The runs that a peer sent, by dtype and elements; in its arena, so to be read before `close`. Waits.
@@ -183,13 +173,6 @@ class _Message:
         mark, start = self._shared.boxes[source].take(self._header)
         if mark != self._mark:
             raise OutOfStep(source, seen_by=self._transport._rank)
-        if start == _OVER_GLOO:
-            runs = [torch.empty(numel, dtype=dtype) for dtype, numel in kinds]
-            works: list[Work] = []
-            for run in runs:
-                self._transport._receive(run, source, self._tag, works)
-            Pending(works).wait()
-            return runs
         memory, runs = self._shared.peers[source].memory, []
         for dtype, numel in kinds:
             nbytes = numel * dtype.itemsize
@@ -200,20 +183,12 @@ class _Message:
     @property
     def is_answered(self) -> bool:
         """Whether the messages of all peers are here, so that `read` will not wait."""
-        return self._has_room and all(box.has(self._header) for box in self._shared.boxes.values())
+        return all(box.has(self._header) for box in self._shared.boxes.values())
 
     def close(self) -> None:
-        """The messages of all peers were read. Waits until what went over gloo has left: gloo holds what its peer has not
-        asked for yet."""
+        """The messages of all peers were read."""
         while self._unread:
             self._shared.boxes[self._unread.pop()].acknowledge(*self._place)
-        if self._sends:
-            Pending(self._sends).wait()
-            self._sends = []
-
-    @property
-    def _tag(self) -> int:
-        return _DATA | self._header & _NUMBER_BITS
 
 
 def _aligned(nbytes: int) -> int:

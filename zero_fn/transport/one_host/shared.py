@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from zero_fn.errors import TierError
 from zero_fn.transport.one_host.arena import Arena, Mapped, map_arena
 from zero_fn.transport.one_host.mailbox import CHANNELS, Mailbox, are_mailboxes_available, box_nbytes
 from zero_fn.transport.segment import Transport
@@ -35,7 +36,7 @@ class Shared:
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena, self.peers, self.boxes = arena, peers, boxes
-        self._blocks: list[deque[int | None]] = [deque() for _ in range(CHANNELS)]  # not yet read by all
+        self._blocks: list[deque[int]] = [deque() for _ in range(CHANNELS)]  # not yet read by all
         self._numbers, self._freed = [0] * CHANNELS, [0] * CHANNELS
         self._headers = 0
         self._users = 0
@@ -47,10 +48,19 @@ class Shared:
         self._users += 1
         weakref.finalize(transport, self._unused).atexit = False
 
-    def write(self, channel: int, nbytes: int) -> tuple[int, int, int | None]:
-        """The next message: its number among all, its number in its channel, and its block; none if it must go over gloo."""
+    def write(self, channel: int, nbytes: int) -> tuple[int, int, int]:
+        """The next message: its number among all, its number in its channel, and its block.
+
+        Raises:
+            TierError: The arena has no room. The peers are told that nothing more will come.
+        """
         self._free_read()
-        start = self.arena.allocate(nbytes)
+        try:
+            start = self.arena.allocate(nbytes)
+        except TierError:
+            for box in self.boxes.values():
+                box.leave()
+            raise
         self._blocks[channel].append(start)
         self._numbers[channel] += 1
         self._headers += 1
@@ -63,9 +73,7 @@ class Shared:
                 read_by_all = min([box.read_by_peer(channel) for box in self.boxes.values()])
                 while self._freed[channel] < read_by_all:
                     self._freed[channel] += 1
-                    start = blocks.popleft()
-                    if start is not None:
-                        self.arena.free(start)
+                    self.arena.free(blocks.popleft())
 
     def _unused(self) -> None:
         self._users -= 1
