@@ -84,40 +84,63 @@ def saved(folder: Path, step: int, how: str = "sync", **options: Any) -> None:
         zf.save_async(folder / f"step-{step}", model, optimizer, extra={"step": step}, **options).wait()
 
 
-def killed_at(point: int, act: Callable[[], object]) -> bool:
-    """Acts in a child that is killed before that call of the system; whether it was."""
-    child = os.fork()
-    if child == 0:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with before_each_call(lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == point else None):
-                act()
-        os._exit(0)
-    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+def left_by_a_kill(folder: Path, kept: Path, act: Callable[[], object]) -> list[Path]:
+    """Acts on a folder. Copies of it as it was before each call of the system: what a kill at that point leaves.
+
+    What has no name yet goes with a process that is killed, and so do its locks; neither is in a copy.
+    """
+    made: list[Path] = []
+    is_copying = False
+
+    def copy(_number: int, _name: str) -> None:
+        nonlocal is_copying
+        if not is_copying:  # which calls the system, too
+            is_copying = True
+            shutil.copytree(folder, kept / str(len(made)))
+            made.append(kept / str(len(made)))
+            is_copying = False
+
+    with before_each_call(copy):
+        act()
+    return made
 
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Path) -> None:
-    saved(tmp_path, 1)
-    saved(tmp_path, 2)
-    point, steps = 0, []
-    while killed_at(point := point + 1, lambda: saved(tmp_path, 3, how, keep=2)):
-        steps.append(loaded_step(tmp_path))
-        complete = [found.step for found in zf.checkpoints(tmp_path) if found.is_complete]
-        assert complete == ([1, 2] if steps[-1] == 2 else [1, 2, 3] if (tmp_path / "step-1").exists() else [2, 3])
-        if steps[-1] == 3:  # the name was there already: as if the next save had another one
-            (tmp_path / "step-3").rename(tmp_path / "other")
-            (tmp_path / "other" / "manifest.json").unlink()
-            for path in sorted((tmp_path / "other").rglob("*"), reverse=True):
-                path.rmdir() if path.is_dir() else path.unlink()
-            (tmp_path / "other").rmdir()
-            if not (tmp_path / "step-1").exists():
-                break
-    assert point > 50
+    folder = tmp_path / "runs"
+    saved(folder, 1)
+    saved(folder, 2)
+    steps = []
+    for number, left in enumerate(left_by_a_kill(folder, tmp_path / "kept", lambda: saved(folder, 3, how, keep=2))):
+        steps.append(loaded_step(left))
+        complete = [found.step for found in zf.checkpoints(left) if found.is_complete]
+        assert complete == ([1, 2] if steps[-1] == 2 else [1, 2, 3] if (left / "step-1").exists() else [2, 3])
+        if number % 4 == 0:
+            saved(left, 4)
+            assert not [path.name for path in left.iterdir() if path.name.startswith(".")], "the next save tidies up"
+    assert len(steps) > 50
     assert steps == sorted(steps)
-    assert set(steps) >= {2}
-    saved(tmp_path, 4)
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")], "the next save tidies up"
+    assert set(steps) == {2, 3}
+
+
+def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path: Path) -> None:
+    """The other tests copy what is there at a point; here a process is killed at some."""
+    saved(tmp_path, 1)
+    for point in (1, 10, 30, 50):
+        child = os.fork()
+        if child == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with before_each_call(
+                    lambda number, _, point=point: os.kill(os.getpid(), signal.SIGKILL) if number == point else None  # type: ignore[misc]
+                ):
+                    saved(tmp_path, 2)
+            os._exit(0)
+        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        assert loaded_step(tmp_path) == 1
+    saved(tmp_path, 2)
+    assert loaded_step(tmp_path) == 2
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 SINGLE, SHARDS = "1GB", 40
@@ -138,7 +161,7 @@ def test_weights_that_are_replaced_are_always_one_model(
             nn.init.constant_(parameter, value)
         return made
 
-    def found() -> float | None:
+    def found(folder: Path) -> float | None:
         read = model(0)
         try:
             zf.load_pretrained(read, folder)
@@ -147,22 +170,18 @@ def test_weights_that_are_replaced_are_always_one_model(
         (value,) = torch.cat([p.reshape(-1) for p in read.parameters()]).unique().tolist()
         return float(value)
 
-    folder, kept, point = tmp_path / "hf", tmp_path / "kept", 0
-    kept.mkdir()
+    folder = tmp_path / "hf"
+    folder.mkdir()
     if before is not None:
-        zf.save_pretrained(model(1), kept, max_shard=before)
-    seen = set()
-    while True:
-        point += 1
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(kept, folder)
-        if not killed_at(point, lambda: export(model(2), folder, max_shard=after, replaces=before is not None)):
-            break
-        seen.add(found())
-    assert seen == {None if before is None else 1, 2}
-    for number in (3, 4):
-        export(model(number), folder, max_shard=after, replaces=True)
-        assert found() == number
+        zf.save_pretrained(model(1), folder, max_shard=before)
+    replaced = left_by_a_kill(
+        folder, tmp_path / "kept", lambda: export(model(2), folder, max_shard=after, replaces=before is not None)
+    )
+    assert {found(left) for left in replaced} == {None if before is None else 1, 2}
+    assert found(folder) == 2
+    for number, left in ((3, replaced[len(replaced) // 2]), (4, folder)):
+        export(model(number), left, max_shard=after, replaces=True)
+        assert found(left) == number
     count = 1 if after == SINGLE else 6
     assert len(list(folder.iterdir())) == count + (count > 1), "nothing of before is left"
 
