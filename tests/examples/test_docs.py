@@ -11,16 +11,16 @@ import contextlib
 import io
 import os
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tests.examples.programs import ROOT as _ROOT
+from tests.examples.programs import Interpreter
 from tests.ranks import Ranks
 
-_ROOT = Path(__file__).parents[2]
 _GUIDES = _ROOT / "docs" / "guides" / "index.md"
 _MADE = {"_build", "_generated"}
 _PAGES = [
@@ -105,32 +105,21 @@ def test_a_page_on_ranks_says_where_its_names_come_from(page: Page) -> None:
 
 
 @_ids([page for page in _ALL if page.run and not page.ranks and page.name not in ("README.md", "docs/guides/index.md")])
-def test_a_page_runs_as_a_script(page: Page, tmp_path: Path) -> None:
+def test_a_page_runs_as_a_script(page: Page, tmp_path: Path, interpreter: Interpreter) -> None:
     script = tmp_path / "page.py"
     script.write_text(page.program())
-    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-    done = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    assert interpreter.run(script).ended == 0
 
 
-def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(tmp_path: Path) -> None:
+def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
+    tmp_path: Path, interpreter: Interpreter
+) -> None:
     """What the README promises of its fifteen lines: two ranks, whose losses differ, and fall."""
     script = tmp_path / "page.py"
     script.write_text(page_of(_ROOT / "README.md").program())
-    environment = os.environ | {"PYTHONPATH": str(_ROOT)}
-    done = subprocess.run(
-        [sys.executable, script], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes held", done.stdout)
-    assert [rank for rank, *_ in found] == ["0", "1"], done.stdout + done.stderr
+    said = interpreter.run(script)
+    found = re.findall(r"rank (\d): loss ([\d.]+) -> ([\d.]+), ([\d,]+) bytes held", said.out)
+    assert [rank for rank, *_ in found] == ["0", "1"], said
     assert all(float(last) < float(first) / 5 for _, first, last, _ in found), found
     assert found[0][1] != found[1][1], "ranks trained on the same batch"
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client.manager import KernelManager
 from nbclient import NotebookClient
 
 _ROOT = Path(__file__).parents[2]
@@ -19,12 +22,24 @@ def test_there_are_notebooks() -> None:
     assert _NOTEBOOKS
 
 
+@pytest.fixture(scope="module")
+def client() -> Iterator[NotebookClient]:
+    """One kernel for all lessons: torch is imported once, and once for all ranks."""
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(_ROOT / "notebooks"), env=os.environ | {"PYTHONPATH": str(_ROOT)})
+    made = NotebookClient(nbformat.v4.new_notebook(), km=manager, timeout=240)
+    yield made
+    if made.kc is not None:
+        made.kc.stop_channels()
+    manager.shutdown_kernel(now=True)
+    manager.cleanup_resources()
+
+
 @notebooks
-def test_notebook_runs_without_errors(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(_ROOT))
-    notebook = nbformat.read(path, as_version=4)
-    resources = {"metadata": {"path": str(path.parent)}}
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+def test_notebook_runs_without_errors(path: Path, client: NotebookClient) -> None:
+    client.nb = nbformat.read(path, as_version=4)
+    client.nb.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))  # what other lessons have defined
+    client.execute()
 
 
 @notebooks

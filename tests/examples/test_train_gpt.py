@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,9 +13,9 @@ from pathlib import Path
 import pytest
 
 import zero_fn as zf
+from tests.examples.programs import ROOT, Interpreter
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = str(ROOT / "examples" / "train_gpt.py")
+PROGRAM = ROOT / "examples" / "train_gpt.py"
 SMALL = {
     "--layers": 1, "--dim": 16, "--heads": 2, "--seq": 16, "--batch": 12, "--warmup": 2, "--evaluate-every": 2, "--sample": 0,
 }  # fmt: skip
@@ -24,11 +25,12 @@ LONG = 20
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a text, and a run of each length that nothing has interrupted."""
+def folder(tmp_path_factory: pytest.TempPathFactory, interpreter: Interpreter) -> Path:
+    """With a text, a run that nothing has interrupted, and one that ended early."""
     made = tmp_path_factory.mktemp("runs")
     (made / "text").write_bytes(bytes(range(32, 127)) * 200)
-    run(made, "whole", "--steps", str(LONG))
+    for name, steps in (("whole", LONG), ("begun", 4)):
+        assert interpreter.run(PROGRAM, *command(made, name, "--steps", str(steps))).ended == 0
     return made
 
 
@@ -38,43 +40,36 @@ def command(folder: Path, name: str, *options: str) -> list[str]:
     return [*small, "--no-compare", *folders, *options]
 
 
-def environment() -> dict[str, str]:
-    """Ranks that are started again meet in a store of their own: torchrun's shared one has the addresses of the killed."""
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return {**os.environ, **own_store, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-
-def run(folder: Path, name: str, *options: str) -> None:
-    told = subprocess.run(
-        [sys.executable, PROGRAM, *command(folder, name, *options)], env=environment(), capture_output=True, text=True
-    )
-    assert told.returncode == 0, told.stdout + told.stderr
-
-
 def losses(folder: Path) -> list[float]:
     found: list[float] = zf.load(folder, only="extra")["losses"]["train"]
     return found
 
 
-def test_a_resumed_run_is_the_whole_one(folder: Path) -> None:
-    run(folder, "same", "--steps", "4")
-    run(folder, "same", "--steps", str(STEPS), "--resume")
-    assert losses(folder / "same") == losses(folder / "whole")[:STEPS]
+def resumed(folder: Path, interpreter: Interpreter, *options: str) -> list[float]:
+    """The losses of the run that ended early, once it has gone on."""
+    name = "resumed" + "".join(options)
+    shutil.copytree(folder / "begun", folder / name)
+    assert interpreter.run(PROGRAM, *command(folder, name, "--steps", str(STEPS), "--resume", *options)).ended == 0
+    return losses(folder / name)
+
+
+def test_a_resumed_run_is_the_whole_one(folder: Path, interpreter: Interpreter) -> None:
+    assert resumed(folder, interpreter) == losses(folder / "whole")[:STEPS]
 
 
 @pytest.mark.parametrize(("ranks", "stage"), [("3", "1"), ("1", "0")])
-def test_other_ranks_and_another_stage_go_on(folder: Path, ranks: str, stage: str) -> None:
-    name = f"on-{ranks}"
-    run(folder, name, "--steps", "4")
-    run(folder, name, "--steps", str(STEPS), "--resume", "--ranks", ranks, "--stage", stage)
-    assert losses(folder / name) == pytest.approx(losses(folder / "whole")[:STEPS], abs=1e-4)
+def test_other_ranks_and_another_stage_go_on(folder: Path, interpreter: Interpreter, ranks: str, stage: str) -> None:
+    found = resumed(folder, interpreter, "--ranks", ranks, "--stage", stage)
+    assert found == pytest.approx(losses(folder / "whole")[:STEPS], abs=1e-4)
 
 
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    # Ranks that are started again meet in a store of their own: torchrun's shared one has the addresses of the killed.
+    environ = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*launcher, PROGRAM, *command(folder, "killed", "--steps", str(LONG))],
-        env=environment(),
+        env=environ,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -90,13 +85,10 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(folder: Path) -
     assert losses(folder / "killed") == losses(folder / "whole")
 
 
-def test_a_rank_that_is_lost_after_the_last_save_leaves_a_run_that_is_done(folder: Path) -> None:
-    restarted = {**environment(), "TORCHELASTIC_RESTART_COUNT": "1", "RANK": "0", "WORLD_SIZE": "2"}
-    told = subprocess.run(
-        [sys.executable, PROGRAM, *command(folder, "whole", "--steps", str(LONG))],
-        env=restarted,
-        capture_output=True,
-        text=True,
-    )
-    assert told.returncode == 0
-    assert f"has all {LONG} steps" in told.stderr
+def test_a_rank_that_is_lost_after_the_last_save_leaves_a_run_that_is_done(
+    folder: Path, interpreter: Interpreter
+) -> None:
+    restarted = {"TORCHELASTIC_RESTART_COUNT": "1", "RANK": "0", "WORLD_SIZE": "2"}
+    said = interpreter.run(PROGRAM, *command(folder, "whole", "--steps", str(LONG)), environ=restarted)
+    assert said.ended == 0
+    assert f"has all {LONG} steps" in said.out

@@ -166,7 +166,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
     def _start(self) -> None:
         with _starting:
             main = sys.modules["__main__"]
-            spec, file = main.__spec__, vars(main).pop("__file__", None)
+            spec, file = getattr(main, "__spec__", None), vars(main).pop("__file__", None)  # %reset leaves neither
             main.__spec__ = None  # with a name or a file of it every rank would execute the script once more
             try:
                 _ensure_server()
