@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +72,15 @@ def _trainer(folder: str, strategy: Any, **options: Any) -> Any:
     return L.Trainer(strategy=strategy, **(common | options))
 
 
-def _fit(folder: str, stage: str | None, *, path: str | None = None, rows: int = 32, **options: Any) -> tuple[Any, Any]:
+def _fit(
+    folder: str, stage: str | None, strategy: Any = None, *, path: str | None = None, rows: int = 32, **options: Any
+) -> tuple[Any, Any]:
     from lightning.pytorch.strategies import DDPStrategy
 
     from zero_fn.integrations.lightning import ZeroStrategy
 
     start()
-    trainer = _trainer(folder, DDPStrategy() if stage is None else ZeroStrategy(), **options)
+    trainer = _trainer(folder, strategy or (DDPStrategy() if stage is None else ZeroStrategy()), **options)
     module = _module(stage)
     loader = torch.utils.data.DataLoader(Counting(rows), batch_size=2)
     trainer.fit(module, loader, ckpt_path=path)
@@ -106,21 +109,49 @@ def test_a_fit_has_the_numbers_of_replicas(prepared: Ranks, tmp_path: Path) -> N
 
 
 def _resumed(folder: str) -> None:
-    path = f"{folder}/half.ckpt"
-    trainer, _ = _fit(folder, "zero3", max_epochs=2, rows=4)  # an epoch is a step
-    trainer.save_checkpoint(path)
-    _, wanted = _fit(folder, "zero3", max_epochs=4, rows=4)
-    _, found = _fit(folder, "zero3", max_epochs=4, rows=4, path=path)
-    assert found.losses == wanted.losses[2:]
-    _, other = _fit(folder, "zero1", max_epochs=4, rows=4, path=path)
-    torch.testing.assert_close(other.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
-    saved = torch.load(path, weights_only=True)
+    """From the folder of each rank's own, from one file, and under Lightning's own strategy for shards."""
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    from zero_fn.integrations.lightning import ZeroStrategy
+
+    _, wanted = _fit(folder, "zero3", max_epochs=4, rows=4)  # an epoch is a step
+
+    def shards() -> Any:
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+
+    for name, strategy in {
+        "folder": ZeroStrategy,
+        "file": partial(ZeroStrategy, save_distributed_checkpoint=False),
+        "shards": shards,
+    }.items():
+        path = f"{folder}/{name}.ckpt"
+        trainer, _ = _fit(folder, "zero3", strategy(), max_epochs=2, rows=4)
+        trainer.save_checkpoint(path)
+        if name == "folder":
+            trainer.save_checkpoint(path, weights_only=True)  # what is there is replaced, as `save_last=True` does
+            trainer.save_checkpoint(path)
+            assert [found.name for found in Path(path).iterdir()] == ["optimizer-0"]
+        _, found = _fit(folder, "zero3", strategy(), max_epochs=4, rows=4, path=path)
+        assert found.losses == wanted.losses[2:], name
+        if name != "shards":
+            _, other = _fit(folder, "zero1", max_epochs=4, rows=4, path=path)
+            torch.testing.assert_close(other.losses, wanted.losses[2:], atol=2e-5, rtol=2e-5)
+    saved = torch.load(f"{folder}/file.ckpt", weights_only=True)
     assert not any(type(value) is not Tensor for value in saved["state_dict"].values())
-    plain = _module(None)
+    plain, other = _module(None), _module(None)
     plain.load_state_dict(saved["state_dict"])
+    zf.load(f"{folder}/folder.ckpt/optimizer-0", other, only="model")
+    assert all(map(torch.equal, plain.state_dict().values(), other.state_dict().values()))
+    trainer, module = _fit(folder, "zero3", max_epochs=1, rows=4)
+    trainer.save_checkpoint(f"{folder}/weights.ckpt", weights_only=True)
+    loader = torch.utils.data.DataLoader(Counting(8), batch_size=2)
+    loss = trainer.validate(module, loader, verbose=False)
+    assert trainer.validate(_module("zero2"), loader, f"{folder}/weights.ckpt", verbose=False) == loss
+    with pytest.raises(zf.ConfigError, match="storage_options are those of a plugin"):
+        trainer.save_checkpoint(f"{folder}/elsewhere.ckpt", storage_options={"anon": True})
 
 
-def test_a_checkpoint_is_one_plain_file_that_any_stage_resumes(prepared: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_is_resumed_at_any_stage(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2, deadline_s=120).run(_resumed, str(tmp_path))
 
 

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from io import BytesIO
+from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
@@ -25,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.integrations.states import whole_state
+from zero_fn.integrations.states import load_extra, load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.registry import slot_of
 
@@ -35,15 +38,17 @@ __all__ = ["ZeroStrategy"]
 class ZeroStrategy(DDPStrategy):
     """Lightning's strategy for several processes, whose module reduces its gradients by itself: nothing is wrapped in DDP.
 
-    A step reduces once, whatever `accumulate_grad_batches`. Checkpoints are plain files with whole values, of the module and
-    of the states of its optimizers: they load on any number of ranks and at any stage.
+    A step reduces once, whatever `accumulate_grad_batches`. A checkpoint is a folder of `zf.save`, to which each rank writes
+    what it owns. It is loaded on any number of ranks and at any stage, and so is a plain file.
 
     Args:
+        save_distributed_checkpoint: Without it a checkpoint is one file with whole values, which the first rank holds for it.
         **options: As of DDPStrategy, for how processes are started.
 
     Raises:
         StateError: Parameters to be trained belong to no transformed module.
-        ConfigError: `sync_batchnorm=True`.
+        ConfigError: `sync_batchnorm=True`; `storage_options` for a folder.
+        CheckpointError: A folder holds no checkpoint, or one that does not fit.
     """
 
     model: Any
@@ -51,10 +56,12 @@ class ZeroStrategy(DDPStrategy):
     optimizers: Any
     is_global_zero: bool
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, save_distributed_checkpoint: bool = True, **options: Any) -> None:
         super().__init__(**options)
         self._window = AccumulationWindow()
         self._is_blocked = False
+        self._saves_folders = save_distributed_checkpoint
+        self._folder: Path | None = None  # that is loaded
 
     def setup(self, trainer: Any) -> None:
         """Prepares module and optimizers. What DDP's would broadcast, a transform has made the same on all ranks."""
@@ -98,21 +105,67 @@ class ZeroStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, closure, model, **options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values, on the rank that writes the file."""
-        return whole_state(self.lightning_module, keep=self.is_global_zero)
+        """Whole values, on the rank that writes the file; nothing where ranks write a folder."""
+        return {} if self._saves_folders else whole_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole states by the names of parameters, on the rank that writes the file."""
+        """Whole states by the names of parameters, on the rank that writes the file; nothing where ranks write a folder."""
+        if self._saves_folders:
+            return {}
         return get_optimizer_state_dict(
             self.lightning_module, _bare(optimizer), options=StateDictOptions(full_state_dict=True, cpu_offload=True)
         )
 
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint. In a folder, what Lightning has of the first rank lies beside what each rank owns."""
+        if not self._saves_folders:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        if storage_options is not None:
+            raise zf.ConfigError(
+                "storage_options are those of a plugin that writes files, and ranks write a folder.",
+                fix="ZeroStrategy(save_distributed_checkpoint=False)",
+            )
+        file = BytesIO()
+        torch.save(checkpoint, file)
+        folder, beside = self.broadcast((str(filepath), file.getvalue()))
+        save_states(
+            Path(folder),
+            [self.lightning_module],
+            self._owned() if "optimizer_states" in checkpoint else [],
+            {"lightning": torch.frombuffer(bytearray(beside), dtype=torch.uint8)},
+        )
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads what Lightning has saved; what ranks own follows when there is a model, and when there are optimizers."""
+        folder = Path(self.broadcast(str(checkpoint_path)))
+        self._folder = folder if folder.is_dir() else None
+        if self._folder is None:
+            plain: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+            return plain
+        file = BytesIO(load_extra(folder)["lightning"].numpy().tobytes())
+        found: dict[str, Any] = torch.load(file, weights_only=weights_only is not False)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Each rank takes its part of the values."""
+        if self._folder is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            load_weights(self._folder, self.lightning_module, strict=strict)
+
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of the states in a file."""
+        """Each rank takes its part of the states."""
+        if self._folder is not None:
+            load_states(self._folder, [], self._owned(), only="optimizer")
+            return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             set_optimizer_state_dict(
                 self.lightning_module, _bare(optimizer), state, options=StateDictOptions(full_state_dict=True)
             )
+
+    def _owned(self) -> list[tuple[nn.Module, Optimizer]]:
+        return [(self.lightning_module, _bare(optimizer)) for optimizer in self.optimizers]
 
 
 def _bare(optimizer: Any) -> Optimizer:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from zero_fn.checkpoint.together import Together
 
-__all__ = ["load_states", "load_weights", "model_of", "save_states", "whole_state"]
+__all__ = ["load_extra", "load_states", "load_weights", "model_of", "save_states", "whole_state"]
 
 
 @torch.no_grad()
@@ -42,28 +43,57 @@ def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None 
     return state
 
 
-def save_states(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]) -> None:
+def save_states(
+    folder: Path,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[tuple[nn.Module, Optimizer]],
+    extra: Mapping[str, Any] | None = None,
+) -> None:
     """Saves models, and optimizers with the model of each, by `zf.save`: each rank writes what it owns. All ranks call it.
 
-    What was saved in the folder before goes when the new is complete.
+    What was saved in the folder before goes when the new is complete. `extra` is saved with the first of them.
     """
     known = [int(path.name.rpartition("-")[2]) for path in folder.glob("*/save-*") if path.name[5:].isdigit()]
     number = int(Together().from_first(torch.tensor(max(known, default=0) + 1)))
+    saved: set[str] = set()
     for name, model, optimizer, where in _entries(models, optimizers):
-        zf.save(folder / name / f"save-{number}", model, optimizer, where=where, keep=1)
+        zf.save(folder / name / f"save-{number}", model, optimizer, extra=None if saved else extra, where=where, keep=1)
+        saved.add(name)
+    for path in list(folder.glob("*-*/save-*")) if Together().rank == 0 else ():
+        if path.parent.name not in saved:  # of another number of models, or of optimizers
+            shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def load_weights(folder: Path, model: nn.Module) -> None:
-    """Loads the model that `save_states` saved with its one optimizer. Every rank calls it.
+def load_weights(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
+    """Loads the first model that `save_states` saved. Every rank calls it.
 
     Raises:
         CheckpointError: The folder does not hold it, or it does not fit.
     """
-    zf.load(folder / "optimizer-0", model, only="model")
+    zf.load(_first_in(folder), model, only="model", strict=strict)
 
 
-def load_states(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]) -> None:
-    """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it.
+def load_extra(folder: Path) -> dict[str, Any]:
+    """What `save_states` was given as `extra`. Every rank calls it.
+
+    Raises:
+        CheckpointError: The folder holds nothing of it.
+    """
+    return zf.load(_first_in(folder), only="extra")
+
+
+def _first_in(folder: Path) -> Path:
+    alone = folder / "model-0"
+    return alone if alone.is_dir() else folder / "optimizer-0"
+
+
+def load_states(
+    folder: Path,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[tuple[nn.Module, Optimizer]],
+    only: str | None = None,
+) -> None:
+    """Loads what `save_states` saved, on any number of ranks and at any stage. Every rank calls it. `only`: see `zf.load`.
 
     Raises:
         CheckpointError: The folder does not hold such states, or they do not fit.
@@ -76,7 +106,7 @@ def load_states(folder: Path, models: Sequence[nn.Module], optimizers: Sequence[
                 why="it was saved without them (save_only_model=True), by replicas, or not to its end",
                 fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
             )
-        zf.load(folder / name, model, optimizer, where=where)
+        zf.load(folder / name, model, optimizer, only=only, where=where)
 
 
 Chosen = Callable[[str, nn.Parameter], bool] | None
