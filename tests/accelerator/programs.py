@@ -250,7 +250,7 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
     models[1].load_state_dict(models[0].state_dict())
     plain, model = (Noting(each.parameters(), lr=0.1, momentum=0.9) for each in models)
     streamed = zf.streamed(model, tier, buffer="32KiB", elementwise=True)
-    assert "what is on the device through 4 buffers" in str(streamed)
+    assert "parameters and gradients through 4 buffers" in str(streamed)
     for optimizer, each in ((plain, models[0]), (streamed, models[1])):
         for _ in range(3):
             seen.clear()
@@ -272,7 +272,7 @@ def chunks_that_stay_on_the_device_take_no_buffer(tier: Tier) -> None:
     models[1].load_state_dict(models[0].state_dict())
     plain, inner = (SGD(each.parameters(), lr=0.1, momentum=0.9) for each in models)
     streamed = zf.streamed(inner, tier, buffer="32KiB", fraction=0.5)
-    assert "what is on the device through 2 buffers" in str(streamed)
+    assert "parameters and gradients through 2 buffers" in str(streamed)
     for optimizer, each in ((plain, models[0]), (streamed, models[1])):
         for _ in range(3):
             optimizer.zero_grad()

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
+from zero_fn.runtime.record import record_nbytes
 from zero_fn.runtime.registry import slot_of
 from zero_fn.storage import BUFFERS, ring_form, whole_pages
 from zero_fn.streamed.inner import require_streamable
 from zero_fn.streamed.optimizer import Streamed
 from zero_fn.streamed.pieces import Chunk, Planner, rooms_of
-from zero_fn.streamed.places import parcels_away
-from zero_fn.streamed.windows import sizes_passing
+from zero_fn.streamed.places import groups_of
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, is_accelerator, is_away
 
 __all__ = ["NO_LINK", "Footprint", "Link", "footprint"]
@@ -88,7 +88,7 @@ def footprint(optimizer: Optimizer) -> Footprint:
 
 def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprint:
     found = Footprint()
-    rings = sizes_passing(chunks, parameters)
+    rings = [[chunk.window_nbytes for chunk in chunks if chunk.window_nbytes]]
     on_disk: dict[Tier, list[int]] = {}
     for (tier, device), members in rooms_of(chunks).items():
         sizes = [chunk.nbytes for chunk in members]
@@ -106,12 +106,11 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
         found.written[disk] += sum(sizes)
         kept = sum(sizes[:BUFFERS]) + sum(sizes[-BUFFERS:])
         found.read[disk] += sum(sizes) - min(kept // 2, sum(sizes))
-    for kind, away in parcels_away(parameters).items():
-        for tier, parcels in away:
-            nbytes = sum(parcel.nbytes for parcel in parcels)
+    for group in groups_of(parameters):
+        for (kind, tier), forms in group.forms_away():
             if not isinstance(tier, Cpu):  # where they are stepped in place
-                found.read[tier] += nbytes if kind != "compute copies" else 0
-                found.written[tier] += nbytes if kind != "gradients" else 0
+                found.read[tier] += record_nbytes(forms) if kind != "compute copies" else 0
+                found.written[tier] += record_nbytes(forms) if kind != "gradients" else 0
     for sizes in rings:
         count, size = ring_form(len(sizes), max(sizes, default=0))
         found.buffers_nbytes += count * size

@@ -28,7 +28,6 @@ from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
 from zero_fn.streamed.places import follow
 from zero_fn.streamed.states import States, loaded_on_host
 from zero_fn.streamed.stepping import Steps
-from zero_fn.streamed.windows import PASSING
 from zero_fn.values.tiers import Cpu, Tier, nbytes_of_text
 
 __all__ = ["Streamed", "streamed"]
@@ -163,8 +162,7 @@ class Streamed(Optimizer):
     @property
     def buffers_nbytes(self) -> int:
         """Bytes of host memory that states, parameters and gradients pass through."""
-        stores, rings = self.states.stores.values(), self.states.rings
-        return sum(store.buffers_nbytes for store in stores) + sum(ring.nbytes for ring in rings)
+        return sum(store.buffers_nbytes for store in self.states.stores.values()) + self.states.ring.nbytes
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
         """Bytes of the room for states in each tier, in whole pages but for the device, which is None."""
@@ -175,9 +173,8 @@ class Streamed(Optimizer):
         where = " and ".join(map(str, stores.values()))
         if any(isinstance(tier, Cpu) for tier in stores) and all(chunk.device.type == "cpu" for chunk in chunks):
             where += ", the device's own: nothing is copied"
-        for kind, ring in zip(PASSING, self.states.rings, strict=True):
-            if ring.count:
-                where += f"; {kind} through {ring}"
+        if self.states.ring.count:
+            where += f"; parameters and gradients through {self.states.ring}"
         kind, how = type(self.inner).__name__, arithmetic_of(self.inner)
         how += ", before the next forward" if self._steps.waits else ""
         return f"Streamed ({kind}, {len(chunks)} chunks: {where}; stepped by {how})\n{self.inner!r}"

@@ -20,8 +20,9 @@ from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.record import Parcel
 from zero_fn.runtime.registry import slot_of
+from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
-from zero_fn.streamed.places import RestsAt, device_of, follow, place_of
+from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
 
@@ -184,10 +185,12 @@ class Chunk:
         is_stored: Whether they do: false before the first step.
     """
 
+    tier: Tier | None = None
+
     def __init__(
-        self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None, tier: Tier | None = None
+        self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
     ) -> None:
-        self.cuts, self.device, self.parcel, self.tier = cuts, device, parcel, tier
+        self.cuts, self.device, self.parcel, self._parcels_nbytes = cuts, device, parcel, parcels_nbytes
         self.nbytes = self._visits_nbytes = self.place = 0
         self.is_stored = False
         for cut in cuts:
@@ -196,7 +199,13 @@ class Chunk:
     @property
     def visits_nbytes(self) -> int:
         """Bytes of the buffer through which what it has on an accelerator visits its states, if these are on the host."""
-        return self._visits_nbytes if self.tier is not None and is_accelerator(self.device.type) else 0
+        is_visited = self.tier is not None and is_accelerator(self.device.type)
+        return whole_pages(self._visits_nbytes) if is_visited else 0
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes of the buffer through which all passes that is not where it is stepped, but for its states."""
+        return self._parcels_nbytes + self.visits_nbytes
 
 
 def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
@@ -304,7 +313,6 @@ class Planner:
             Chunk(
                 [SteppedPiece(rows[piece.parameter], piece, None) for piece in pieces],
                 device_of(rows[pieces[0].parameter].parameter),
-                None,
             )
             for pieces in packed
         ]
@@ -323,13 +331,15 @@ class Planner:
                 by_record.setdefault(row.place.record, {})[row.place.number] = row
         found = []
         for record, row_of in by_record.items():
+            sizes = passing_sizes(next(iter(row_of.values())).parameter)
             for index, parcel in enumerate(parcels_of[record]):
                 inside = zip(parcel.pieces, parcel.offsets, strict=True)
                 mine = [
                     (row_of[piece.parameter], piece, offset) for piece, offset in inside if piece.parameter in row_of
                 ]
                 if mine:
-                    found.append(Chunk([SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter), index))
+                    cuts, device = [SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter)
+                    found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
         nbytes = max((chunk.nbytes for chunk in found), default=0)
         if nbytes > self.buffer_nbytes:
             raise TierError(

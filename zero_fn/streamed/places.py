@@ -10,16 +10,14 @@ from torch import Tensor
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
+from zero_fn.runtime.group import Group
 from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
-from zero_fn.values.tiers import Tier
+from zero_fn.values.tiers import Cpu
 
-__all__ = ["KINDS", "RestsAt", "away_of", "device_of", "follow", "parcels_away", "place_of", "records_of"]
-
-KINDS = ("parameters", "compute copies", "gradients")
-"""What of a unit may rest in another tier, beside the states of optimizers."""
+__all__ = ["RestsAt", "away_of", "device_of", "follow", "groups_of", "passing_sizes", "place_of", "records_of"]
 
 
 class RestsAt(NamedTuple):
@@ -73,26 +71,18 @@ def follow(parameter: Tensor) -> None:
         unit.follow_moved()
 
 
-def parcels_away(parameters: Iterable[Tensor]) -> dict[str, list[tuple[Tier, Sequence[Parcel]]]]:
-    """The parcels of groups that have any of these parameters, or their gradients, in another tier, by kind and group."""
-    found: dict[str, list[tuple[Tier, Sequence[Parcel]]]] = {kind: [] for kind in KINDS}
-    seen = set()
-    for parameter in parameters:
-        slot = slot_of(parameter)
-        unit = unit_of(slot)
-        if slot is None or unit is None:
-            continue
-        group = unit.groups.of(slot)
-        for what in slot.kind.shelved():
-            if (group, what) in seen:
-                continue
-            seen.add((group, what))
-            (kind, tier), forms = what, dict(group.forms_away())
-            found[kind].append((tier, parcels_of(forms[what])))
-            copies = forms.get(("compute copies", tier))
-            if kind == "parameters" and copies:
-                found["compute copies"].append((tier, parcels_of(copies)))
-    return found
+def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
+    """The groups that have any of these parameters."""
+    pairs = ((slot, unit_of(slot)) for slot in map(slot_of, parameters))
+    return list(dict.fromkeys(unit.groups.of(slot) for slot, unit in pairs if slot is not None and unit is not None))
+
+
+def passing_sizes(parameter: Tensor) -> list[int]:
+    """Bytes that pass through a buffer for each parcel of the group of a parameter: parameters, their compute copies and
+    gradients, where these are not in memory of the host; empty if all are."""
+    away = [each for group in groups_of([parameter]) for each in group.forms_away()]
+    rows = [parcels_of(forms) for (_, tier), forms in away if not isinstance(tier, Cpu)]
+    return [sum(parcel.nbytes for parcel in parcels) for parcels in zip(*rows, strict=True)]
 
 
 def records_of(tensors: Iterable[Tensor]) -> list[Record]:

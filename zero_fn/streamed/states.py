@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
-from zero_fn.storage import Store
+from zero_fn.storage import Store, ring_of
 from zero_fn.streamed.inner import replaced
 from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
 from zero_fn.streamed.pipeline import Transfers, each_chunk
 from zero_fn.streamed.places import place_of
-from zero_fn.streamed.windows import rings_for
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiers import Tier
 
@@ -33,7 +32,7 @@ class States:
         known: Its parameters, by number.
         chunks: Their pieces.
         stores: Where the states of these rest.
-        rings: What parameters and gradients pass through that are not where they are stepped.
+        ring: Buffers that parameters and gradients pass through that are not where they are stepped.
     """
 
     def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -59,7 +58,8 @@ class States:
 
         filled = [chunk for chunk in self.chunks if any(states.get(cut.parameter) for cut in chunk.cuts)]
         self._visit(filled, fill)
-        self.rings = rings_for(self.chunks, self.known)
+        sizes = [chunk.window_nbytes for chunk in self.chunks if chunk.window_nbytes]
+        self.ring = ring_of(sizes, "parameters and gradients")
 
     def whole(self) -> defaultdict[Tensor, dict[str, Any]]:
         """The states of whole parameters, in memory of their own.

@@ -88,10 +88,10 @@ class Steps:
                 now.append(chunk)
         step = _Step(self._inner)
         try:
-            each_chunk([states, Windows(states.rings, grads)], now, step, backwards=self.is_backwards)
+            each_chunk([states, Windows(states.ring, grads)], now, step, backwards=self.is_backwards)
             self.is_backwards = not self.is_backwards
             if later:
-                windows = Windows(states.rings, grads)
+                windows = Windows(states.ring, grads)
                 self.waiting = Waiting(Pass([states, windows], later, step), of_later, windows)
         except BaseException:
             if step.count:

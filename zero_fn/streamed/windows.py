@@ -4,16 +4,15 @@
     on an accelerator  copies on the host, where the states are: parameters and gradients come, and parameters go back
     in memory          themselves
 
-Parcels of a disk and what comes from an accelerator pass through rings of buffers: while one chunk is stepped, the next ones
-come and the last one leaves.
+Parcels of a disk and what comes from an accelerator lie in a buffer of a ring: while one chunk is stepped, the next ones come
+and the last one leaves.
 
 Source: ZeRO-Offload, Ren et al. 2021, 4.1: states on the host, stepped there.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,38 +23,13 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.storage import NOTHING, Ring, Waited, ring_of
+from zero_fn.storage import NOTHING, Ring, Waited
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Transfers
-from zero_fn.streamed.places import KINDS, away_of, parcels_away
-from zero_fn.values.tiers import Cpu, is_accelerator
+from zero_fn.streamed.places import away_of
+from zero_fn.values.tiers import is_accelerator
 
-__all__ = ["PASSING", "Window", "Windows", "rings_for", "sizes_passing"]
-
-PASSING = (*(f"{kind} from their tier" for kind in KINDS), "what is on the device")
-"""What passes through buffers, in the order of their rings."""
-
-_PARAMETERS, _COPIES, _GRADIENTS, _VISITS = range(4)
-
-
-def sizes_passing(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[list[int]]:
-    """Bytes that pass through buffers of each kind, by parcel or chunk."""
-    away = parcels_away(parameters)
-    found = [
-        [parcel.nbytes for tier, parcels in away[kind] if not isinstance(tier, Cpu) for parcel in parcels]
-        for kind in KINDS
-    ]
-    return [*found, [chunk.visits_nbytes for chunk in chunks if chunk.visits_nbytes]]
-
-
-def rings_for(chunks: Sequence[Chunk], parameters: Sequence[Tensor]) -> list[Ring]:
-    """Buffers for each kind.
-
-    Raises:
-        TierError: There is not so much memory.
-    """
-    names = (*KINDS, "visits of parameters and gradients")
-    return [ring_of(sizes, name) for sizes, name in zip(sizes_passing(chunks, parameters), names, strict=True)]
+__all__ = ["Window", "Windows"]
 
 
 class Visit:
@@ -113,21 +87,27 @@ class Window:
 class Windows:
     """The lane of windows."""
 
-    def __init__(self, rings: Sequence[Ring], grads: Mapping[Tensor, Tensor]) -> None:
-        """A lane for one pass, with the rings of `rings_for` and the gradients of parameters."""
-        self._rings, self._grads = rings, grads
-        self._turns: Counter[int] = Counter()
+    def __init__(self, ring: Ring, grads: Mapping[Tensor, Tensor]) -> None:
+        """A lane for one pass, with buffers of `Chunk.window_nbytes` and the gradients of parameters."""
+        self._ring, self._grads = ring, grads
+        self._turn = 0
         self._laid: dict[Tensor, Tensor] = {}
 
     def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
-        window = Window(record=self._record(chunk), visits=self._buffer(_VISITS, chunk.visits_nbytes))
-        of_gradients = self._record_of_gradients(chunk)
-        if window.record is not None:
-            window.parcel = self._parcel(_PARAMETERS, window.record, chunk, window.arriving)
-            if window.record.copies is not None:
-                window.copy = self._parcel(_COPIES, window.record.copies, chunk)
-        if of_gradients is not None:
-            window.of_grads = self._parcel(_GRADIENTS, of_gradients, chunk, window.arriving)
+        window, of_gradients = Window(record=self._record(chunk)), self._record_of_gradients(chunk)
+        records = [window.record, window.record.copies if window.record is not None else None, of_gradients]
+        sizes = [_passing_nbytes(record, chunk) for record in records]
+        *parts, window.visits = torch.split(
+            self._buffer(sum(sizes) + chunk.visits_nbytes), [*sizes, chunk.visits_nbytes]
+        )
+        for at, record in enumerate(records):
+            if record is not None and chunk.parcel is not None:
+                parcel = record.parcels[chunk.parcel]
+                if record.is_addressable:
+                    parts[at] = record.memory_of(parcel)
+                elif record is not records[1]:  # a copy is written only
+                    window.arriving.append(record.read_parcel(parcel, parts[at]))
+        window.parcel, window.copy, window.of_grads = parts
         for cut in chunk.cuts:
             if cut.parameter in self._grads:
                 self._show_value(cut, window)
@@ -192,19 +172,16 @@ class Windows:
                 found.add(record_of(grad))
         return found.pop() if len(found) == 1 else None
 
-    def _parcel(self, kind: int, record: Record, chunk: Chunk, arriving: list[Waited | None] | None = None) -> Tensor:
-        """Memory for the parcel of a chunk; its content comes if `arriving` takes note of it."""
-        assert chunk.parcel is not None
-        parcel = record.parcels[chunk.parcel]
-        if record.is_addressable:
-            return record.memory_of(parcel)
-        memory = self._buffer(kind, parcel.nbytes)
-        if arriving is not None:
-            arriving.append(record.read_parcel(parcel, memory))
-        return memory
-
-    def _buffer(self, kind: int, nbytes: int) -> Tensor:
+    def _buffer(self, nbytes: int) -> Tensor:
         if not nbytes:
             return NOTHING  # it takes no turn: a ring has no more buffers than there are chunks that pass through it
-        self._turns[kind] += 1
-        return self._rings[kind].buffer(self._turns[kind], nbytes)
+        assert nbytes <= self._ring.size, "more than was planned"
+        self._turn += 1
+        return self._ring.buffer(self._turn, nbytes)
+
+
+def _passing_nbytes(record: Record | None, chunk: Chunk) -> int:
+    """Bytes of a buffer that the parcel of a chunk takes."""
+    if record is None or record.is_addressable or chunk.parcel is None:
+        return 0
+    return record.parcels[chunk.parcel].nbytes
