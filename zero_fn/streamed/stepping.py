@@ -68,16 +68,16 @@ class Steps:
             StorageError: The disk failed.
             StateError, PlacementError: A parameter or a gradient is not what was planned for. Nothing was updated.
         """
-        grads = {p: p.grad for p in states.known if p.grad is not None}
-        chunks = [chunk for chunk in states.chunks if any(cut.parameter in grads for cut in chunk.cuts)]
+        grads = {id(p): p.grad for p in states.known if p.grad is not None}  # torch takes longer for a hash
+        chunks = [chunk for chunk in states.chunks if any(id(cut.parameter) in grads for cut in chunk.cuts)]
         for chunk in chunks:
             states.require_as_planned(chunk)
         now: list[Chunk] = []
         later: list[Chunk] = []
         of_later: list[Sequence[Record]] = []
         for chunk in chunks:
-            parameters = dict.fromkeys(cut.parameter for cut in chunk.cuts)
-            stepped = [tensor for p in parameters if p in grads for tensor in (p, grads[p])]
+            parameters = [cut.parameter for cut in chunk.cuts]
+            stepped = [tensor for p in parameters if id(p) in grads for tensor in (p, grads[id(p)])]
             records = records_of([*stepped, *parameters])
             for record in records:
                 record.settle()  # two steps of one parcel at once would each write back what the other has changed

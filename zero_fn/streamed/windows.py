@@ -87,11 +87,11 @@ class Window:
 class Windows:
     """The lane of windows."""
 
-    def __init__(self, ring: Ring, grads: Mapping[Tensor, Tensor]) -> None:
-        """A lane for one pass, with buffers of `Chunk.window_nbytes` and the gradients of parameters."""
+    def __init__(self, ring: Ring, grads: Mapping[int, Tensor]) -> None:
+        """A lane for one pass, with buffers of `Chunk.window_nbytes`, and gradients by the identity of their parameter."""
         self._ring, self._grads = ring, grads
         self._turn = 0
-        self._laid: dict[Tensor, Tensor] = {}
+        self._laid: dict[int, Tensor] = {}
 
     def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
         window, of_gradients = Window(record=self._record(chunk)), self._record_of_gradients(chunk)
@@ -109,7 +109,7 @@ class Windows:
                     window.arriving.append(record.read_parcel(parcel, parts[at]))
         window.parcel, window.copy, window.of_grads = parts
         for cut in chunk.cuts:
-            if cut.parameter in self._grads:
+            if id(cut.parameter) in self._grads:
                 self._show_value(cut, window)
                 self._show_grad(cut, window, is_in_parcel=of_gradients is not None)
         return window, window.arriving
@@ -136,7 +136,7 @@ class Windows:
             window.leaving.append((value, room))
 
     def _show_grad(self, cut: SteppedPiece, window: Window, *, is_in_parcel: bool) -> None:
-        grad = local_of(self._grads[cut.parameter])
+        grad = local_of(self._grads[id(cut.parameter)])
         if is_in_parcel and cut.in_parcel is not None and isinstance(grad, TierTensor):
             window.grads[cut] = cut.at(window.of_grads, cut.in_parcel, cut.dtype)
             return
@@ -146,13 +146,13 @@ class Windows:
         window.grads[cut] = grad if room is None else room
 
     def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:
-        local = local_of(cut.parameter)
+        key, local = id(cut.parameter), local_of(cut.parameter)
         if cut.piece.is_whole or grad.stride() == local.stride():
             return grad
-        if cut.parameter not in self._laid:  # the gradient lies in another order: once for all pieces
+        if key not in self._laid:  # the gradient lies in another order: once for all pieces
             laid = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device=grad.device)
-            self._laid = {cut.parameter: laid.copy_(grad)}
-        return self._laid[cut.parameter]
+            self._laid = {key: laid.copy_(grad)}
+        return self._laid[key]
 
     def _record(self, chunk: Chunk) -> ParameterRecord | None:
         """Of the parameters of a chunk, if they rest in another tier."""
@@ -164,7 +164,8 @@ class Windows:
         """Of the gradients of a chunk, if they rest in one tier, and there as their parameters do; others are read singly."""
         found: set[Record] = set()
         for cut in chunk.cuts if chunk.parcel is not None else ():
-            grad = local_of(self._grads[cut.parameter]) if cut.parameter in self._grads else None
+            grad = self._grads.get(id(cut.parameter))
+            grad = local_of(grad) if grad is not None else None
             place = away_of(cut.parameter)
             if isinstance(grad, TierTensor):
                 if place is None or grad.number != place.number or record_of(grad).forms != record_of(place).forms:
