@@ -4,20 +4,18 @@
     python examples/generate_nvme.py --path /local_nvme --stock        # the same without zf.offload: memory runs out
 
 The model is built on `meta`, without memory, and initialised unit by unit straight into files on the disk. Before that the
-process limits its own memory (`RLIMIT_DATA`) to less than the parameters. Each forward reads every block once, while the one
-before it computes.
+process limits its own memory to less than the parameters: on the CPU by `RLIMIT_DATA`, on a GPU by torch. Each forward reads
+every block once, while the one before it computes.
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from gpt import GPT, Block, Config, generate
+from program import device_option, limit_memory, option, parse
 from torch import nn
 
 import zero_fn as zf
@@ -25,19 +23,26 @@ import zero_fn as zf
 
 @dataclass(frozen=True)
 class Options:
-    path: str
-    layers: int
-    dim: int
-    tokens: int
-    memory: float
-    workspace: int
-    stock: bool
+    """The command line."""
 
+    path: str = option(".", "a folder of a local disk")
+    layers: int = option(16, "blocks")
+    dim: int = option(1024, "width")
+    heads: int = option(8, "attention heads")
+    window: int = option(64, "bytes that the model sees")
+    tokens: int = option(8, "bytes to write")
+    memory: float = option(0.3, "of the parameters' bytes, that may be in memory")
+    workspace: int = option(64 << 20, "bytes beside it: activations, allocator")
+    stock: bool = option(False, "hold the parameters in memory: it runs out")
+    device: str | None = device_option()
 
-def data_nbytes() -> int:
-    """Bytes of private memory that this process has mapped."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows["VmData"].split()[0]) * 1024
+    def __post_init__(self) -> None:
+        _ = self.config  # raises if the shape is impossible
+
+    @property
+    def config(self) -> Config:
+        """The shape of the model."""
+        return Config(layers=self.layers, dim=self.dim, heads=self.heads, seq=self.window)
 
 
 def parameters_nbytes(model: nn.Module) -> int:
@@ -45,16 +50,17 @@ def parameters_nbytes(model: nn.Module) -> int:
 
 
 def run(options: Options) -> None:
+    device = options.device or "cpu"
     with torch.device("meta"):
-        model = GPT(Config(layers=options.layers, dim=options.dim, heads=8, seq=128))
+        model = GPT(options.config)
     nbytes = parameters_nbytes(model)
     room = int(options.memory * nbytes) + options.workspace
-    resource.setrlimit(resource.RLIMIT_DATA, (data_nbytes() + room, resource.RLIM_INFINITY))
+    limit_memory(device, room)
     print(f"{nbytes / 1e6:.0f} MB of parameters, {room / 1e6:.0f} MB of memory for all else")
     torch.manual_seed(0)
     start = time.perf_counter()
     if options.stock:
-        model.to_empty(device="cpu")
+        model.to_empty(device=device)
         for module in model.modules():
             reset = getattr(module, "reset_parameters", None)
             if reset is not None:
@@ -62,12 +68,12 @@ def run(options: Options) -> None:
     else:
         model = zf.offload(model, params=zf.nvme(options.path), units=Block)
         print(zf.plan(model).held)
-        model = zf.materialize(model, "cpu")
+        model = zf.materialize(model, device)
     print(f"initialised in {time.perf_counter() - start:.1f} s, {zf.held(model).total / 1e6:.0f} MB in memory")
-    prompt = torch.tensor(list(b"Once upon a time"))
+    prompt = torch.tensor(list(b"Once upon a time"), device=device)
     start = time.perf_counter()
     with torch.inference_mode():
-        text = generate(model, prompt, options.tokens, window=64)
+        text = generate(model, prompt, options.tokens, window=options.window)
     took = time.perf_counter() - start
     print(
         f"{options.tokens} tokens in {took:.1f} s, {nbytes * options.tokens / took / 1e9:.2f} GB/s of parameters: "
@@ -75,18 +81,5 @@ def run(options: Options) -> None:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--path", default=".", help="a folder of a local disk")
-    parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=8)
-    parser.add_argument("--memory", type=float, default=0.3, help="of the parameters' bytes")
-    parser.add_argument("--workspace", type=int, default=64 << 20, help="bytes beside it: activations, allocator")
-    parser.add_argument("--stock", action="store_true", help="hold the parameters in memory: it runs out")
-    given = parser.parse_args()
-    run(Options(**vars(given)))
-
-
 if __name__ == "__main__":
-    main()
+    run(parse(Options, __doc__))

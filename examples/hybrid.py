@@ -1,7 +1,7 @@
 """Two data axes: what each composition holds and sends, and that the losses are the same.
 
     python examples/hybrid.py                                2 x 2 local ranks
-    torchrun --nproc-per-node 4 examples/hybrid.py           the ranks it is given
+    torchrun --nproc-per-node 8 examples/hybrid.py --outer 2 --inner 4
 
 On a cluster `outer` runs over nodes and `inner` over the accelerators of a node, where links are fast. Sharding over `inner`
 only, and reducing hierarchically, sends 1/n of the gradients over the slow links, and no parameters.
@@ -11,19 +11,46 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from gpt import GPT, Block, Config, next_byte_loss
-from mesh_of_ranks import mesh_of, on_ranks
+from program import device_option, mesh_of, on_ranks, option, parse
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 
-OUTER, INNER, STEPS = 2, 2, 3
-CONFIG = Config(layers=3, dim=64, heads=4, seq=32)
 TOLERANCE = 1e-5  # means over one axis of means over the other, against one mean: rounding
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    outer: int = option(2, "ranks of the outer axis")
+    inner: int = option(2, "ranks of the inner axis")
+    layers: int = option(3, "blocks")
+    dim: int = option(64, "width")
+    heads: int = option(4, "attention heads")
+    seq: int = option(32, "length of a sequence, bytes")
+    steps: int = option(3, "optimizer steps of each composition")
+    device: str | None = device_option()
+
+    def __post_init__(self) -> None:
+        _ = self.config  # raises if the shape is impossible
+
+    @property
+    def ranks(self) -> int:
+        """Of both axes."""
+        return self.outer * self.inner
+
+    @property
+    def config(self) -> Config:
+        """The shape of the model."""
+        return Config(layers=self.layers, dim=self.dim, heads=self.heads, seq=self.seq)
+
 
 Compose = Callable[[nn.Module, DeviceMesh], nn.Module]
 COMPOSITIONS: dict[str, Compose] = {
@@ -41,26 +68,27 @@ COMPOSITIONS: dict[str, Compose] = {
 Row = tuple[str, int, dict[str, int], dict[str, int], list[float]]
 
 
-def compare() -> list[Row]:
+def compare(options: Options) -> list[Row]:
     """What every rank runs: for each composition the bytes held and sent on this rank, sent as planned, and mean losses."""
-    with mesh_of(outer=OUTER, inner=INNER) as mesh:
+    device = options.device or "cpu"
+    with mesh_of(device, outer=options.outer, inner=options.inner) as mesh:
         rows: list[Row] = []
         for name, compose in COMPOSITIONS.items():
             torch.manual_seed(0)
-            model = compose(GPT(CONFIG), mesh)
+            model = compose(GPT(options.config).to(device), mesh)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             losses = []
-            for step in range(STEPS):
-                text = torch.randint(0, 256, (2, CONFIG.seq + 1), generator=_seeded(step, dist.get_rank()))
+            for step in range(options.steps):
+                text = torch.randint(0, 256, (2, options.seq + 1), generator=_seeded(step, dist.get_rank()))
                 with zf.traffic() as sent:
-                    loss = next_byte_loss(model, text)
+                    loss = next_byte_loss(model, text.to(device))
                     torch.autograd.backward(loss)
                 held = zf.held(model, optimizer)
                 optimizer.step()
                 optimizer.zero_grad()
                 total = loss.detach().clone()
                 dist.all_reduce(total)
-                losses.append(total.item() / (OUTER * INNER))
+                losses.append(total.item() / mesh.size())
             nbytes = held.parameters + held.gradients + held.optimizer
             rows.append((name, nbytes, dict(sent.by_axis), dict(zf.plan(model).sent_by_axis), losses))
     return rows
@@ -72,7 +100,8 @@ def _seeded(step: int, rank: int) -> torch.Generator:
 
 def main() -> int:
     """Prints the table; 1 if losses differ, or bytes from the plan."""
-    rows = on_ranks({"outer": OUTER, "inner": INNER}, compare)
+    options = parse(Options, __doc__)
+    rows = on_ranks(options.ranks, compare, options)
     if rows is None:
         return 0
     print(f"{'composition':<36}{'held':>12}{'sent inside':>13}{'sent outside':>14}{'last loss':>11}")

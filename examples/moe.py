@@ -17,7 +17,6 @@ Source: top-k routing, Shazeer 2017; capacity and the auxiliary loss, Switch Tra
 
 from __future__ import annotations
 
-import argparse
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from mesh_of_ranks import mesh_of, on_ranks
+from program import device_option, mesh_of, on_ranks, option, parse
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -33,10 +32,35 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import zero_fn as zf
 
 STAGES: dict[int, Any] = {0: zf.replicate, 1: zf.shard_optimizer, 2: zf.shard_grads, 3: zf.shard_params}
-DP, EP = 2, 2
-VOCAB, DIM, HIDDEN, EXPERTS, TOP, TOKENS = 32, 16, 32, 4, 2, 24
 BALANCE, MAX_NORM = 0.01, 1.0
 TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line."""
+
+    stage: int = option(3, "of ZeRO", choices=sorted(STAGES))
+    capacity: float | None = option(None, "of an even share of the tokens; left out: none is dropped", kind=float)
+    steps: int = option(10, "optimizer steps")
+    dp: int = option(2, "ranks that have all experts between them, so many times")
+    ep: int = option(2, "ranks that share the experts")
+    experts: int = option(4, "in each layer")
+    top: int = option(2, "experts for each token")
+    dim: int = option(16, "width")
+    hidden: int = option(32, "width within an expert")
+    vocab: int = option(32, "symbols")
+    tokens: int = option(24, "of each rank and step")
+    device: str | None = device_option()
+
+    def __post_init__(self) -> None:
+        if self.experts % self.ep:
+            raise ValueError(f"--experts {self.experts} cannot be shared equally by --ep {self.ep} ranks")
+
+    @property
+    def ranks(self) -> int:
+        """Of both axes."""
+        return self.dp * self.ep
 
 
 @dataclass(frozen=True)
@@ -53,10 +77,11 @@ class Ranks:
 class Experts(nn.Module):
     """The feed-forward layers of some experts, as two tensors: "expert dim hidden" and "expert hidden dim"."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Options) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(EXPERTS, DIM, HIDDEN) * DIM**-0.5)
-        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, DIM) * HIDDEN**-0.5)
+        experts, dim, hidden = options.experts, options.dim, options.hidden
+        self.up = nn.Parameter(torch.randn(experts, dim, hidden) * dim**-0.5)
+        self.down = nn.Parameter(torch.randn(experts, hidden, dim) * hidden**-0.5)
 
     def forward(self, tokens: Tensor, counts: list[int]) -> Tensor:
         """Tokens "token dim" in the order of the experts that this rank has, `counts` of them for each."""
@@ -72,28 +97,29 @@ class MoE(nn.Module):
         balance: Of the last forward: 1 if every expert had the same share of the tokens, more otherwise.
     """
 
-    def __init__(self, ranks: Ranks, capacity: float | None) -> None:
+    def __init__(self, options: Options, ranks: Ranks) -> None:
         super().__init__()
-        self.ranks, self.capacity = ranks, capacity
-        self.router = nn.Linear(DIM, EXPERTS, bias=False)
-        self.experts = Experts()
+        self.ranks, self.capacity, self.top = ranks, options.capacity, options.top
+        self.router = nn.Linear(options.dim, options.experts, bias=False)
+        self.experts = Experts(options)
         self.balance = torch.zeros(())
 
     def forward(self, x: Tensor) -> Tensor:
         chances = self.router(x).softmax(-1)  # "token expert"
-        weights, chosen = chances.topk(TOP, dim=-1)
-        share = F.one_hot(chosen, EXPERTS).to(x.dtype).mean((0, 1))
-        self.balance = EXPERTS * (share * chances.mean(0)).sum()
-        token = torch.arange(len(x)).repeat_interleave(TOP)
+        number = chances.shape[1]
+        weights, chosen = chances.topk(self.top, dim=-1)
+        share = F.one_hot(chosen, number).to(x.dtype).mean((0, 1))
+        self.balance = number * (share * chances.mean(0)).sum()
+        token = torch.arange(len(x), device=x.device).repeat_interleave(self.top)
         expert, weight = chosen.flatten(), weights.flatten()
         if self.capacity is not None:
-            room = int(self.capacity * len(x) * TOP / EXPERTS)
-            place = (F.one_hot(expert, EXPERTS).cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
+            room = int(self.capacity * len(x) * self.top / number)
+            place = (F.one_hot(expert, number).cumsum(0) - 1).gather(1, expert[:, None])[:, 0]
             kept = place < room
             token, expert, weight = token[kept], expert[kept], weight[kept]
         order = expert.argsort(stable=True)
         token, expert, weight = token[order], expert[order], weight[order]
-        answers = self._everywhere(x[token], torch.bincount(expert, minlength=EXPERTS))
+        answers = self._everywhere(x[token], torch.bincount(expert, minlength=number))
         return torch.zeros_like(x).index_add(0, token, answers * weight[:, None])
 
     def _everywhere(self, tokens: Tensor, counts: Tensor) -> Tensor:
@@ -106,12 +132,12 @@ class MoE(nn.Module):
         dist.all_to_all_single(asking, asked, group=self.ranks.group)
         sent, received = asked.sum(1).tolist(), asking.sum(1).tolist()
         arrived: Tensor = _Exchanged.apply(tokens, sent, received, self.ranks.group)  # type: ignore[no-untyped-call]
-        here = torch.arange(asking.shape[1]).repeat(len(asking))  # of the rows that arrived, rank by rank
+        here = torch.arange(asking.shape[1], device=tokens.device).repeat(len(asking))  # of what arrived
         by_expert = here.repeat_interleave(asking.flatten())
         order = by_expert.argsort(stable=True)
         answers = self.experts(arrived[order], asking.sum(0).tolist())
         back = torch.empty_like(order)
-        back[order] = torch.arange(len(order))
+        back[order] = torch.arange(len(order), device=order.device)
         returned: Tensor = _Exchanged.apply(answers[back], received, sent, self.ranks.group)  # type: ignore[no-untyped-call]
         return returned
 
@@ -138,10 +164,10 @@ def _exchange(rows: Tensor, sent: list[int], received: list[int], group: Any) ->
 class Layer(nn.Module):
     """A dense layer, then experts."""
 
-    def __init__(self, ranks: Ranks, capacity: float | None) -> None:
+    def __init__(self, options: Options, ranks: Ranks) -> None:
         super().__init__()
-        self.norm, self.dense = nn.LayerNorm(DIM), nn.Linear(DIM, DIM)
-        self.moe = MoE(ranks, capacity)
+        self.norm, self.dense = nn.LayerNorm(options.dim), nn.Linear(options.dim, options.dim)
+        self.moe = MoE(options, ranks)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + torch.tanh(self.dense(x))
@@ -152,11 +178,11 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """Guesses a token from the one before."""
 
-    def __init__(self, ranks: Ranks, capacity: float | None) -> None:
+    def __init__(self, options: Options, ranks: Ranks) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, DIM)
-        self.first, self.second = Layer(ranks, capacity), Layer(ranks, capacity)
-        self.head = nn.Linear(DIM, VOCAB)
+        self.embed = nn.Embedding(options.vocab, options.dim)
+        self.first, self.second = Layer(options, ranks), Layer(options, ranks)
+        self.head = nn.Linear(options.dim, options.vocab)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The loss, with what is added for the balance of experts."""
@@ -165,56 +191,54 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x), targets) + BALANCE * balance
 
 
-def build(stage: int, mesh: DeviceMesh, capacity: float | None, dtype: torch.dtype = torch.float32) -> nn.Module:
+def build(options: Options, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Experts are placed on ep; then dp shards everything, and ep what is not an expert."""
     torch.manual_seed(0)
-    model: nn.Module = Model(Ranks(mesh.get_group("ep"), EP), capacity).to(dtype)
+    model: nn.Module = Model(options, Ranks(mesh.get_group("ep"), options.ep)).to(options.device, dtype)
     for module in model.modules():
         if isinstance(module, Experts):
             for name, parameter in list(module.named_parameters()):
                 setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["ep"], [Shard(0)])))
-    shard = STAGES[stage]
+    shard = STAGES[options.stage]
     model = shard(model, mesh["dp"], units=Layer)
-    dense = {} if stage == 0 else {"where": lambda name, _: ".experts." not in name}
+    dense = {} if options.stage == 0 else {"where": lambda name, _: ".experts." not in name}
     model = shard(model, mesh["ep"], **dense)
     return model
 
 
-def batch(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(options: Options, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Tokens of one rank, and the token that follows each: a permutation to be learnt."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tokens = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
-    return tokens, (7 * tokens + 3) % VOCAB
+    tokens = torch.randint(0, options.vocab, (options.tokens,), generator=generator).to(options.device)
+    return tokens, (7 * tokens + 3) % options.vocab
 
 
-def train(
-    steps: int, stage: int, capacity: float | None, dtype: torch.dtype = torch.float32
-) -> list[tuple[float, float]]:
+def train(options: Options, dtype: torch.dtype = torch.float32) -> list[tuple[float, float]]:
     """What every rank runs: loss, mean over all ranks, and norm of the gradients of each step."""
-    with mesh_of(dp=DP, ep=EP) as mesh:
-        model = build(stage, mesh, capacity, dtype)
+    with mesh_of(options.device or "cpu", dp=options.dp, ep=options.ep) as mesh:
+        model = build(options, mesh, dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         seen = []
-        for step in range(steps):
-            loss = model(*batch(step, dist.get_rank()))
+        for step in range(options.steps):
+            loss = model(*batch(options, step, dist.get_rank()))
             torch.autograd.backward(loss)
             norm: Any = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)  # over dense parameters and experts
             optimizer.step()
             optimizer.zero_grad()
             total = loss.detach().clone()
             dist.all_reduce(total)
-            seen.append((total.item() / (DP * EP), norm.full_tensor().item()))
+            seen.append((total.item() / options.ranks, norm.full_tensor().item()))
     return seen
 
 
-def train_alone(steps: int, capacity: float | None, dtype: torch.dtype = torch.float32) -> list[tuple[float, float]]:
+def train_alone(options: Options, dtype: torch.dtype = torch.float32) -> list[tuple[float, float]]:
     """The same training in one process that has every expert, on the batches of all ranks."""
     torch.manual_seed(0)
-    model = Model(Ranks(), capacity).to(dtype)
+    model = Model(options, Ranks()).to(options.device, dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen = []
-    for step in range(steps):
-        loss = torch.stack([model(*batch(step, rank)) for rank in range(DP * EP)]).mean()
+    for step in range(options.steps):
+        loss = torch.stack([model(*batch(options, step, rank)) for rank in range(options.ranks)]).mean()
         torch.autograd.backward(loss)
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
@@ -225,16 +249,13 @@ def train_alone(steps: int, capacity: float | None, dtype: torch.dtype = torch.f
 
 def main() -> int:
     """Trains both ways and prints losses and norms; 1 if they differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--stage", type=int, choices=sorted(STAGES), default=3)
-    parser.add_argument("--capacity", type=float, help="of an even share of the tokens; left out: none is dropped")
-    parser.add_argument("--steps", type=int, default=10)
-    options = parser.parse_args()
-    seen = on_ranks({"dp": DP, "ep": EP}, train, options.steps, options.stage, options.capacity)
+    options = parse(Options, __doc__)
+    seen = on_ranks(options.ranks, train, options)
     if seen is None:
         return 0
-    alone = train_alone(options.steps, options.capacity)
-    print(f"dp {DP} x ep {EP}, ZeRO-{options.stage}, {EXPERTS} experts, the best {TOP} of them for each token")
+    alone = train_alone(options)
+    what = f"{options.experts} experts, the best {options.top} of them for each token"
+    print(f"dp {options.dp} x ep {options.ep}, ZeRO-{options.stage}, {what}")
     print(f"{'step':>5} {'loss':>9} {'one process':>12} {'norm':>9} {'one process':>12}")
     for step, (one, other) in enumerate(zip(seen, alone, strict=True)):
         print(f"{step:5} {one[0]:9.5f} {other[0]:12.5f} {one[1]:9.5f} {other[1]:12.5f}")

@@ -5,24 +5,22 @@
     python examples/offload_nvme.py --path /local_nvme --everything  # parameters and gradients on the disk, too
     python examples/offload_nvme.py --stock                          # the same without zf.streamed: memory runs out
 
-Before the first step each process limits its own memory (`RLIMIT_DATA`) to what it has and room for gradients, buffers and
-activations. The states of AdamW, twice the parameters, are more than that: they rest on the disk, and pass through four
-buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the model is initialised from
-`meta` straight into a file.
+Before the first step each process limits its own memory to what it has and room for gradients, buffers and activations: on
+the CPU by `RLIMIT_DATA`, on a GPU by torch. The states of AdamW, twice the parameters, are more than that: they rest on the
+disk, and pass through four buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the
+model is initialised from `meta` straight into a file.
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from program import device_option, limit_memory, mesh_of, on_ranks, option, parse
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 
@@ -32,13 +30,17 @@ WORKSPACE_NBYTES = 320 << 20  # activations, gathered units, holes that the allo
 
 @dataclass(frozen=True)
 class Options:
-    path: str
-    ranks: int
-    layers: int
-    dim: int
-    steps: int
-    stock: bool
-    everything: bool
+    """The command line."""
+
+    path: str = option(".", "a folder of a local disk")
+    ranks: int = option(1, "local ranks; under torchrun, its ranks are used")
+    layers: int = option(48, "blocks for each rank")
+    dim: int = option(1024, "width")
+    rows: int = option(16, "rows of a batch of each rank")
+    steps: int = option(5, "optimizer steps")
+    stock: bool = option(False, "keep the states in memory: it runs out")
+    everything: bool = option(False, "parameters and gradients on the disk, too")
+    device: str | None = device_option()
 
 
 class Block(nn.Module):
@@ -50,24 +52,25 @@ class Block(nn.Module):
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
-def batch(dim: int, rank: int) -> tuple[Tensor, Tensor]:
+def batch(rows: int, dim: int, rank: int) -> tuple[Tensor, Tensor]:
     """What is to be learnt by heart."""
     generator = torch.Generator().manual_seed(rank)
-    return torch.randn(16, dim, generator=generator), torch.randn(16, dim, generator=generator)
+    return torch.randn(rows, dim, generator=generator), torch.randn(rows, dim, generator=generator)
 
 
-def data_nbytes(row: str = "VmData") -> int:
-    """Bytes of private memory that this process has mapped."""
-    rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(rows[row].split()[0]) * 1024
+def run(options: Options) -> list[str]:
+    """What every rank runs; what it has to say."""
+    device = options.device or "cpu"
+    with mesh_of(device, dp=options.ranks) as mesh:
+        return train(options, mesh, device)
 
 
-def train(options: Options) -> list[str]:
-    mesh = init_device_mesh("cpu", (options.ranks,), mesh_dim_names=("dp",))
+def train(options: Options, mesh: DeviceMesh, device: str) -> list[str]:
+    """The training under the limit."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     with torch.device("meta"):
-        model: nn.Module = nn.Sequential(*(Block(options.dim) for _ in range(options.layers)))
+        model: nn.Module = nn.Sequential(*(Block(options.dim) for _ in range(options.layers * options.ranks)))
     model = zf.shard_params(model, mesh["dp"], units=Block)
     own_nbytes = zf.plan(model).held.parameters
     room = own_nbytes + 4 * BUFFER_NBYTES + WORKSPACE_NBYTES  # gradients, buffers, workspace; no states
@@ -76,20 +79,20 @@ def train(options: Options) -> list[str]:
         model = zf.offload(model, params=disk, grads=disk, optim=disk)
         room = 3 * 4 * BUFFER_NBYTES + WORKSPACE_NBYTES * 3 // 2
     else:
-        model = zf.materialize(model, "cpu")
-    resource.setrlimit(resource.RLIMIT_DATA, (data_nbytes() + room, resource.RLIM_INFINITY))
+        model = zf.materialize(model, device)
+    limit_memory(device, room)
     lines = [
         f"rank {rank}: {own_nbytes / 1e6:.0f} MB of parameters, {2 * own_nbytes / 1e6:.0f} MB of states; "
         f"{room / 1e6:.0f} MB of memory for all that is made from now on"
     ]
     if options.everything:
-        model = zf.materialize(model, "cpu")
+        model = zf.materialize(model, device)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     if not options.stock:
         tier = None if options.everything else zf.nvme(options.path)
         optimizer = zf.streamed(optimizer, tier, buffer=BUFFER_NBYTES)
         lines.append(repr(optimizer).split("\n")[0])
-    x, y = batch(options.dim, rank)
+    x, y = (tensor.to(device) for tensor in batch(options.rows, options.dim, rank))
     for step in range(options.steps):
         start = time.perf_counter()
         optimizer.zero_grad()
@@ -102,21 +105,6 @@ def train(options: Options) -> list[str]:
     return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--path", default=".", help="a folder of a local disk")
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=48, help="blocks for each rank")
-    parser.add_argument("--dim", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--stock", action="store_true", help="keep the states in memory: it runs out")
-    parser.add_argument("--everything", action="store_true", help="parameters and gradients on the disk, too")
-    given = parser.parse_args()
-    options = Options(
-        given.path, given.ranks, given.layers * given.ranks, given.dim, given.steps, given.stock, given.everything
-    )  # fmt: skip
-    print("\n".join(zf.launch(train, options.ranks, options)[0]))
-
-
 if __name__ == "__main__":
-    main()
+    options = parse(Options, __doc__)
+    print(*(on_ranks(options.ranks, run, options) or ()), sep="\n")

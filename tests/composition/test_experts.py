@@ -30,7 +30,9 @@ def _example() -> Any:
 
 
 def _trained(stage: int, capacity: float | None) -> list[tuple[float, float]]:
-    seen: list[tuple[float, float]] = _example().train(4, stage, capacity, torch.float64)
+    example = _example()
+    options = example.Options(stage=stage, capacity=capacity, steps=4, device="cpu")
+    seen: list[tuple[float, float]] = example.train(options, torch.float64)
     return seen
 
 
@@ -38,7 +40,8 @@ def _trained(stage: int, capacity: float | None) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: float | None) -> None:
     """Losses and norms over all parameters, clipped; in float64, where orders of summation differ far below the bound."""
-    expected = _example().train_alone(4, capacity, torch.float64)
+    example = _example()
+    expected = example.train_alone(example.Options(capacity=capacity, steps=4, device="cpu"), torch.float64)
     for seen in ranks(4).run(_trained, stage, capacity):
         for one, other in zip(seen, expected, strict=True):
             assert abs(one[0] - other[0]) < 1e-12
@@ -48,10 +51,11 @@ def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: flo
 def _sent(stage: int) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes of a step by axis, planned and counted."""
     example, mesh = _example(), grid("dp", "ep")
-    model = example.build(stage, mesh, None)
-    model(*example.batch(0, dist.get_rank())).backward()
+    options = example.Options(stage=stage, device="cpu")
+    model = example.build(options, mesh)
+    model(*example.batch(options, 0, dist.get_rank())).backward()
     with zf.traffic() as sent:
-        model(*example.batch(0, dist.get_rank())).backward()
+        model(*example.batch(options, 0, dist.get_rank())).backward()
     return dict(zf.plan(model).sent_by_axis), dict(sent.by_axis)
 
 
@@ -121,8 +125,8 @@ def _reloaded(folder: str) -> list[str]:
     example, losses, models = _example(), [], []
     for shape, stage in (((2, 2), 3), ((4, 1), 1)):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "ep"))
-        example.DP, example.EP = shape
-        model = example.build(stage, mesh, None, torch.float64)
+        options = example.Options(stage=stage, dp=shape[0], ep=shape[1], device="cpu")
+        model = example.build(options, mesh, torch.float64)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
         if not models:
             _step(example, model, optimizer, 0)
@@ -137,14 +141,13 @@ def _reloaded(folder: str) -> list[str]:
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         losses.append(_step(example, model, optimizer, 1))
         models.append({name: p.full_tensor() for name, p in model.named_parameters()})
-    example.DP, example.EP = 2, 2
     one, other = models
     found = [name for name, values in one.items() if (values - other[name]).abs().max() > 1e-12]
     return found + ["loss"] * (abs(losses[0] - losses[1]) > 1e-12)
 
 
 def _step(example: Any, model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    loss = model(*example.batch(number, dist.get_rank()))
+    loss = model(*example.batch(example.Options(device="cpu"), number, dist.get_rank()))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -161,11 +164,12 @@ def _in_bfloat16() -> list[str]:
     example, mesh = _example(), grid("dp", "ep")
     given = []
     for stage in (1, 2, 3):
-        model = zf.precision(example.build(stage, mesh, None), compute=torch.bfloat16)
+        options = example.Options(stage=stage, device="cpu")
+        model = zf.precision(example.build(options, mesh), compute=torch.bfloat16)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         with zf.accumulate(model):
             for number in range(2):
-                (model(*example.batch(number, dist.get_rank())) / 2).backward()
+                (model(*example.batch(options, number, dist.get_rank())) / 2).backward()
         optimizer.step()
         given.append({name: p.full_tensor() for name, p in model.named_parameters()})
     return [name for name in given[0] for other in given[1:] if not torch.equal(given[0][name], other[name])]
