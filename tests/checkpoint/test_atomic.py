@@ -284,7 +284,7 @@ def test_what_another_process_is_saving_is_left_alone(tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     saved(tmp_path, 1)
-    with pytest.raises(zf.CheckpointError, match="something of this name already"):
+    with pytest.raises(zf.CheckpointError, match="of this name exists already"):
         saved(tmp_path, 1)
     assert loaded_step(tmp_path) == 1
 

@@ -96,5 +96,5 @@ def test_overflows_at_the_least_scale_raise() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     scaler = Scaler("cpu", first=2.0, window=1000, hysteresis=1, is_refilled=False, least=1.0)
     assert scaled_step(scaler, optimizer, overflows=True) == 1.0
-    with pytest.raises(StateError, match="overflow at the least scale"):
+    with pytest.raises(StateError, match="overflow at the smallest loss scale"):
         scaled_step(scaler, optimizer, overflows=True)

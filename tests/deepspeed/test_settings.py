@@ -287,7 +287,7 @@ def test_states_of_parameters_in_a_tier_are_on_the_host_if_nothing_is_said() -> 
 
 
 def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:
-    with pytest.raises(ConfigError, match="sends gradients in another dtype"):
+    with pytest.raises(ConfigError, match="sent in the dtype of the computation"):
         settings_of({**SMALL, "communication_data_type": "bf16"}, 1)
     assert settings_of({**SMALL, "communication_data_type": "fp32"}, 1).reduce is torch.float32
     both = {**SMALL, "communication_data_type": "bf16", "bf16": {"enabled": True}}

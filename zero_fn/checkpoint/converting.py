@@ -86,7 +86,7 @@ def convert(
     parted += [name for name in source.parts[0].get("buffers", {}) if source.is_parted("buffers", name)]
     if parted:
         raise CheckpointError(
-            "Ranks have saved different values under one name, and the result would have those of one.",
+            "Ranks have saved different values under one name, and the result has room for those of one rank.",
             names=", ".join(parted),
             fix="zf.load on as many ranks, or --only model --only optimizer",
         )

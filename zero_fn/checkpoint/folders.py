@@ -167,7 +167,9 @@ class Draft:
         parent = self.target.parent
         if not self.target.name or self.target.name.startswith("."):
             raise CheckpointError(
-                "This is no name for a checkpoint.", path=self.target, fix='a name without a dot: "runs/a/step-000120"'
+                "This is no name for a checkpoint.",
+                path=self.target,
+                fix='a name that does not begin with a dot: "runs/a/step-000120"',
             )
         with disk(self.path, "Making the folder of a checkpoint"):
             parent.mkdir(parents=True, exist_ok=True)
@@ -213,10 +215,10 @@ class Draft:
     def _require_free(self) -> None:
         if os.path.lexists(self.target):
             raise CheckpointError(
-                "There is something of this name already.",
+                "A file or folder of this name exists already.",
                 path=self.target,
-                why="a checkpoint is never overwritten: a save that is killed would leave none",
-                fix="save under another name (the step is a good one), or remove it before",
+                why="a checkpoint is never overwritten: a save that is killed would leave neither the old nor the new one",
+                fix='save under another name: zf.save("runs/a/step-000120", ...); or remove the old one first',
             )
 
     def _rename(self) -> None:

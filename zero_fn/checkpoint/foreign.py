@@ -116,9 +116,9 @@ class Foreign(Contents):
         options = {name: self.value(0, value) for name, value in group.items() if name not in _OF_THE_IMPLEMENTATION}
         if not options.pop("bias_correction", True):
             raise CheckpointError(
-                "The optimizer has no correction of bias, and those of torch do.",
+                "This optimizer ran without bias correction, and those of torch always correct.",
                 checkpoint=self.path,
-                fix='leave its states: only="model"',
+                fix='load without its states: zf.load(folder, model, only="model")',
             )
         for name in names:
             self.options[self._rename(name)] = (0, options)

@@ -87,13 +87,16 @@ def load(
         StorageError: The disk refused. Raised on every rank.
         DisagreementError: Ranks were given different arguments.
         LostRankError: A rank has ended, or did not call `load`.
-        LayoutError: `verify` or `only` names nothing.
+        LayoutError: `verify` or `only` names nothing that is known.
     """
     wait_for_saving()
     kinds = KINDS if only is None else (only,) if isinstance(only, str) else tuple(only)
     if verify not in ("first", "once") or not set(kinds) <= set(KINDS):
         raise LayoutError(
-            "verify or only names nothing.", verify=verify, only=only, fix='verify="first", only=("model", "optimizer")'
+            "verify= or only= names nothing that is known.",
+            verify=verify,
+            only=only,
+            fix='verify="first", only=("model", "optimizer")',
         )
     together = Together()
     path, named, failure = Path(os.path.abspath(folder)), Named([], {}, {}), None

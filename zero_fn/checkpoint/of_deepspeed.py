@@ -148,7 +148,7 @@ class DeepSpeedFolder(Foreign):
                     "DeepSpeed has written states of this optimizer in a way that is not read.",
                     file=path,
                     why="elastic_checkpoint, or experts",
-                    fix='"elastic_checkpoint": false in its config; or leave the states: only="model"',
+                    fix='"elastic_checkpoint": false in its config; or without states: zf.load(folder, model, only="model")',
                 )
             if any(count != len(paths) for count in (counts if isinstance(counts, list) else [counts])):
                 raise damaged(path, why=f"{counts} ranks have written states, and there are files of {len(paths)}")

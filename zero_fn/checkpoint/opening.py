@@ -33,7 +33,7 @@ def chosen(folder: Path) -> Path:
             "There are checkpoints of two kinds.",
             folder=folder,
             found=f"files of another library, and {own[-1].path.name}",
-            fix="name the one that is meant",
+            fix=f"name one of the two: a folder of the other library without ours in it, or {own[-1].path}",
         )
     return foreign
 

@@ -59,7 +59,7 @@ class Together:
         *,
         same: object = None,
         kind: object = None,
-        consequence: str = "on this one nothing was changed",
+        consequence: str = "this rank has changed nothing",
         waits_for_disks: bool = False,
     ) -> Agreed:
         """Goes on once every rank is well, and rank 0 has acted for all. Each rank sends rank 0 a message of 640 bytes, and

@@ -191,8 +191,8 @@ class Entries:
         found = list(self._problems)
         if self.autos:
             first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
-            fix = f"write them into it, or zf.from_deepspeed(..., auto={first})"
-            found.append(_Problem(", ".join(self.autos), '"auto"', "values, which only a Trainer fills in", fix))
+            fix = f"write the value into the config, or zf.from_deepspeed(..., auto={first})"
+            found.append(_Problem(", ".join(self.autos), '"auto"', 'a value: only a Trainer fills in "auto"', fix))
         if len(found) == 1:
             raise ConfigError("A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict())
         if found:

@@ -70,7 +70,7 @@ class Scaler(torch.amp.GradScaler):
         if self.has_skipped:
             if self._left == 1 and scale <= self._least:
                 raise StateError(
-                    "Gradients overflow at the least scale of the loss.",
+                    "Gradients overflow at the smallest loss scale.",
                     scale=scale,
                     why="no step would be taken any more",
                     fix='look for what is infinite or NaN (torch.autograd.detect_anomaly); or "bf16": {"enabled": true}',

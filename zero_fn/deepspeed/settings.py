@@ -79,7 +79,7 @@ def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, obj
         auto: Values for entries that are `"auto"` or not there, by their paths.
 
     Raises:
-        ConfigError: Entries are unknown, cannot be taken, contradict others, or ask for what is not done here; names all.
+        ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here; lists all.
     """
     entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
@@ -140,7 +140,7 @@ def _reduce(entries: Entries) -> torch.dtype:
     """The dtype of gradient sums."""
     name = entries["communication_data_type"] or "fp32"
     if name != "fp32" and not (entries["bf16.enabled"] or entries["fp16.enabled"]):
-        wants = "fp32: nobody sends gradients in another dtype than it computes in"
+        wants = "fp32: gradients are sent in the dtype of the computation"
         raise entries.refused("communication_data_type", wants, '"bf16": {"enabled": true}; or remove it')
     return _DTYPES[name]
 

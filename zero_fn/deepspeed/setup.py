@@ -268,11 +268,11 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
     names = mesh.mesh_dim_names or ()
     if len(names) != 2 or mesh.size(1) != sharding.secondary:
         raise MeshError(
-            "Second shards lie on an axis of their own.",
+            "zero_hpz_partition_size needs a mesh of two axes.",
             mesh=axes_text(mesh),
             zero_hpz_partition_size=sharding.secondary,
-            fix=f"init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
-            'mesh_dim_names=("outer", "inner")), and give it whole',
+            fix=f"mesh = init_device_mesh({mesh.device_type!r}, ({mesh.size() // sharding.secondary}, {sharding.secondary}), "
+            'mesh_dim_names=("outer", "inner")); zf.from_deepspeed(model, config, mesh)',
         )
     return shard_grads(cut(model, mesh[names[1]], donate=donate), mesh[names[0]], where=where, donate=True)
 

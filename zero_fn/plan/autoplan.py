@@ -107,7 +107,7 @@ def autoplan(
         raise MeshError(
             f"autoplan does not know how fast axis {axis} is.",
             measured=", ".join(map(repr, links.sent)) or "no axis",
-            fix="links = zf.measure_links(mesh), over the same axis",
+            fix=f'links = zf.measure_links(mesh["{axis.name}"]), over the axis that is planned',
         )
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
@@ -152,10 +152,10 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
         )
     if hosts and not is_accelerator(axis.device_type):
         raise TierError(
-            "Memory of the host is what the model computes in.",
+            "The model computes in the memory of the host, so the host is no tier beside it.",
             axis=axis,
             device=axis.device_type,
-            fix="leave zf.cpu() out; budget= says how much of it there is",
+            fix="leave zf.cpu() out; budget= says how many bytes of host memory a rank may use",
         )
     needed = ["disk_read", "disk_write"] if disks else []
     needed += ["device_memory", "to_device", "from_device"] if is_accelerator(axis.device_type) else []
@@ -168,7 +168,7 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
             axis=axis,
             **({"tier": disks[0]} if disks else {}),
             missing=", ".join(missing),
-            fix=f"links = zf.measure_links(mesh{path}), where the model will train",
+            fix=f'links = zf.measure_links(mesh["{axis.name}"]{path}), on the machine that will train',
         )
     return [*hosts, *disks]
 

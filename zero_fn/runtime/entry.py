@@ -444,7 +444,7 @@ def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
             raise StateError(
                 f"{verb} was given a module that no transform returned.",
                 module=type(module).__name__,
-                fix=f"model = zf.shard_params(model, mesh['dp']), then zf.{verb}(model)",
+                fix=f"transform it before you call {verb}: model = zf.shard_params(model, mesh['dp'])",
             )
         runs.update((id(unit.run), run_of(unit)) for unit in units)
     return list(runs.values())

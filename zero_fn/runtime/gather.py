@@ -154,8 +154,8 @@ def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:
         raise StateError(
             "Several gradients of a transformed module were asked for at once.",
             unit=unit.name or "root",
-            why="is_grads_batched=True, or vectorize=True of torch.autograd.functional, vectorizes what ranks exchange",
-            fix="ask for one after the other, or for those of whole values: torch.func.functional_call(model, values, x)",
+            why="is_grads_batched=True, and vectorize=True of torch.autograd.functional, would vectorize the collectives",
+            fix="compute one after the other, or gradients of whole tensors: torch.func.functional_call(model, values, x)",
         )
 
 

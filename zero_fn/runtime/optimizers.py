@@ -96,8 +96,8 @@ def _require_not_replaced(parameter: Tensor) -> None:
             "The optimizer holds parameters that the model does not have.",
             first=f"{replacement.fqn}, replaced by {replacement.site}",
             why="a transform returns a new module; step() updates the old one and the loss would not move",
-            fix="build the optimizer after the last transform: AdamW(model.parameters()); where parameters rest in "
-            "another tier and the model was copied or moved since, after its next forward",
+            fix="build the optimizer after the last transform: AdamW(model.parameters()); if parameters are offloaded and "
+            "the model was copied or moved, build it after the next forward",
         )
 
 
@@ -109,18 +109,19 @@ def _on_node(slot: Slot) -> StateError:
     return StateError(
         "An optimizer steps in backward by a hook on the node that accumulates a gradient.",
         parameter=slot,
-        why="the node runs before the gradient is reduced: the step would take that of the backward before",
+        why="the node runs before the gradient is reduced: the step would use the gradient of the previous backward",
         fix="step in p.register_post_accumulate_grad_hook(...), which is called with the reduced gradient",
     )
 
 
 def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
     return StateError(
-        f"{type(optimizer).__name__} was to step parameters that have a state in another tier.",
+        f"{type(optimizer).__name__} was to step offloaded parameters.",
         parameter=slot,
         tiers=slot.home.tiers,
         why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
-        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or, with its states in memory, zf.cpu()",
+        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or, for states in host memory, "
+        "zf.streamed(optimizer, zf.cpu())",
     )
 
 

@@ -329,8 +329,8 @@ _VIEWS = Row(
 _NORMS = Row(
     "stack.default _foreach_norm.Scalar",
     when=_stacks_plain,
-    why="of a plain gradient nobody knows whether it is the same on every rank",
-    fix="transform the other model too: zf.replicate(model, mesh['dp']); or combine the norms of each yourself and call "
+    why="a plain gradient may differ between ranks, and nothing tells whether it does",
+    fix="transform the other model too: zf.replicate(model, mesh['dp']); or combine the norms of both yourself and call "
     "clip_grads_with_norm_(parameters, max_norm, total) for each",
     mend=_refuse_mixed,
 )

@@ -132,7 +132,7 @@ class Shown:
                 f"The forward changed {slot.fqn!r} in place.",
                 parameter=slot,
                 unit=unit or "root",
-                why="a forward computes with copies of what rests, and each rank with its own",
+                why="a forward computes with a copy, on each rank another: the change would be lost, or differ between ranks",
                 fix="change it between steps: with torch.no_grad(): parameter.clamp_(...); keep running means in a buffer; "
                 "instead of max_norm: with zf.unsharded(model, writeback=True), torch.no_grad(): weight.renorm_(2, 0, 1.0)",
             )

@@ -244,7 +244,7 @@ class Slot:
         raise PlacementError(
             f"The values assigned to `.data` of {self.fqn!r} are lost.",
             parameter=self,
-            why="torch keeps the old shard in a DTensor whose `.data` is assigned; its values are those of before",
+            why="torch drops an assignment to the `.data` of a DTensor: the parameter keeps its old values",
             fix="with torch.no_grad(): parameter.copy_(values), or, with whole tensors, "
             "`with zf.unsharded(model, writeback=True):`",
         )

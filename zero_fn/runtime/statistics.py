@@ -144,7 +144,7 @@ class Statistics:
             self._transport.exchange,
             "buffers",
             self._agreed,
-            why="rank 0's buffers would be written into others",
+            why="a forward would write rank 0's buffers over those of other ranks",
             fix='build the same module on every rank, or shard with buffers="local"',
         )
 

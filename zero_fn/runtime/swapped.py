@@ -80,7 +80,7 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
                 parameter=slot,
                 why="a forward computes with whole tensors, and this rank holds a part",
                 fix="values = {name: p.full_tensor().detach().requires_grad_() for name, p in model.named_parameters()}; or "
-                "read whole parameters in `with zf.unsharded(model):`. Gradients of these are those of this rank",
+                "read whole parameters in `with zf.unsharded(model):`. Their gradients are not averaged over ranks",
             )
         found[i] = swapped[0]
     return found

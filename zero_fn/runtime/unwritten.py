@@ -90,7 +90,7 @@ def require_written_buffers(root: nn.Module) -> None:
         raise StateError(
             f"to_empty() gave memory to {len(missed)} buffers, and nobody gave them values.",
             first=", ".join(missed[:SHOWN]),
-            why="what they hold is what was in that memory, and no state_dict has buffers that are not persistent",
+            why="their values are what that memory held before, and a state_dict lacks buffers that are not persistent",
             fix="write them, as the module computes them; or model = zf.materialize(model, device), which calls "
             "reset_parameters() and the _init_weights() of transformers",
         )

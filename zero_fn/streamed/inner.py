@@ -138,8 +138,8 @@ def kept_by(
     if in_pieces and elsewhere and type(optimizer) not in TORCH_ELEMENTWISE:
         raise _refusal(
             optimizer,
-            f"it keeps {', '.join(elsewhere)} elsewhere than in states with memory of their own; its step is called for "
-            "each buffer, and states move",
+            f"it keeps {', '.join(elsewhere)} outside the states of the parameters; but step() is called once for each "
+            "buffer, and not once for each step",
             fix="keep it in the state of each parameter: self.state[p]['step'] += 1",
         )
     return schema_of(states[probe], probe)

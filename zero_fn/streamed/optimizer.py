@@ -111,7 +111,7 @@ def streamed(
     if finish == "forward" and type(optimizer) not in TORCH_ELEMENTWISE:
         raise PlacementError(
             f"{type(optimizer).__name__} has to finish its steps at once.",
-            why="it may look at what changes between step() and the next forward; those of torch.optim do not",
+            why="it may read what changes between step() and the next forward; optimizers of torch.optim do not",
             fix='finish="step"; or torch.optim.AdamW',
         )
     require_streamable(optimizer, elementwise=elementwise)

@@ -345,7 +345,7 @@ class Planner:
             raise TierError(
                 f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
                 needs=bytes_text(nbytes),
-                why="parameters that rest in another tier are stepped in the parcels in which they rest",
+                why="offloaded parameters are stored and stepped in parcels, each at once",
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
         return found

@@ -124,11 +124,10 @@ def _refuse_module(path: str, found: object, modules: Mapping[int, str]) -> None
         raise LayoutError(
             f"{path!r} is, or holds, a function that holds the module {modules[id(found)] or 'root'!r}.",
             module=type(found).__name__,
-            why="a transform returns a copy of the module, and a function goes on with the module of before: that would get "
-            "the gradients, and nobody would train it",
-            fix="take the module from the argument: a hook is given its module; methods and partial functions are copied "
-            "along: self.act = functools.partial(act, self.inner), or types.MethodType(act, self). What torch.compile wraps, "
-            "compile after the transform",
+            why="a transform returns a copy of the module, and the function would still call the old module: that one would "
+            "get the gradients, and no optimizer trains it",
+            fix="take the module from the argument, as a hook can; or self.act = functools.partial(act, self.inner), or "
+            "types.MethodType(act, self), which a transform copies with the module. Call torch.compile after the transform",
         )
 
 
@@ -136,10 +135,10 @@ def _holds_parameter(path: str, fqn: str) -> PlacementError:
     return PlacementError(
         f"{path!r} holds the parameter {fqn!r} itself.",
         parameter=fqn,
-        why="a transform puts another parameter in its place, which a closure, a partial function or a container does not "
-        "follow: it would go on with the old values, and nobody would train them",
-        fix="read it where it is used: functools.partial(act, self.layer), and layer.weight in it; a flat list or dict of "
-        "the module that registers the parameters follows them. What torch.compile wraps, compile after the transform",
+        why="a transform puts a new parameter in its place, and a closure, a partial function or a container keeps the old "
+        "one: it would read old values, which no optimizer trains",
+        fix="hold the module, and read its weight when it is used: functools.partial(act, self.layer), and layer.weight in "
+        "act; a flat list or dict in the module that registers the parameters works. Call torch.compile after the transform",
     )
 
 

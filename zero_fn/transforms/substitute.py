@@ -327,7 +327,7 @@ def _require_untouched_ties(named: list[NamedParameter]) -> None:
             f"{fqn!r} belongs to a model that was transformed already, and other parameters do not.",
             parameter=fqn,
             replaced=f"{found.site}, as {found.fqn!r}",
-            why="a transform copies the module: what both models share would be trained twice, apart from each other",
+            why="a transform copies the module: what both models share would become two copies, trained apart",
             fix="to share it, transform one module that holds both: zf.shard_params(nn.ModuleDict({'actor': actor, 'critic': "
             "critic}), axis); to have two, copy first: copy.deepcopy(module); or del the transformed model",
         )
@@ -343,7 +343,7 @@ def _require_own_memory(named: list[NamedParameter]) -> None:
             raise PlacementError(
                 f"{other.fqn!r} and {parameter.fqn!r} share memory without being one parameter.",
                 parameter=parameter.fqn,
-                why="an edit of one is an edit of the other, which shards of them cannot be",
+                why="an edit of one is an edit of the other, and their shards would not share memory",
                 fix="tie them as one parameter: decoder.weight = encoder.weight; or clone the values of one",
             )
 
@@ -364,8 +364,8 @@ def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> No
                 raise PlacementError(
                     f"The buffer {name!r} lies in the memory of {parameter.fqn!r}.",
                     parameter=parameter.fqn,
-                    why="it would keep the values of now, while the parameter is trained in memory of its own",
-                    fix=f"clone it, if that is meant; or read {parameter.fqn} in its place",
+                    why="the buffer would keep its present values, while the parameter is trained in memory of its own",
+                    fix=f"register a clone, if that is meant; or read {parameter.fqn} in place of the buffer",
                 )
 
 

@@ -221,7 +221,7 @@ def _require_tileable(name: str, child: nn.Module) -> None:
             raise LayoutError(
                 f"A module with {obstacle} cannot be tiled.",
                 module=f"{name or 'root'}: {child}",
-                why="it is about the whole, in whose place there will be parts",
+                why="it is written for the whole layer, and tile() puts parts in the place of that",
                 fix="tile first, then add it to the parts",
             )
     if isinstance(child, nn.Embedding) and (child.max_norm is not None or child.scale_grad_by_freq):

@@ -85,8 +85,8 @@ def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
         f"A gradient reached the whole {slot.fqn!r} of unsharded().",
         parameter=slot,
         why="it would be dropped with the whole parameter: what is read here is not reduced over ranks",
-        fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or read parameters in a method "
-        "that gathers: gather_in=; or with torch.no_grad() if no gradient is wanted",
+        fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or read the parameter in a "
+        "method that gathers: model = zf.gather_in(model, 'method'); or with torch.no_grad() if no gradient is wanted",
     )
 
 

@@ -69,7 +69,7 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
         raise MeshError(
             f"{verb} takes one axis of a DeviceMesh, got {type(mesh).__name__}.",
             got=repr(mesh)[:80],
-            fix=f'mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",)); {verb}(model, mesh["dp"])',
+            fix=f'mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("dp",)); zf.{verb}(model, mesh["dp"])',
         )
     if mesh.ndim != 1:
         names = mesh.mesh_dim_names
@@ -77,7 +77,9 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
         raise MeshError(
             f"{verb} takes one mesh axis, got {mesh.ndim}.",
             mesh=axes_text(mesh),
-            fix=f'{verb}(model, mesh["{first}"])' if first else 'name the axes: mesh_dim_names=("dp", ...)',
+            fix=f'zf.{verb}(model, mesh["{first}"])'
+            if first
+            else 'name the axes, mesh_dim_names=("dp", ...), and pass mesh["dp"]',
         )
     if mesh.get_coordinate() is None:
         raise MeshError(

@@ -151,9 +151,9 @@ def _refuse_subclass(fqn: str, parameter: nn.Parameter) -> None:
 def _refuse_scripted(name: str, module: nn.Module) -> None:
     if isinstance(module, ScriptModule) and len(module._parameters):
         raise LayoutError(
-            "A scripted module keeps its parameters where no other tensor can take their place.",
+            "A scripted module keeps its parameters where a transform cannot replace them.",
             module=f"{name}: {module.original_name}",
-            fix="leave it as it was before torch.jit.script or torch.jit.trace; torch.compile works before and after",
+            fix="transform the module without torch.jit.script or torch.jit.trace; torch.compile works after a transform",
         )
 
 
