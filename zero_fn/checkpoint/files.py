@@ -73,7 +73,7 @@ def disk(path: str | Path, doing: str) -> Iterator[None]:
             f"{doing} failed.",
             path=path,
             why=f"{code}: {error.strerror}",
-            fix="see the disk (df, mount, permissions), which every rank must share; checkpoints before are as they were",
+            fix="a folder that exists, on a disk that all ranks share (df, mount, permissions); earlier checkpoints are unchanged",
         ) from error
 
 
