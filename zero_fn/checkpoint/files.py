@@ -73,7 +73,7 @@ def disk(path: str | Path, doing: str) -> Iterator[None]:
             f"{doing} failed.",
             path=path,
             why=f"{code}: {error.strerror}",
-            fix="a folder that exists, on a disk that all ranks share (df, mount, permissions); earlier checkpoints are unchanged",
+            fix="a folder that exists, on a disk that all ranks share (df, mount); earlier checkpoints are unchanged",
         ) from error
 
 

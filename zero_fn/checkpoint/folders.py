@@ -55,16 +55,16 @@ def tensors_name(kind: str, rank: int, number: int) -> str:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a checkpoint, or with what is left of one.
+    """One checkpoint on a disk, complete or not, as `checkpoints` lists it.
 
     Attributes:
-        path: Where it is.
-        step: The number at the end of its name, if there is one.
-        nbytes: Of all its files.
-        is_complete: Whether `load` takes it.
-        saved_at_ns: When it was committed, in nanoseconds since 1970; 0 if it was not.
-        ranks: How many have written it.
-        made_by: Versions of libraries, by name.
+        path: The folder of the checkpoint.
+        step: The number at the end of the folder's name; None if the name ends in no number.
+        nbytes: Bytes of all its files.
+        is_complete: Whether the save was finished, so that `load` takes the checkpoint.
+        saved_at_ns: When the save was finished, in nanoseconds since 1970; 0 if it was not.
+        ranks: How many ranks have saved it.
+        made_by: Versions of the libraries that saved it, by name.
     """
 
     path: Path
@@ -81,10 +81,10 @@ class Checkpoint:
 
 
 def checkpoints(folder: str | os.PathLike[str]) -> list[Checkpoint]:
-    """What checkpoints there are in a folder, those that were saved first come first. Communicates nothing.
+    """Lists the checkpoints in a folder, the oldest first. Communicates nothing.
 
     Args:
-        folder: With checkpoints in it, or one itself.
+        folder: A folder with checkpoints in it, or one checkpoint.
 
     Returns:
         All of them, also those whose save was interrupted, which are not complete.

@@ -146,14 +146,14 @@ class Saving:
         self._writing = None
 
     def is_done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with success or not."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
         """Waits until the checkpoint is complete.
 
         Raises:
-            StorageError: A disk refused, on this rank or another. There is no such checkpoint.
+            StorageError: A disk refused, on this rank or another. No checkpoint of this name was made.
             TierError: The host has no memory for the copies, on this rank or another.
             LostRankError: A rank has ended.
         """

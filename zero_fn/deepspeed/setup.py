@@ -34,17 +34,18 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedSetup(Generic[M]):
-    """What `from_deepspeed` made. Printed, it says what became of each entry of the config.
+    """What `from_deepspeed` returns: model, optimizer and the rest. Printed, it lists each entry of the config and what
+    became of it.
 
     Attributes:
         model: The transformed model.
-        optimizer: Over its parameters; streamed, if states, gradients or parameters rest in another tier.
-        scheduler: Of learning rates; None if the config has none.
-        scaler: Of losses, for float16; else None.
-        micro_batch_size: Samples of a microbatch, on each rank.
-        accumulation_steps: Microbatches of a step.
-        max_norm: The norm to which gradients are clipped; 0 for any.
-        skips_overflow: Whether a step whose gradients are not finite is skipped.
+        optimizer: The optimizer of its parameters; a `Streamed` if states, gradients or parameters are offloaded.
+        scheduler: The scheduler of learning rates; None if the config has none.
+        scaler: The loss scaler of float16; None for other dtypes.
+        micro_batch_size: Samples of one microbatch on each rank.
+        accumulation_steps: Microbatches of one step.
+        max_norm: The norm to which `step` clips gradients; 0: gradients are not clipped.
+        skips_overflow: Whether `step` skips a step whose gradients are not finite.
         outcomes: What became of each entry of the config.
     """
 
@@ -59,14 +60,15 @@ class DeepSpeedSetup(Generic[M]):
     outcomes: tuple[TakenEntry, ...]
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss of a microbatch for its backward: divided by the microbatches of a step, and scaled for float16."""
+        """The loss to call `backward()` on: divided by `accumulation_steps`, and multiplied by the loss scale of
+        float16."""
         part = loss / self.accumulation_steps
         return part if self.scaler is None else self.scaler.scale(part)
 
     def step(self) -> float | None:
-        """What DeepSpeed's engine does after the last microbatch: clips, steps, moves the scale and the learning rates, and
-        sets gradients to None. Where gradients are not finite (float16, and bf16 unless `check_grad_overflow` is false) the
-        parameters, the states and the rates stay as they are, on every rank.
+        """Does what DeepSpeed's engine does after the last microbatch: clips gradients, steps the optimizer, updates loss
+        scale and learning rates, and sets gradients to None. If gradients are not finite (in float16, and in bf16 unless
+        `check_grad_overflow` is false) every rank leaves parameters, states and rates as they are.
 
         Communicates: what `clip_grad_norm_` does, over sharded gradients.
 
@@ -74,7 +76,7 @@ class DeepSpeedSetup(Generic[M]):
             The norm of all gradients before clipping; None where nothing is clipped or skipped by it.
 
         Raises:
-            StateError: float16 gradients overflow at the least scale there may be.
+            StateError: float16 gradients overflow at the smallest loss scale.
         """
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -125,33 +127,33 @@ def from_deepspeed(
                     setup.scaled(loss(setup.model(x), y)).backward()
             setup.step()
 
-    The stage, offload, `bf16` and `fp16` become transforms, `optimizer` one of torch.optim; what is trained rests in
-    float32, whatever it was loaded in; clipping and the skipping of
-    overflows are in `setup.step()`. Defaults are DeepSpeed's (0.19): clipping at 1.0, an `Adam` that decays as AdamW, and no
-    weight decay; but gradients are summed in float32 unless `communication_data_type` says otherwise. What says how and not
-    what (sizes of buckets, overlap, buffers) has nothing to set here. What asks for something that is not done here is
-    refused, and so is an entry that is not known: all of them at once. `zero_fn.deepspeed.KEYS` is the table of all entries.
+    The stage, offload, `bf16` and `fp16` become transforms; `optimizer` becomes one of torch.optim. Trained parameters rest
+    in float32, whatever dtype they were loaded in. Clipping and the skipping of overflows are in `setup.step()`. Defaults
+    are DeepSpeed's (0.19): clipping at 1.0, an `Adam` that decays as AdamW, and no weight decay; but gradients are summed
+    in float32 unless `communication_data_type` says otherwise. Entries about speed only (sizes of buckets, overlap,
+    buffers) are checked and have no effect. Entries that are unknown, or ask for what is not done here, are refused, all at
+    once. `zero_fn.deepspeed.KEYS` is the table of all entries.
 
     Communicates 16 bytes per rank, by which ranks learn that all have the same config; and what the transforms do.
 
     Args:
         model: Any module, not transformed yet.
-        config: A path of a JSON file, or the object itself. `"auto"`, which the Trainer of transformers fills in, will do
-            where nothing is to be set, and for a batch size that follows from the other two.
+        config: The path of a JSON file, or its content as a dict. `"auto"` is accepted where nothing has to be set, and for
+            a batch size that follows from the other two; see `auto`.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
         auto: Values for entries that are `"auto"` or not there, by their paths: `{"optimizer.params.lr": 3e-4}`.
-        optimizer: Makes an optimizer over the parameters of the transformed model, in place of the config's.
-        units: What is gathered together.
+        optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
+        units: What is gathered together; see `shard_params`.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
 
     Returns:
         The transformed model and what trains it. `model` is unchanged and still runs (unless donated).
 
     Raises:
-        ConfigError: Entries are unknown, cannot be taken, contradict others, ask for what is not done here, or are left to be
-            filled in. Names each by its path, before anything is done.
+        ConfigError: Entries are unknown, have wrong values, contradict others, ask for what is not done here, or are still
+            "auto". Names all of them by their paths, before anything is done.
         DisagreementError: Ranks have different configs.
-        MeshError: `mesh` has not the axes that the config needs.
+        MeshError: `mesh` does not have the axes that the config needs.
         TierError, StorageError: As `offload` and `streamed` raise them.
 
     Source:

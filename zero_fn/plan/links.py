@@ -24,16 +24,16 @@ __all__ = ["LinkSpeeds", "measure_links", "of_all_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """Bytes per second of one rank while all ranks do the same; of the slowest rank.
+    """Speeds in bytes per second, of the slowest rank while all ranks work at the same time. Returned by `measure_links`.
 
     Attributes:
-        memory: Read and written by an operation in place, all threads of the rank.
-        disk_read, disk_write: Of the path; None if none was asked for.
-        sent: Sent by this rank in collectives, by the name of the axis.
-        to_device, from_device: Copied to and from the accelerator, pinned; None without one.
-        device_memory: Of the accelerator, read and written by an operation in place; None without one.
+        memory: Of an operation in place on host memory: bytes read and written, with all threads of the rank.
+        disk_read, disk_write: Of the disk behind `path`; None if no path was given.
+        sent: By the name of the axis, bytes that a rank sends in collectives.
+        to_device, from_device: Of copies between pinned host memory and the accelerator; None without an accelerator.
+        device_memory: Of an operation in place on the memory of the accelerator; None without one.
 
-    Those of the accelerator were measured on a pretended one only.
+    The speeds of an accelerator were tested on a pretended one only.
     """
 
     memory: float

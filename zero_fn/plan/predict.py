@@ -34,21 +34,20 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What this rank will hold and send.
+    """What `plan` predicts for this rank: bytes held, in flight, sent and moved. Printable as a table.
 
     Attributes:
-        device_type: Of the device that computes.
-        held: Bytes at rest between backward and `zero_grad`, by the formulas of `zero_fn.plan.counted`: in memory, and in
-            other tiers.
-        padding: Bytes that uneven cuts and alignment add to them.
+        device_type: Type of the device that computes, such as "cuda".
+        held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers (formulas:
+            `zero_fn.plan.counted`).
+        padding: Bytes that uneven cuts and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
-        sent_by_axis: The same by the name of the data axis they are sent along.
-        moved: Bytes read from and written to other tiers per step, by tier; see `Moved`. Of the states of an optimizer only
-            if one was given; the mean of two steps in a row, since a step begins with what the last one left in buffers.
-        link: Bytes of these, and of parameters and gradients that are stepped elsewhere than they rest, which cross the link
-            between the host and an accelerator per step.
-        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, beyond what is
-            held: of units that run, are prefetched, stay from forward to backward, or are being reduced.
+        sent_by_axis: Bytes sent per step, by the name of the data axis.
+        moved: By tier, bytes read and written per step; see `Moved`. Optimizer states are counted if an optimizer was
+            given, as the mean of two steps in a row, since a step begins with the chunks that the last one left in buffers.
+        link: Bytes per step that cross the link between the host and an accelerator.
+        in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
+            `held`.
     """
 
     device_type: str
@@ -62,13 +61,13 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most memory of the device that training state takes at one moment of a step: what is held, its padding, and in
-        flight. Where the host is the device, with buffers."""
+        """The most bytes of device memory that training state takes at one moment of a step: `held`, `padding` and in
+        flight. If the device is the host, buffers are included."""
         return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
 
     @property
     def host_nbytes(self) -> int:
-        """Beside an accelerator, the memory of the host that training state takes: what rests there, and buffers."""
+        """Beside an accelerator, bytes of host memory that training state takes: offloaded states, and buffers."""
         return self.held.by_memory(self.device_type)[1]
 
     def __str__(self) -> str:
@@ -106,12 +105,12 @@ def plan(
     """Predicts the bytes that this rank holds, sends, and moves from and to other tiers. Communicates nothing.
 
     Args:
-        module: A transformed module; on `meta` too, where the device is that of its mesh, and without one the CPU.
-        optimizer: Over its parameters, so that the states that it makes and the buffers of a streamed one are counted. A
-            stock one is taken to be streamed, `zf.streamed(optimizer)`, if any state of a parameter is in another tier.
+        module: A transformed module, also on `meta`. The device is that of its mesh; without a mesh, the CPU.
+        optimizer: The optimizer of its parameters: its states, and the buffers of a streamed one, are counted. If a state
+            of a parameter is offloaded, a stock optimizer is counted as `zf.streamed(optimizer)`.
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
             float32, 4 for SGD with momentum. Buffers are then not counted.
-        backwards: Backwards inside `accumulate` per step.
+        backwards: Number of backwards inside `accumulate` per step.
 
     Returns:
         A `Plan`. The schedule is the one recorded in the last forward, or, before the first, units in registration order.
@@ -120,7 +119,7 @@ def plan(
 
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
-        TierError: The optimizer has to be streamed, and nobody said where its states are to be.
+        TierError: The optimizer has to be streamed, and no tier for its states was given.
     """
     runs, units = runs_of(module, verb="plan"), units_of(module)
     if optimizer is not None and optimizer_nbytes_per_element is not None:

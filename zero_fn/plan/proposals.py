@@ -40,18 +40,19 @@ def staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, An
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """One placement with its tiers, and what it is predicted to hold and take on this rank.
+    """One transform with its tiers, and the bytes and seconds that `autoplan` predicts for it on this rank.
 
     Attributes:
         transform: Name of the sharding transform.
-        tiers: What rests elsewhere than in the memory of the device.
-        device_type: Of the device that computes.
+        tiers: What is offloaded, and to which tier.
+        device_type: Type of the device that computes.
         held: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
-        in_flight: Bytes that are whole for a while in a step: gathered units, gradients before they are reduced.
-        fits: Whether memory, and the tiers' limits, suffice.
-        compute_s, collectives_s: Seconds of a forward and backward: of computation, and of collectives.
-        fetch_s, fetch_link_s: Of the disk, and of the link to an accelerator, for parameters and gradients meanwhile.
-        optimizer_s, disk_s, link_s: Seconds of an optimizer's step: of memory, of the disk, and of that link.
+        in_flight: Bytes of gathered units and whole gradients at one moment of a step.
+        fits: Whether it fits the budget and the limits of the tiers.
+        compute_s, collectives_s: Seconds of computation, and of collectives, in a forward and backward.
+        fetch_s, fetch_link_s: Seconds in which the disk, and the link to an accelerator, move parameters and gradients
+            meanwhile.
+        optimizer_s, disk_s, link_s: Seconds of an optimizer's step: in memory, on the disk, and on that link.
     """
 
     transform: str
@@ -70,7 +71,7 @@ class Proposal:
 
     @property
     def nbytes(self) -> int:
-        """The most memory of the device that it takes, without activations. With buffers, if the device is the host."""
+        """The most bytes of device memory in a step, without activations. If the device is the host, with buffers."""
         return self.held.by_memory(self.device_type)[0] + self.in_flight
 
     @property
@@ -93,19 +94,19 @@ class Proposal:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """What most of `step_s` is spent on, such as "collectives"."""
         parts = {name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")}
         parts |= {"disk": max(self.fetch_s, self.disk_s), "link": max(self.fetch_link_s, self.link_s)}
         return max(parts, key=lambda name: parts[name])
 
     @property
     def tier(self) -> Tier | None:
-        """Where the states of the optimizer rest; None if nothing rests elsewhere."""
+        """The tier of the optimizer states; None if nothing is offloaded."""
         return self.tiers.optim
 
     @property
     def away(self) -> str:
-        """What rests elsewhere, in words: "gradients on host, states on disk"."""
+        """What is offloaded, in words: "gradients on host, states on disk"."""
         found: dict[Tier, list[str]] = {}
         for kind, tier in self._kinds.items():
             found.setdefault(tier, []).append(kind)
@@ -120,7 +121,7 @@ class Proposal:
         return {kind: tier for kind, tier in rows if tier is not None}
 
     def place(self, module: M, mesh: DeviceMesh, **options: Any) -> M:
-        """Does to a module what is proposed: the sharding transform, and `offload` where something rests in a tier.
+        """Applies the proposal to a module: the sharding transform, and `offload` if something is offloaded.
 
         Args:
             module: The one that was planned, or one like it.
@@ -142,8 +143,8 @@ class Proposals:
     """What `autoplan` returns: those that fit first, the fastest of them first. Printable as a table.
 
     Attributes:
-        budget: Bytes of memory that were given.
-        all: Every combination that was looked at.
+        budget: The budget that `autoplan` was given, in bytes.
+        all: Every combination, also those that do not fit.
     """
 
     budget: int

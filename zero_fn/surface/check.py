@@ -16,7 +16,7 @@ __all__ = ["check", "is_transformed"]
 
 
 def is_transformed(module: nn.Module) -> bool:
-    """Whether a transform returned this module, or one inside it: whether it reduces gradients by itself."""
+    """Whether a transform returned this module or a module inside it, so that its gradients are reduced already."""
     return bool(units_of(module))
 
 

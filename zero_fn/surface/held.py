@@ -22,15 +22,14 @@ __all__ = ["Held", "held", "padding_nbytes"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes of each state on this rank.
+    """Bytes that this rank holds: parameters, gradients, optimizer states. Returned by `held`, and predicted by `plan`.
 
     Attributes:
-        parameters: At rest, and gathered where gathered ones are kept.
-        gradients: Of `.grad`, and local sums that were not reduced yet.
-        optimizer: Of the optimizer's state tensors in the memory of the device; step counts are left out.
-        buffers: Of host memory that parameters, gradients and states in other tiers pass through.
-        tiers: Of files and host memory that these three take in other tiers than the memory of the device, in whole pages,
-            by tier.
+        parameters: Bytes of parameters at rest, and of gathered copies that are kept.
+        gradients: Bytes of `.grad`, and of local sums that are not reduced yet.
+        optimizer: Bytes of the optimizer's state tensors in the memory of the device; step counts are left out.
+        buffers: Bytes of host memory that offloaded parameters, gradients and states pass through.
+        tiers: By tier, bytes of files and host memory that offloaded parameters, gradients and states take, in whole pages.
     """
 
     parameters: int
@@ -41,17 +40,17 @@ class Held:
 
     @property
     def on_device(self) -> int:
-        """What is in the memory of the device, but for buffers, which are there only if it is the host itself."""
+        """Bytes in the memory of the device, without `buffers` (these are there only if the device is the host itself)."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def on_host(self) -> int:
-        """Memory of the host beside that of the device: buffers, and what rests in `cpu()` tiers of an accelerator."""
+        """Bytes of host memory in use beside an accelerator: `buffers`, and what rests in `cpu()` tiers."""
         return self.buffers + sum(nbytes for tier, nbytes in self.tiers.items() if tier.startswith("cpu("))
 
     @property
     def total(self) -> int:
-        """All that is in memory, with buffers."""
+        """Bytes in memory, `buffers` included; disks are not counted."""
         return self.on_device + self.buffers
 
     def by_memory(self, device_type: str) -> tuple[int, int]:
@@ -61,7 +60,7 @@ class Held:
 
 
 def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
-    """Measures the memory behind parameters, gradients and optimizer states now, each storage once.
+    """Counts the bytes of memory that parameters, gradients and optimizer states take now, each storage once.
 
     Works on any module, transformed or not; buffers of the module and activations are not counted.
 

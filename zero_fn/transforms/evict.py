@@ -74,7 +74,7 @@ class _EvictedParcel:
 
 
 class Evicted:
-    """A model and an optimizer that are out of memory; made by `evict`. Printed, it says where they are."""
+    """A model and its optimizer that `evict` moved out of memory. Printed, it says where their bytes are."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, tier: Tier) -> None:
         self._module, self._optimizer, self._tier = module, optimizer, tier
@@ -101,11 +101,12 @@ class Evicted:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Brings everything back to where it was, and frees the room in the tier. May be called once.
+        """Moves everything back into memory, and frees the room in the tier. May be called once.
 
         Raises:
             StateError: It was restored already.
-            StorageError: The disk failed, or does not hold what was written to it: on every rank. It stays evicted.
+            StorageError: The disk failed, or does not hold what was written to it. Raised on every rank; the model stays
+                evicted.
         """
         if not self._hooks:
             raise StateError(

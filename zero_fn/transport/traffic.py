@@ -10,7 +10,7 @@ __all__ = ["PAYLOAD", "Sent", "count", "open_counts", "traffic"]
 
 
 class Sent:
-    """Bytes this rank sent, by collective.
+    """Bytes that this rank has sent; counted by `traffic`.
 
     Attributes:
         by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"` and `"control"` (agreement between
