@@ -68,15 +68,15 @@ def load(
 
     Args:
         folder: A checkpoint, or a folder with checkpoints, of which the one that was committed last is meant.
-        model: Where the parameters and buffers go.
-        optimizer: Where states and options of groups go; over parameters of `model`.
-        extra: Objects with `load_state_dict`, by the names under which they were saved. Others are returned only.
-        only: "model", "optimizer" or "extra", or several of these: the rest is left.
+        model: The module whose parameters and buffers are loaded.
+        optimizer: The optimizer of its parameters, whose states and options of groups are loaded.
+        extra: Objects with `load_state_dict`, by the names under which they were saved; they are loaded, too.
+        only: What to load: "model", "optimizer" or "extra", or several of these. The rest is left as it is.
         where: Which parameters and buffers are loaded: patterns of names, or a predicate of name and tensor; None: all.
         strict: Whether each tensor must be in both, the checkpoint and the model. Shapes must always agree.
-        rename: What names in the checkpoint are in the model: regular expressions with what takes their place, or a function.
-        verify: "first": digests of all that will be read are verified before anything changes, which reads it twice. "once":
-            it is read once; where a block is damaged, the model is partly loaded when that is found.
+        rename: Names in the model for names in the checkpoint: regular expressions and their replacements, or a function.
+        verify: "first": the digests of everything are verified before anything changes, which reads the files twice.
+            "once": the files are read once; if a block is damaged, the model is partly loaded when that is found.
 
     Returns:
         What was saved as `extra`, by name: of this rank, where as many ranks have saved as load.

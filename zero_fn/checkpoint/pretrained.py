@@ -64,11 +64,12 @@ def load_pretrained(
 
     Args:
         model: Any module, transformed or not; what is on `meta` must be transformed. Changed in place.
-        folder: With safetensors, on a disk that all ranks see; or one such file.
+        folder: A folder of safetensors, on a disk that all ranks see; or one such file.
         strict: Whether each tensor must be in both, the files and the model. Without, on `meta`, what the files lack is drawn
             by the module's own initialisation. Shapes must always agree.
-        rename: What names in the files are in the model: regular expressions with what takes their place, or a function.
-        device: Where what is on `meta` gets memory; None: on the device of its mesh, or without a mesh on the CPU.
+        rename: Names in the model for names in the files: regular expressions and their replacements, or a function.
+        device: The device on which parameters and buffers on `meta` get memory; None: that of the mesh, or without a mesh
+            the CPU.
 
     Raises:
         CheckpointError: There are no such files, one is damaged, or they do not fit; lists all that does not. Raised on every

@@ -59,21 +59,23 @@ def save(
 
         zf.save("runs/a/step-000120", model, optimizer, extra={"scheduler": scheduler, "step": 120}, keep=3)
 
-    Each rank writes what it holds, through a buffer of 64 MiB, and its own part of the manifest; what several ranks hold is
-    divided among them. The files are written beside, and get their name by one rename when they are on the disk: a save that
-    fails, or is killed, has not begun. `zf.load` reads it on any number of ranks, mesh, stage and tier.
+    Each rank writes the shards that it holds, through a buffer of 64 MiB, and its own part of the manifest; tensors that
+    several ranks hold are divided among them. Files are written into a hidden folder, which is renamed when all of them are
+    on the disk: a save that fails, or is killed, leaves no checkpoint of this name. `zf.load` reads it on any number of
+    ranks, mesh, stage and tier.
 
     Communicates two messages of 640 bytes from each rank to rank 0, and two back.
 
     Args:
-        folder: What the checkpoint is to be, on a disk that all ranks share. A step at the end of its name is its step.
+        folder: The folder to make, on a disk that all ranks share. A number at the end of its name is its step.
         model: A module, transformed or not.
-        optimizer: Any optimizer over its parameters, streamed or not.
+        optimizer: The optimizer of its parameters, any of torch or a streamed one.
         extra: Values, or objects with a `state_dict()`, by name: made of numbers, strings, lists, dicts and plain tensors.
             Each rank saves its own.
         where: Which parameters and buffers: patterns of names, or a predicate of name and tensor; None: all.
-        keep: How many of the newest checkpoints of this name, but for the step, stay in its folder; None: all.
-        keep_every: Those of steps that this divides stay, too.
+        keep: How many checkpoints to keep in the folder above: the newest ones whose names differ only in the step. None:
+            all.
+        keep_every: Checkpoints whose step is a multiple of this are kept, too.
 
     Raises:
         CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
@@ -96,25 +98,25 @@ def save_async(
     keep: int | None = None,
     keep_every: int | None = None,
 ) -> Saving:
-    """`save`, of which a thread writes the most while training goes on.
+    """Saves as `save` does, and writes the files in a thread while training goes on.
 
         saving = zf.save_async("runs/a/step-000120", model, optimizer)
         ...
         saving.wait()
 
-    Returns when the values are copied: those in memory to the host, which takes as many bytes as this rank writes of them;
-    those in other tiers, of parameters and of streamed optimizers, to their files.
+    Returns when the values are copied: values in memory to the host, which takes as many bytes as this rank writes of them;
+    values in tiers (parameters, states of streamed optimizers) to their files.
 
     Communicates as `save`, on a group of its own.
 
     Args:
-        folder: What the checkpoint is to be.
-        model: See `save`, as for all that follow.
-        optimizer: Any.
-        extra: Values, or objects with a `state_dict()`, by name.
-        where: Which parameters and buffers.
-        keep: How many of the newest stay.
-        keep_every: Which others stay.
+        folder: As in `save`.
+        model: As in `save`.
+        optimizer: As in `save`.
+        extra: As in `save`.
+        where: As in `save`.
+        keep: As in `save`.
+        keep_every: As in `save`.
 
     Returns:
         The save under way. `wait()`, the next save or the next load waits for it, and raises if it failed, on every rank.

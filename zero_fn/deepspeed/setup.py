@@ -34,8 +34,7 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedSetup(Generic[M]):
-    """What `from_deepspeed` returns: model, optimizer and the rest. Printed, it lists each entry of the config and what
-    became of it.
+    """What `from_deepspeed` returns. Printed, it lists what became of each entry of the config.
 
     Attributes:
         model: The transformed model.
@@ -60,8 +59,7 @@ class DeepSpeedSetup(Generic[M]):
     outcomes: tuple[TakenEntry, ...]
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward()` on: divided by `accumulation_steps`, and multiplied by the loss scale of
-        float16."""
+        """The loss to call `backward()` on: over `accumulation_steps`, and times the loss scale of float16."""
         part = loss / self.accumulation_steps
         return part if self.scaler is None else self.scaler.scale(part)
 

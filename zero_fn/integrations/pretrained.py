@@ -26,7 +26,7 @@ __all__ = ["placed"]
 
 @contextmanager
 def placed(place: Place[nn.Module]) -> Iterator[None]:
-    """Lets `from_pretrained` of any model of transformers return a transformed model, of which a rank reads what it owns.
+    """Makes `from_pretrained` of transformers return a transformed model; each rank reads only the shards that it owns.
 
         with placed(lambda model: zf.zero3(model, mesh["dp"])):
             model = AutoModelForCausalLM.from_pretrained(folder)

@@ -60,7 +60,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     Args:
         *args: As of the Trainer.
         place: Any chain of transforms, for the model as the Trainer has made it; None if `model` is transformed already.
-        finish: What becomes of the optimizer, such as `zf.streamed`; None leaves it.
+        finish: A function applied to the optimizer, such as `zf.streamed`; None: none.
         deepspeed: In place of both, a DeepSpeed config: a path, or the object itself. Its `"auto"`, and batch sizes that it
             lacks, are what `args` say. See `zf.from_deepspeed`; what became of each entry is in `settings.outcomes`.
         mesh: Axes of a mesh for that config; None for one axis of all ranks.

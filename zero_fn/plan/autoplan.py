@@ -81,7 +81,7 @@ def autoplan(
             `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. What a rank has there in all, buffers of the host
             included, is to be within `limit=`.
         optimizer: Makes the optimizer over parameters, whose states are counted; left out, AdamW.
-        activations: Bytes of them, as a number or as text; nobody but you knows.
+        activations: Bytes of activations, as a number or as text; zero_fn cannot know them.
         compute_s: Seconds of a forward and backward on one rank; the same in every stage.
         **options: Of the sharding transforms: `units=`, `persist_below=`.
 
@@ -89,8 +89,8 @@ def autoplan(
         All combinations, those that fit first, by time; of equal ones the lower stage, and the one with less elsewhere.
 
     Raises:
-        TierError: None fits; or `links` has no speed of a disk or an accelerator that is asked for; or `tier` is the memory
-            that the model computes in, or more than one of a kind.
+        TierError: No combination fits; or `links` lacks the speed of a disk or an accelerator that is needed; or `tier` is
+            the memory that the model computes in, or more than one of a kind.
         StateError: `module` is sharded or offloaded already.
         MeshError: `mesh` is not one axis, or not the one that was measured.
         PlacementError: `tier` is given, and the optimizer does not treat every element alone.

@@ -66,8 +66,8 @@ def measure_links(
 ) -> LinkSpeeds:
     """Measures the memory, a disk, the collectives of an axis and the accelerator's link, each as the library uses it.
 
-    All ranks of the axis measure at the same time, as they work at the same time: what they share is divided. Speeds are
-    medians, those of a machine as busy as it is now.
+    All ranks of the axis measure at the same time, as in training, so ranks that share a disk or a link share its speed.
+    Speeds are medians, and depend on how busy the machine is now.
 
     Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, and some numbers.
 
@@ -76,7 +76,7 @@ def measure_links(
         path: A folder of the disk to measure, or folders of several that are used as one tier; `nbytes` are written there, to
             files without a name, and read.
         nbytes: Bytes to move each time, as a number or as text; four times as many in memory.
-        rounds: How often, after a first time that is not counted.
+        rounds: How often each measurement is repeated, after a first one that does not count.
 
     Returns:
         Speeds, the same on every rank.

@@ -56,10 +56,10 @@ def streamed(
     it is used, and if not, why: torch then does the same step. Without `fused` a step takes several times as long, which a
     warning says once; `fused=False` says that it is meant.
 
-    With `finish="forward"`, a step of what rests in tiers (parameters and gradients, by `zf.offload`) is taken unit by unit,
-    each before it is read next: while the device computes a unit, the host steps the next ones, and a disk reads and writes
-    beside it. Whatever reads or writes parameters, gradients or states before finds them stepped. Rates and options are those
-    of the moment of `step()`, and so are the numbers.
+    With `finish="forward"`, a step of offloaded parameters and gradients (`zf.offload`) is done unit by unit, each before
+    its parameters are read next: while the device computes a unit, the host steps the next ones, and a disk reads and
+    writes beside it. Any read or write of parameters, gradients or states in between completes the step first. Learning
+    rates and options are those at the call of `step()`, so the numbers are the same.
 
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
     one has failed; with `finish="forward"` one more at its beginning, for the step before.
@@ -69,8 +69,8 @@ def streamed(
             NAdam, RAdam, ASGD, Rprop), or see `elementwise`. States that it has are moved.
         tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier that `zf.offload(model, optim=tier)` said; the
             states of others stay on the device.
-        fraction: How much of the states, in bytes and to a buffer, is in the tier; the rest stays on the device. Buffers of
-            both kinds take turns, so that transfers run beside the steps of what stays (twin-flow).
+        fraction: The part of the states, in bytes rounded to whole buffers, that is in the tier; the rest stays on the
+            device. Buffers of both kinds take turns, so that transfers run beside computation (twin-flow).
         buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
         finish: When a step is finished: "step", when `step()` returns; or "forward", before what it steps is used next.
         elementwise: Your word for an optimizer of another class, also for one derived from those of torch:
@@ -83,7 +83,7 @@ def streamed(
               identity or the order of parameters.
             - `step()` may be called several times in a step, each time for some of the parameters, in any order.
 
-            Only what one step of seven elements shows of this is checked.
+            zero_fn tries one step of seven elements, and checks no more than that.
 
     Returns:
         An optimizer over the same `param_groups`; step this one. `state_dict()` reads all states into memory, in the format
@@ -125,8 +125,8 @@ class Streamed(Optimizer):
     """An optimizer whose states are in a tier; made by `streamed`.
 
     Attributes:
-        inner: The optimizer whose arithmetic it is.
-        tier: Where the states rest; None: where `zf.offload` said, for each parameter.
+        inner: The optimizer that was given to `streamed`, whose arithmetic is used.
+        tier: The tier of the states; None: for each parameter the tier that `zf.offload` gave.
         states: The states, in chunks.
     """
 
@@ -148,14 +148,14 @@ class Streamed(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of the optimizer inside."""
+        """The parameter groups of `inner`."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
     @property
     def state(self) -> Mapping[Tensor, Mapping[str, Any]]:  # type: ignore[override]
-        """The states of each parameter by name, to read: values of those in memory, step counts and the like, and None for
-        those in a tier. `state_dict` reads these; nothing can be changed here."""
+        """The states of each parameter by name, read-only: values that are in memory, such as step counts, and None for a
+        state in a tier, which `state_dict` reads."""
         self._steps.finish()
         return self.states.shown()
 
@@ -165,7 +165,7 @@ class Streamed(Optimizer):
         return sum(store.buffers_nbytes for store in self.states.stores.values()) + self.states.ring.nbytes
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
-        """Bytes of the room for states in each tier, in whole pages but for the device, which is None."""
+        """Bytes reserved for states, by tier, in whole pages; the key None is the device."""
         return {tier: store.nbytes for tier, store in self.states.stores.items()}
 
     def __repr__(self) -> str:
@@ -188,7 +188,7 @@ class Streamed(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group, as on the optimizer inside. All states are read into memory, and get new room with those of it.
+        """Adds a group to `inner`. All states are read into memory once, and room is made for all of them anew.
 
         Communicates as `state_dict` does, and as `streamed` to make room.
 
@@ -202,7 +202,7 @@ class Streamed(Optimizer):
         self._make_room_for_new()
 
     def state_dict(self) -> dict[str, Any]:
-        """All states and groups in the format of the optimizer inside, read into memory of their own.
+        """All states and groups in the format of `inner`, copied into memory.
 
         Communicates, over sharded parameters, of which every rank has a part to save: a byte per rank. Over parameters
         that every rank has whole, one rank may save alone.
@@ -216,7 +216,7 @@ class Streamed(Optimizer):
             return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over states and groups, as on the optimizer inside. Mends an optimizer whose step failed.
+        """Loads states and groups, as `inner` would. After that an optimizer whose step had failed may step again.
 
         Raises:
             CheckpointError: A state does not fit its parameter, or is the shard of another rank.
@@ -236,7 +236,7 @@ class Streamed(Optimizer):
     @torch.no_grad()
     @uncompiled  # [Note: what is compiled]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the optimizer inside, chunk by chunk.
+        """Steps all parameters, chunk by chunk.
 
         Args:
             closure: Evaluated first, with gradients enabled; its value is returned.

@@ -27,14 +27,14 @@ class UnitRow:
 
     Attributes:
         unit: Name of the unit; "root" for the module itself.
-        parameters: How many.
-        elements: Elements of the whole parameters.
+        parameters: Number of parameters.
+        elements: Elements of the whole parameters, together.
         shard_elements: Elements that this rank holds at rest.
-        padding_nbytes: Bytes that alignment and uneven cuts add on this rank, of the whole unit (on its first row).
+        padding_nbytes: Bytes that alignment and uneven cuts add on this rank, for the whole unit (on its first row).
         placement: Of parameters, gradients and optimizer state in this order: `R` whole, `S(dim)` sharded.
-        tier: Where they rest, and their gradients and optimizer states: the device, or the tiers that `offload` said.
-        dtypes: At rest, in compute, and of gradient sums.
-        frozen: Parameters that are not trained.
+        tier: Where they rest: the type of the device, or the tiers that `offload` gave parameters, gradients and states.
+        dtypes: Dtypes at rest, in compute, and of gradient sums.
+        frozen: Number of parameters that are not trained.
     """
 
     unit: str
@@ -83,11 +83,11 @@ class Description:
 
 
 def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Description:
-    """Says of each unit how many elements it has, where its three states rest, and in which dtypes.
+    """Lists, for each unit, its elements, where its parameters, gradients and states rest, and their dtypes.
 
     Args:
         module: A transformed module.
-        optimizer: Of a streamed one, where its states are is said below the table.
+        optimizer: The optimizer; if it is streamed, where its states are is said below the table.
 
     Returns:
         A `Description`: rows, printable as a table. Communicates nothing.

@@ -27,7 +27,7 @@ def checkpoint_activations(
     """Keeps only the inputs of some modules for the backward, and computes the rest of their forward again.
 
     With `partition`, an axis along which activations are equal (tensor parallelism), each rank keeps 1/n of those inputs.
-    With `offload`, what it keeps leaves the device until backward comes to it: for memory of the host, or for a disk.
+    With `offload`, the kept inputs move to host memory or a disk until the backward needs them.
 
     Gradients are the same to the bit: the forward that runs again restores the random state.
 

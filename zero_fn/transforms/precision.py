@@ -35,8 +35,9 @@ def precision(
     move the compute dtype. Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their
     parameter. Floating point inputs of each unit are cast to its compute dtype, also in dataclasses; buffers are left alone.
 
-    Communicates: what the placements say, with b the bytes of `compute`. A gradient of a single backward travels in
-    `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`.
+    Communicates: the collectives of the stage, in elements of `compute`. A gradient of a single backward travels in
+    `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`; sums over microbatches travel in
+    `reduce`.
 
     Args:
         module: Any module, transformed or not, in any order.

@@ -46,7 +46,7 @@ _on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # groups whose re
 
 @contextmanager
 def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> Iterator[None]:
-    """Sets how ranks are watched inside the block.
+    """Sets, for the block, how long a collective may wait and whether ranks compare what they are about to do.
 
         with zf.guard(deadline_s=30, compare=True):
             train(model)
@@ -59,8 +59,8 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
         deadline_s: Seconds that a collective may wait for a peer, 300 unless set. It acts where the host waits: on CPU
             tensors. **On an accelerator (NCCL) it does nothing**, since there the device waits; a warning says so once.
             The timeout of the process group holds: `init_process_group(timeout=)`, with the watchdog of the backend.
-        compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that
-            differs, with its unit and operation. Slow; for finding out why ranks part. All ranks set it alike.
+        compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that differs,
+            with its unit and operation. Slow; for finding out where ranks diverge. All ranks set it alike.
 
     Returns:
         A context manager.

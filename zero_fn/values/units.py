@@ -54,7 +54,8 @@ modules beside them."""
 
 
 def by_size(*, nbytes: int) -> BySize:
-    """Makes a unit of each innermost module whose parameters, outside smaller units, take at least `nbytes` bytes."""
+    """A rule for `units=`: each innermost module whose parameters, outside smaller units, take at least `nbytes` bytes is a
+    unit."""
     if nbytes <= 0:
         raise UnitError("by_size needs a positive number of bytes.", nbytes=nbytes, fix="by_size(nbytes=40_000_000)")
     return BySize(nbytes)
