@@ -25,7 +25,7 @@ BUDGET = {
     "plan": 1035,
     "runtime": 8306,
     "storage": 1498,
-    "streamed": 2166,
+    "streamed": 2170,
     "surface": 458,
     "transforms": 3097,
     "transport": 2432,

@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -121,7 +121,7 @@ def kept_by(
     vars(probe).update(attributes_of(parameter))
     probe.grad = torch.zeros_like(probe)
     born = {
-        name: torch.zeros_like(probe, dtype=value.dtype) if _is_of(value, parameter) else copy.deepcopy(value)
+        name: torch.zeros_like(probe, dtype=value.dtype) if _is_moment(value, name, parameter) else copy.deepcopy(value)
         for name, value in optimizer.state.get(parameter, {}).items()
     }
     try:
@@ -147,11 +147,12 @@ def kept_by(
 
 def schema_of(states: Mapping[str, Any], parameter: Tensor) -> Schema:
     """The states of a parameter that have its shape."""
-    return tuple((name, value.dtype) for name, value in states.items() if name != "step" and _is_of(value, parameter))
+    return tuple((name, value.dtype) for name, value in states.items() if _is_moment(value, name, parameter))
 
 
-def _is_of(value: object, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
+def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
+    """Whether a state has an element for each of the parameter; the count of steps has none, also of a scalar."""
+    return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _stepped(
