@@ -314,11 +314,11 @@ def _killed(folder: Path, at: int, how: str) -> None:
 def test_a_rank_that_is_killed_in_a_save_is_a_typed_error_on_the_others(at: int, how: str, tmp_path: Path) -> None:
     with (
         LocalRanks(3) as ranks,
-        patch.object(blame, "GRACE_S", 20.0),
+        patch.object(blame, "GRACE_S", 45.0),
         sent_by_value(_killed),
         pytest.raises(RankDied),
     ):
-        ranks.run(_killed, (tmp_path, at, how), timeout_s=60.0)
+        ranks.run(_killed, (tmp_path, at, how), timeout_s=90.0)
     assert [(tmp_path / f"rank{rank}").read_text() for rank in (0, 2)] == ["LostRankError"] * 2
     assert [found.step for found in zf.checkpoints(tmp_path) if found.is_complete] == [1]
     zf.load(tmp_path, nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))

@@ -16,10 +16,14 @@ from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import zero_fn as zf
+from tests.checkpoint.worlds import differing, everything
 from tests.composition.grids import Decoder
 from tests.groups import pretended
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
+from tests.simulation import Simulated
+from tests.simulation import axis as simulated_axis
+from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.transport import meeting
 
 
@@ -159,6 +163,37 @@ def _pretend_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr("zero_fn.checkpoint.together.scatter", answered)
+
+
+def _over_many(folder: Path) -> tuple[int, list[str]]:
+    """Saves and loads on many ranks; how many of them a reader has asked, and what differs."""
+    model = zf.zero3(nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3)), simulated_axis())
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    zf.save(folder / "step-1", model, optimizer, extra={"rank": dist.get_rank()})
+    expected = everything(model, optimizer)
+    optimizer.step()
+    assert zf.load(folder, model, optimizer)["rank"] == dist.get_rank()
+    asked = Catalog(folder / "step-1", lambda name: name, (dist.get_rank(), dist.get_world_size()))._parts
+    return len(asked), differing(expected, everything(model, optimizer))
+
+
+def test_a_reader_asks_a_few_of_many_ranks(simulated: Simulated, tmp_path: Path) -> None:
+    for asked, wrong in simulated(20).run(_over_many, tmp_path):
+        assert asked <= 8 + 1
+        assert wrong == []
+    other = nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(3))
+    with pytest.raises(zf.CheckpointError, match="20 ranks have saved different values"):
+        zf.load(tmp_path, other)
+    zf.load(tmp_path, other, only="model")
+
+
+def test_names_are_changed_in_models_only(tmp_path: Path) -> None:
+    zf.save(tmp_path / "step-1", nn.Linear(2, 2), extra={"weight": torch.ones(2)})
+    inner = nn.ModuleDict({"inner": nn.Linear(2, 2)})
+    assert torch.equal(zf.load(tmp_path, inner, rename={"^": "inner."})["weight"], torch.ones(2))
 
 
 def _differing_arguments(folder: Path) -> str:

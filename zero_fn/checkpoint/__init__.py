@@ -6,9 +6,8 @@ values     numbers, strings, lists and dicts as JSON
 folders    what checkpoints there are; drafts, which become one by a rename
 together   what ranks agree on
 leaves     tensors of a model and an optimizer, with their way in and out
-pieces     tensors in files, of any format: where each element is
-contents   a checkpoint that is read, whoever has written it
-catalog    what a checkpoint of ours has
+source     a checkpoint that is read, whoever has written it: where each element is
+catalog    ... that is ours
 pickles    files of `torch.save` as values, without running what is in them
 foreign    what a checkpoint of another library has
 of_deepspeed    ... that is DeepSpeed

@@ -22,7 +22,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.values.layout import ShardLayout
 
-__all__ = ["Box", "Holding", "holding_of", "holding_of_state", "ranges", "spans", "whole_box"]
+__all__ = ["DEALT_RANKS", "Box", "Holding", "holding_of", "holding_of_state", "ranges", "spans", "whole_box"]
 
 Sizes = tuple[int, ...]
 
@@ -127,7 +127,7 @@ class Holding:
         """What this rank writes of it, so that each element is written once and all ranks write alike.
 
         Args:
-            ordinal: The number of the tensor: the small ones are dealt to the ranks in turn.
+            ordinal: The number of the tensor: the small ones are dealt to the first ranks in turn.
             itemsize: Bytes of an element.
             kind: Of the ranks with tensors of the same names, the number of this one, and how many they are.
         """
@@ -138,11 +138,14 @@ class Holding:
         if size > 1 and sizes and sizes[0] >= size and numel * itemsize >= _DIVIDED_NBYTES:
             start, count = ShardLayout(sizes, tuple(range(len(sizes))), size).owned_rows(rank)
             return self.box.narrow(0, start, count) if count else None
-        return self.box if ordinal % size == rank else None
+        return self.box if ordinal % min(size, DEALT_RANKS) == rank else None
 
 
 _DIVIDED_NBYTES = 64 << 10
 """Replicated tensors of fewer bytes are written by one rank."""
+
+DEALT_RANKS = 8
+"""How many ranks these are dealt to: a reader looks for them in what so few say."""
 
 
 def holding_of(tensor: Tensor) -> Holding | None:

@@ -23,11 +23,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zero_fn.checkpoint.boxes import ranges, whole_box
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, tensors_name
-from zero_fn.checkpoint.pieces import Key
 from zero_fn.checkpoint.pretrained import WEIGHTS, write_index
+from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 
@@ -41,7 +40,7 @@ Tell = Callable[[int], object]
 _FILE_NBYTES = 5 * 10**9
 
 
-def verify(source: Contents, tell: Tell) -> int:
+def verify(source: Source, tell: Tell) -> int:
     """Reads every tensor and compares it with its digests. Communicates nothing.
 
     Returns:
@@ -62,7 +61,7 @@ def verify(source: Contents, tell: Tell) -> int:
 
 
 def convert(
-    source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Source, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none.
 
@@ -78,12 +77,8 @@ def convert(
         CheckpointError: It is damaged, there is such a folder, or the format cannot hold what it has.
         StorageError: The disk refused.
     """
-    parted = (
-        [name for name in source.parts[0].get("extra", {}) if source.is_parted("extra", name)]
-        if "extra" in only
-        else []
-    )
-    parted += [name for name in source.parts[0].get("buffers", {}) if source.is_parted("buffers", name)]
+    parted = [name for name in source.said(0, "extra") if source.is_parted("extra", name)] if "extra" in only else []
+    parted += [name for name in source.said(0, "buffers") if source.is_parted("buffers", name)]
     if parted:
         raise CheckpointError(
             "Ranks have saved different values under one name, and the result has room for those of one rank.",
@@ -115,7 +110,7 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _read(
-    source: Contents, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
+    source: Source, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
 ) -> Iterator[tuple[int, Tensor]]:
     """The elements of a tensor in their order, a buffer at a time, with the number of the first."""
     piece = source.first(key)
@@ -128,7 +123,7 @@ def _read(
 
 
 def _write_tensors(
-    source: Contents, path: Path, keys: Sequence[Key], dtype: torch.dtype | None, mark: str, tell: Tell
+    source: Source, path: Path, keys: Sequence[Key], dtype: torch.dtype | None, mark: str, tell: Tell
 ) -> dict[str, Any]:
     """Writes a file; returns what a manifest says of it."""
     pieces = {}
@@ -146,7 +141,7 @@ def _write_tensors(
 
 
 def _write_ours(
-    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     mark, tensors = uuid.uuid4().hex, dict[str, Tensor]()
     says: dict[str, Any] = {"aliases": source.aliases if "model" in only else {}, "extra": {}}
@@ -170,7 +165,7 @@ def _write_ours(
             for name in source.options
         }
     if "extra" in only:
-        beside = {name: source.value(0, value) for name, value in source.parts[0].get("extra", {}).items()}
+        beside = {name: source.value(0, value) for name, value in source.said(0, "extra").items()}
         says["extra"] = encoded(beside, "extra", tensors)
     files = {}
     for kind in KINDS[:2]:
@@ -198,7 +193,7 @@ def _write_in_memory(path: Path, tensors: dict[str, Tensor], mark: str) -> dict[
         file.close()
 
 
-def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
+def _write_files(source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
     """Files of at most 5 GB, or of one tensor, and their index."""
     files: list[list[Key]] = [[]]
     room = _FILE_NBYTES
@@ -235,7 +230,7 @@ class _AsTheyAreRead(DefaultSavePlanner):
 
 
 def _write_dcp(
-    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     saved: dict[str, Any] = {}
     places: dict[tuple[Any, ...], Key] = {}
@@ -257,7 +252,7 @@ def _write_dcp(
                 states.setdefault(name, {}).update(source.values_of(name))
         saved["optimizer"]["param_groups"] = list(groups.values())
     if "extra" in only:
-        saved |= {name: source.value(0, value) for name, value in source.parts[0].get("extra", {}).items()}
+        saved |= {name: source.value(0, value) for name, value in source.said(0, "extra").items()}
 
     def read(way: tuple[Any, ...]) -> Tensor:
         key = places[way]

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
@@ -46,6 +46,9 @@ BUFFER_NBYTES = 64 << 20
 
 BLOCK_NBYTES = 1 << 20
 """Bytes of a tensor that have a digest of their own."""
+
+_CHUNK_NBYTES = 128 << 10
+"""Bytes of a block that are read, and added to its digest, at a time: they stay in the cache of the processor."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -88,7 +91,8 @@ class StoredBox:
         box: Which elements.
         offset: The first byte, after the header.
         digests: Of its blocks, 16 hexadecimal digits each.
-        rank, file: Which rank has written it, and in which of its files.
+        rank: Which has written it.
+        open: Opens what it is read from: one function for all that are in one file.
     """
 
     name: str
@@ -98,7 +102,7 @@ class StoredBox:
     offset: int = 0
     digests: list[str] = field(default_factory=list)
     rank: int = 0
-    file: int = 0
+    open: Callable[[], TensorReader] | None = field(default=None, repr=False)
 
     @property
     def nbytes(self) -> int:
@@ -117,12 +121,12 @@ class StoredBox:
         }
 
     @staticmethod
-    def of_entry(name: str, entry: Mapping[str, Any], rank: int, file: int) -> StoredBox:
+    def of_entry(name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]) -> StoredBox:
         """What `entry` has made."""
         digests = entry["xxh3"]
         box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
-        found = StoredBox(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, file)
+        found = StoredBox(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, open)
         if len(each) != -(-found.nbytes // BLOCK_NBYTES):
             raise ValueError(f"{name} has {len(each)} digests")
         return found
@@ -250,6 +254,8 @@ def _write(fd: int, view: memoryview, offset: int) -> None:
 class TensorReader:
     """A file of tensors that is read, block by block."""
 
+    _room: memoryview | None = None
+
     def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
         """Opens the file.
 
@@ -264,7 +270,6 @@ class TensorReader:
             CheckpointError: It has another size, or another header.
         """
         self._path, self._begin = path, begin
-        self._scratch = memoryview(bytearray(BLOCK_NBYTES))
         with disk(path, "Reading a checkpoint"):
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             found = os.fstat(self._fd).st_size
@@ -296,10 +301,22 @@ class TensorReader:
             return
         for at in range(begin // BLOCK_NBYTES * BLOCK_NBYTES, end, BLOCK_NBYTES):
             stop = min(at + BLOCK_NBYTES, piece.nbytes)
-            is_direct = target is not None and begin <= at and stop <= end
-            view = target[at - begin : stop - begin] if target is not None and is_direct else self._scratch[: stop - at]
-            self._fill(view, self._begin + piece.offset + at)
-            if xxhash.xxh3_64_hexdigest(view) != piece.digests[at // BLOCK_NBYTES]:
+            hasher = xxhash.xxh3_64()
+            for low in range(at, stop, _CHUNK_NBYTES):
+                high = min(low + _CHUNK_NBYTES, stop)
+                is_direct = target is not None and begin <= low and high <= end
+                view = (
+                    target[low - begin : high - begin]
+                    if target is not None and is_direct
+                    else self._scratch(high - low)
+                )
+                self._fill(view, self._begin + piece.offset + low)
+                hasher.update(view)
+                if target is not None and not is_direct:
+                    first_byte, last_byte = max(low, begin), min(high, end)
+                    if first_byte < last_byte:
+                        target[first_byte - begin : last_byte - begin] = view[first_byte - low : last_byte - low]
+            if hasher.hexdigest() != piece.digests[at // BLOCK_NBYTES]:
                 raise damaged(
                     self._path,
                     tensor=piece.name,
@@ -307,9 +324,12 @@ class TensorReader:
                     where=f"bytes {at} to {stop} of its part",
                     why="their digest is not that of the manifest",
                 )
-            if target is not None and not is_direct:
-                low, high = max(at, begin), min(stop, end)
-                target[low - begin : high - begin] = view[low - at : high - at]
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        """Memory for what is only verified: of this reader, so that threads may read."""
+        if self._room is None:
+            self._room = memoryview(bytearray(_CHUNK_NBYTES))
+        return self._room[:nbytes]
 
     def close(self) -> None:
         """Lets go of the file."""

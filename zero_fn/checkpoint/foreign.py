@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.boxes import Box, spans, whole_box
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.checkpoint.pickles import ByteRange, Inert, PlacedTensor, require_checksum
+from zero_fn.checkpoint.source import Source
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Foreign"]
@@ -22,8 +23,11 @@ _OF_THE_IMPLEMENTATION = ("params", "param_names", "step", "foreach", "fused", "
 """Of what a group of an optimizer says: what the one that is loaded decides for itself."""
 
 
-class Foreign(Contents):
+class Foreign(Source):
     """A checkpoint that `zf.save` has not written.
+
+    Attributes:
+        extra: What it has beside the model and the optimizer, as it was written.
 
     The checksums in files of `torch.save` are of whole storages: where one is read from first, it is verified whole.
     """
@@ -35,13 +39,10 @@ class Foreign(Contents):
             path: Its folder.
             rename: What names in the checkpoint are in the model.
         """
-        super().__init__(path)
-        self.ranks, self.parts = 1, [{"extra": {}}]
-        self._rename = rename
-        self._byte_ranges: list[ByteRange] = []
-        self._numbers: dict[ByteRange, int] = {}
+        super().__init__(path, rename)
+        self.extra: dict[str, Any] = {}
+        self._openers: dict[ByteRange, Callable[[], TensorReader]] = {}
         self._verified: set[ByteRange] = set()
-        self._kept: list[Tensor | PlacedTensor] = []
 
     # -- what the readers of each library say --------------------------------------------------------------------------
 
@@ -82,16 +83,14 @@ class Foreign(Contents):
                 tensor.span.path, tensor=name, why=f"{list(tensor.shape)} are fewer elements than it should have"
             )
         if is_in_rows:
-            file = self._numbers.setdefault(tensor.span, len(self._byte_ranges))
+            opened = self._openers.setdefault(tensor.span, partial(self._opened, tensor.span, tensor.span.offset))
             offset = tensor.offset - tensor.span.offset
-            self._byte_ranges += [tensor.span] * (file == len(self._byte_ranges))
         else:  # its elements are in another order: it passes through memory
-            file, offset = -1 - len(self._kept), 0
-            self._kept.append(tensor)
+            opened, offset = partial(self.open_tensor, tensor), 0
         boxes = (box or whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
         for part in boxes:
             begin = offset + first * tensor.dtype.itemsize
-            self.add_piece(kind, name, state, StoredBox(name, tensor.dtype, shape, part, begin, file=file))
+            self.add_box(kind, state, StoredBox(name, tensor.dtype, shape, part, begin, open=opened))
             first += part.numel
 
     def add_state(self, name: str, state: str, value: Any) -> None:
@@ -101,11 +100,10 @@ class Foreign(Contents):
         elif state == "step":  # torch counts steps in tensors
             value = torch.tensor(float(value))
         if isinstance(value, Tensor):
-            piece = StoredBox(name, value.dtype, tuple(value.shape), whole_box(value.shape), file=-1 - len(self._kept))
-            self._kept.append(value)
-            self.add_piece("optimizer", name, state, piece)
+            box, opened = whole_box(value.shape), partial(_InMemory, value)
+            self.add_box("optimizer", state, StoredBox(name, value.dtype, tuple(value.shape), box, open=opened))
         else:
-            self._values.setdefault(self._rename(name), (0, {}))[1][state] = value
+            self.values.setdefault(self.rename(name), (0, {}))[1][state] = value
 
     def add_group(self, names: list[str], group: Mapping[str, Any]) -> None:
         """What the optimizer says of a group of parameters.
@@ -121,22 +119,16 @@ class Foreign(Contents):
                 fix='load without its states: zf.load(folder, model, only="model")',
             )
         for name in names:
-            self.options[self._rename(name)] = (0, options)
+            self.options[self.rename(name)] = (0, options)
 
-    def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> None:
+    def add_box(self, kind: str, state: str, piece: StoredBox) -> None:
         """A box of a tensor.
 
         Raises:
             CheckpointError: Other boxes of it have other shapes or dtypes.
         """
-        name = self._rename(name)
-        key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
-        if kind == "optimizer" and key not in self.pieces:
-            self._states.setdefault(name, []).append((state, key))
-        known = self.pieces.setdefault(key, {})
-        if any((other.shape, other.dtype) != (piece.shape, piece.dtype) for other in known.values()):
-            raise damaged(self.path, tensor=key[1], why="its parts have other shapes or dtypes")
-        known.setdefault(piece.box, piece)
+        if self.add_piece(kind, piece.name, state, piece) is not None:
+            raise damaged(self.path, tensor=piece.name, why="its parts have other shapes or dtypes")
 
     # -- what is read of them ----------------------------------------------------------------------------------------------
 
@@ -152,16 +144,9 @@ class Foreign(Contents):
             return type(encoded)(self.value(rank, item) for item in encoded)
         return encoded
 
-    def is_parted(self, what: str, name: str) -> bool:
-        """Whether ranks have saved different values: such a checkpoint has one."""
-        return False
-
-    def open(self, kind: str, rank: int, file: int) -> TensorReader:
-        """Opens the bytes of a storage, once they are as they were written."""
-        if file < 0:
-            kept = self._kept[-1 - file]
-            return _InMemory(self.read(kept) if isinstance(kept, PlacedTensor) else kept)
-        return self._opened(self._byte_ranges[file], self._byte_ranges[file].offset)
+    def said(self, rank: int, what: str) -> dict[str, Any]:
+        """What it has beside the model and the optimizer."""
+        return self.extra if what == "extra" else {}
 
     def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
         """Opens the bytes of a tensor, from its first element on."""

@@ -13,27 +13,24 @@ import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Named, named_tensors
 from zero_fn.checkpoint.opening import chosen, opened
-from zero_fn.checkpoint.pieces import Pieces
 from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.checkpoint.whole_fit import WholeFit
 from zero_fn.errors import LayoutError
 from zero_fn.transforms.selection import Where
 
 __all__ = ["Rename", "fill_together", "load", "renamed_by"]
-
-S = TypeVar("S", bound=Pieces)
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 
@@ -110,8 +107,13 @@ def load(
     agreed = together.agree(LOADING, failure, lambda: str(chosen(path).relative_to(path)), same=same, kind=names)
     fit = WholeFit(named, model if "model" in kinds else None, optimizer=optimizer if "optimizer" in kinds else None)
 
-    def match() -> Contents:
-        source = opened(path / agreed.text, renamed_by(rename), has_states=fit.optimizer is not None)
+    def match() -> Source:
+        source = opened(
+            path / agreed.text,
+            renamed_by(rename),
+            has_states=fit.optimizer is not None,
+            reader=(together.rank, together.size),
+        )
         fit.match(source, together, dict(extra or {}) if "extra" in kinds else None, is_strict=strict)
         return source
 
@@ -130,8 +132,8 @@ def load(
 def fill_together(
     together: Together,
     fit: Fit,
-    match: Callable[[], S],
-    put: Callable[[S], None],
+    match: Callable[[], Source],
+    put: Callable[[Source], None],
     *,
     is_of_one_kind: bool,
     is_strict: bool,
@@ -151,7 +153,7 @@ def fill_together(
     Raises:
         ZeroError: Something does not fit, or failed, on any rank: on every rank.
     """
-    source: S | None = None
+    source: Source | None = None
     failure: Exception | None = None
 
     def check() -> None:

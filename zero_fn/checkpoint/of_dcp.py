@@ -11,6 +11,7 @@ A name is a path in what was saved: `("model", "blocks.0.weight")`. What has `pa
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,7 +54,6 @@ class DcpFolder(Foreign):
             StorageError: The disk refused.
         """
         super().__init__(path, rename)
-        self._archives: list[tuple[_Archive, torch.dtype, tuple[int, ...]]] = []
         with understood(path / METADATA, "it says what torch does not say"):
             self._list(read_lone_pickle(path / METADATA).state, has_states=has_states)
 
@@ -128,20 +128,18 @@ class DcpFolder(Foreign):
             box = Box(tuple(chunk.state["offsets"]), tuple(chunk.state["sizes"]))
             if not isinstance(dtype, torch.dtype) or box.meet(box) not in (box, None):
                 raise ValueError(f"{name} has no dtype, or no box")
-            self._archives.append((places[name, box.starts], dtype, box.sizes))
-            self.add_piece(
-                kind, parameter, state, StoredBox(parameter, dtype, shape, box, file=len(self._archives) - 1)
-            )
+            opened = partial(self._opened_archive, places[name, box.starts], dtype, box.sizes)
+            self.add_box(kind, state, StoredBox(parameter, dtype, shape, box, open=opened))
 
     def _add_extra(self, path: KeyPath, name: str, stored: Any, places: dict[Any, _Archive]) -> None:
         """A value beside the model and the optimizer, at its path; it is read when it is wanted."""
-        inside: Any = self.parts[0]["extra"]
+        inside: Any = self.extra
         for step in path[:-1]:
             inside = inside.setdefault(step, {})
         if stored.state:
             key = ".".join(map(str, path))
             self._add_boxes("extra", key, "", name, stored, places)
-            inside[path[-1]] = ("extra", self._rename(key))
+            inside[path[-1]] = ("extra", key)
         else:
             inside[path[-1]] = places[name, ()]
 
@@ -155,11 +153,8 @@ class DcpFolder(Foreign):
             return [self.value(rank, encoded[key]) for key in sorted(encoded)]
         return super().value(rank, encoded)
 
-    def open(self, kind: str, rank: int, file: int) -> TensorReader:
+    def _opened_archive(self, archive: _Archive, dtype: torch.dtype, sizes: tuple[int, ...]) -> TensorReader:
         """Opens the archive of a box, once its bytes are as they were written."""
-        if file < 0:
-            return super().open(kind, rank, file)
-        archive, dtype, sizes = self._archives[file]
         found = _read(archive)
         if not isinstance(found, PlacedTensor) or (found.dtype, found.shape) != (dtype, sizes):
             raise damaged(

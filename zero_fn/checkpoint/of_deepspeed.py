@@ -91,9 +91,9 @@ class DeepSpeedFolder(Foreign):
         said = read_pickle(models[0])
         shapes: list[dict[str, tuple[int, ...]]] = [dict(each) for each in said["param_shapes"] or ()]
         shared: dict[str, str] = said["shared_params"] or {}
-        self.aliases |= {self._rename(alias): self._rename(name) for alias, name in shared.items()}
+        self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
         self._add_rest(said, models, {name for each in shapes for name in each} | shared.keys())
-        self.parts[0]["extra"] = {name: value for name, value in said.items() if name not in _OWN}
+        self.extra = {name: value for name, value in said.items() if name not in _OWN}
         if is_universal:
             self._add_universal(path / "zero", shapes)
             return
@@ -175,7 +175,7 @@ class DeepSpeedFolder(Foreign):
                 numbers |= {n: v for n, v in states.items() if not (isinstance(v, PlacedTensor) and v.shape)}
                 for name in shapes[flat]:
                     for state, value in numbers.items():
-                        if ("optimizer", f"{self._rename(name)}/{state}") not in self.pieces:
+                        if ("optimizer", f"{self.rename(name)}/{state}") not in self.pieces:
                             self.add_state(name, state, value)
 
     def _add_universal(self, path: Path, shapes: list[dict[str, tuple[int, ...]]]) -> None:

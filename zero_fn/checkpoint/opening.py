@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_fn.checkpoint.catalog import Catalog
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.folders import MANIFEST, checkpoints, newest
 from zero_fn.checkpoint.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.of_deepspeed import DeepSpeedFolder, deepspeed_folder
+from zero_fn.checkpoint.source import Source
 from zero_fn.errors import CheckpointError
 
 __all__ = ["chosen", "opened"]
@@ -38,22 +38,22 @@ def chosen(folder: Path) -> Path:
     return foreign
 
 
-def opened(folder: Path, rename: Callable[[str], str], *, has_states: bool = True) -> Contents:
+def opened(
+    folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
+) -> Source:
     """Reads what is in a checkpoint, but for the elements of tensors.
 
     Args:
         folder: What `chosen` has found.
         rename: What names in the checkpoint are in the model.
         has_states: Whether states of the optimizer are wanted.
+        reader: The number of this reader, and how many there are, of which each needs a part.
 
     Raises:
         CheckpointError: It is damaged, or of a kind that is not read.
         StorageError: The disk refused.
     """
     if (folder / MANIFEST).exists():
-        return Catalog(folder, rename)
-    if (folder / METADATA).is_file():
-        return DcpFolder(folder, rename, has_states=has_states)
-    if deepspeed_folder(folder) is not None:
-        return DeepSpeedFolder(folder, rename, has_states=has_states)
-    return Catalog(folder, rename)
+        return Catalog(folder, rename, reader)
+    kind = DcpFolder if (folder / METADATA).is_file() else DeepSpeedFolder
+    return kind(folder, rename, has_states=has_states)

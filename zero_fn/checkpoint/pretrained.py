@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import MANIFEST
 from zero_fn.checkpoint.leaves import Named, named_tensors
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_together, renamed_by
-from zero_fn.checkpoint.pieces import Key, Pieces
 from zero_fn.checkpoint.saving import wait_for_saving
+from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
@@ -92,19 +93,18 @@ def load_pretrained(
     agreed = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
     fit = Fit(named, model, rounds=True)
 
-    def match() -> Files:
-        source = Files(path, renamed_by(rename), _unsaved(model))
+    def match() -> Source:
+        source = files_of(path, renamed_by(rename), _unsaved(model))
         fit.match_model(source, is_strict=strict)
         if not fit.wrong:
             require_ways(model, _is_filled_by(fit))
         return source
 
-    def put(source: Files) -> None:
+    def put(source: Source) -> None:
         if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
             allocate(model, device, _is_filled_by(fit))
-        here = Fit(named_tensors(model, None), model, rounds=True)
-        here.match_model(source, is_strict=False)
-        here.put_tensors(source)
+            fit.follow(named_tensors(model, None))
+        fit.put_tensors(source)
 
     fill_together(
         together,
@@ -142,43 +142,34 @@ def _require_transformed(model: nn.Module) -> None:
             )
 
 
-class Files(Pieces):
-    """Files of safetensors that each have whole tensors."""
+def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Source:
+    """Reads what files of safetensors say of their tensors.
 
-    def __init__(self, path: Path, rename: Callable[[str], str], ignored: set[str]) -> None:
-        """Reads what the files say of their tensors.
+    Args:
+        path: A folder, or a file.
+        rename: What names in the files are in the model.
+        ignored: Names that nobody needs.
 
-        Args:
-            path: A folder, or a file.
-            rename: What names in the files are in the model.
-            ignored: Names that nobody needs.
-
-        Raises:
-            CheckpointError: There are none, one is damaged, or two hold one tensor.
-            StorageError: The disk refused.
-        """
-        super().__init__(path)
-        self._files: list[tuple[Path, int, int]] = []
-        for number, file in enumerate(_files_of(path)):
-            begin, nbytes, table = read_header(file)
-            self._files.append((file, begin, nbytes))
-            for name, entry in table.items():
-                shape = tuple(entry["shape"])
-                offset = entry["data_offsets"][0]
-                piece = StoredBox(name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, file=number)
-                key: Key = ("model", rename(name))
-                if key[1] in ignored:
-                    continue
-                if key in self.pieces:
-                    raise damaged(file, tensor=name, why="two tensors have one name")
-                self.pieces[key] = {piece.box: piece}
-
-    def open(self, kind: str, rank: int, file: int) -> TensorReader:
-        """Opens a file."""
-        return TensorReader(*self._files[file])
+    Raises:
+        CheckpointError: There are none, one is damaged, or two hold one tensor.
+        StorageError: The disk refused.
+    """
+    source = Source(path, rename)
+    for file in _paths_of(path):
+        begin, nbytes, table = read_header(file)
+        opened = partial(TensorReader, file, begin, nbytes)
+        for name, entry in table.items():
+            if rename(name) in ignored:
+                continue
+            if ("model", rename(name)) in source.pieces:
+                raise damaged(file, tensor=name, why="two tensors have one name")
+            shape, offset = tuple(entry["shape"]), entry["data_offsets"][0]
+            piece = StoredBox(name, DTYPES[entry["dtype"]], shape, whole_box(shape), offset, open=opened)
+            source.add_piece("model", name, "", piece)
+    return source
 
 
-def _files_of(path: Path) -> list[Path]:
+def _paths_of(path: Path) -> list[Path]:
     """The files of a folder that have the tensors of its model."""
     if path.is_file():
         return [path]

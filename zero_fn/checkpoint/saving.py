@@ -465,6 +465,10 @@ class _Writing:
         says = {"id": self.id, "rank": self.together.rank, "files": files, **self.plan.says}
         write_json(self.draft.path / part_name(self.together.rank), says)
 
+    def _names(self) -> dict[str, int]:
+        """How many tensors there are: a reader of what some ranks say knows by that whether it has heard of all."""
+        return {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
+
     def _commit(self) -> str:
         """What rank 0 does once every rank has written."""
         write_json(
@@ -474,6 +478,7 @@ class _Writing:
                 "version": VERSION,
                 "id": self.id,
                 "ranks": self.together.size,
+                **({"names": self._names()} if self.is_of_one_kind else {}),
                 "saved_at_ns": time.time_ns(),
                 "made_by": {"torch": torch.__version__, "python": platform.python_version()},
             },

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.leaves import Leaf, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
-from zero_fn.checkpoint.pieces import Key, Pieces
+from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
@@ -47,7 +46,7 @@ class WholeFit(Fit):
     objects: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def match(self, source: Contents, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
+    def match(self, source: Source, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
         """Finds everything in the checkpoint; what cannot be found is noted as wrong.
 
         Raises:
@@ -62,10 +61,10 @@ class WholeFit(Fit):
         if extra is not None:
             self._match_extra(source, together, extra, is_strict=is_strict)
 
-    def _match_local_buffers(self, source: Contents, together: Together, model: nn.Module) -> None:
+    def _match_local_buffers(self, source: Source, together: Together, model: nn.Module) -> None:
         """Those of `buffers="local"`, which each rank has saved for itself."""
         if source.ranks == together.size:
-            own = source.parts[together.rank].get("buffers", {})
+            own = source.said(together.rank, "buffers")
             self.buffers = {name: source.value(together.rank, value) for name, value in own.items()}
             return
         if not any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
@@ -74,11 +73,11 @@ class WholeFit(Fit):
         self.wrong += [
             f"{name}: {source.ranks} ranks have saved different values of a buffer, and {together.size} are to load them; "
             'transform without buffers="local" to take those of rank 0 everywhere'
-            for name in source.parts[0].get("buffers", {})
+            for name in source.said(0, "buffers")
             if name in names and source.is_parted("buffers", name)
         ]
 
-    def _match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
+    def _match_optimizer(self, source: Source, optimizer: Optimizer, *, is_strict: bool) -> None:
         groups = leaves_of_groups(optimizer, self.named)
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
         for group, leaves in zip(optimizer.param_groups, groups, strict=True):
@@ -102,7 +101,7 @@ class WholeFit(Fit):
             self.options.append(source.value(*next(iter(options.values()))) if len(options) == 1 else {})
 
     def _match_states(
-        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+        self, source: Source, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
     ) -> None:
         found = self.states[parameter] = dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
@@ -120,7 +119,7 @@ class WholeFit(Fit):
             if leaf is not None:
                 self.match_leaf(source, key, leaf)
 
-    def _match_chunks(self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
+    def _match_chunks(self, source: Source, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
         dtypes, others = {}, dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
             piece = source.first(key)
@@ -139,24 +138,22 @@ class WholeFit(Fit):
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         self.chunks[id(parameter)] = (own, dtypes, others)
 
-    def _match_extra(self, source: Contents, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
-        said = [part.get("extra", {}) for part in source.parts]
+    def _match_extra(self, source: Source, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
+        rank = together.rank if source.ranks == together.size else 0
+        said = source.said(rank, "extra")
         if source.ranks != together.size:
-            parted = [name for name in said[0] if source.is_parted("extra", name)]
             self.wrong += [
                 f"extra[{name!r}]: {source.ranks} ranks have saved different values, and {together.size} are to load them; "
                 'leave it with only=("model", "optimizer")'
-                for name in parted
+                for name in said
+                if source.is_parted("extra", name)
             ]
-        rank = together.rank if source.ranks == together.size else 0
         if is_strict:
-            self.wrong += [f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said[rank]]
-        self.values = {name: source.value(rank, value) for name, value in said[rank].items()}
-        self.objects = {
-            name: extra[name] for name in extra if name in said[rank] and hasattr(extra[name], "load_state_dict")
-        }
+            self.wrong += [f"extra[{name!r}]: not in the checkpoint" for name in extra if name not in said]
+        self.values = {name: source.value(rank, value) for name, value in said.items()}
+        self.objects = {name: extra[name] for name in extra if name in said and hasattr(extra[name], "load_state_dict")}
 
-    def missed(self, source: Pieces) -> list[Key]:
+    def missed(self, source: Source) -> list[Key]:
         """What is in the checkpoint and has no place on this rank."""
         found = super().missed(source)
         if self.optimizer is None:
@@ -177,7 +174,7 @@ class WholeFit(Fit):
             (("optimizer", f"{own.name}/{name}"), own) for own, dtypes, _ in self.chunks.values() for name in dtypes
         ]
 
-    def put(self, source: Contents) -> None:
+    def put(self, source: Source) -> None:
         """Reads everything to where it rests.
 
         Raises:
@@ -195,7 +192,7 @@ class WholeFit(Fit):
         for name, taker in self.objects.items():
             taker.load_state_dict(self.values[name])
 
-    def _put_states(self, source: Contents, optimizer: Optimizer) -> None:
+    def _put_states(self, source: Source, optimizer: Optimizer) -> None:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         if not isinstance(optimizer, Streamed):

@@ -1,11 +1,15 @@
-"""Tensors in files, each made up of boxes, whatever the format: where each element is, and its bytes."""
+"""A checkpoint that is read, whoever has written it: tensors, each made up of boxes, and values.
+
+Readers of each format fill a `Source`: where the boxes are, options of groups, other values. Whatever is done with a
+checkpoint, loading or writing it anew, is done with a `Source`.
+"""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +17,7 @@ from torch import Tensor
 from zero_fn.checkpoint.boxes import Box, spans, whole_box
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged
 
-__all__ = ["Key", "Pieces"]
+__all__ = ["Key", "Source"]
 
 _OPEN_FILES = 32
 
@@ -21,29 +25,74 @@ Key = tuple[str, str]
 """The kind of a tensor, and its name."""
 
 
-class Pieces(ABC):
-    """The tensors of a checkpoint.
+class Source:
+    """What is in files: of Hugging Face as it stands here; those of checkpoints know more.
 
     Attributes:
-        path: Its folder.
+        path: The folder.
+        rename: What names in the files are in the model.
+        ranks: How many have written it.
         pieces: Of each tensor, by kind and name, by their box: those with the same elements once.
         aliases: Further names of tied parameters, and those they were saved by.
+        options: Of the group of each parameter, with the rank that says so.
+        values: States of each parameter that are no tensors, with the rank that says so.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
+        self.path, self.rename, self.ranks = path, rename, 1
         self.pieces: dict[Key, dict[Box, StoredBox]] = {}
         self.aliases: dict[str, str] = {}
-        self._readers: dict[tuple[str, int, int], TensorReader] = {}
+        self.options: dict[str, tuple[int, Any]] = {}
+        self.values: dict[str, tuple[int, Any]] = {}
+        self._states: dict[str, list[tuple[str, Key]]] = {}
+        self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
 
-    @abstractmethod
-    def open(self, kind: str, rank: int, file: int) -> TensorReader:
-        """Opens a file of tensors.
+    # -- what readers of a format say ----------------------------------------------------------------------------------
 
-        Raises:
-            CheckpointError: It is damaged.
-            StorageError: The disk refused.
+    def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
+        """Notes a box of a tensor, of a parameter or of one of its states.
+
+        Returns:
+            One that it contradicts: of another shape or dtype, or with the same elements and other digests.
         """
+        name = name if kind.startswith("extra") else self.rename(name)
+        key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
+        if kind == "optimizer" and key not in self.pieces:
+            self._states.setdefault(name, []).append((state, key))
+        known = self.pieces.setdefault(key, {})
+        same = known.setdefault(piece.box, piece)
+        first = next(iter(known.values()))
+        if same.digests != piece.digests or (same.shape, same.dtype) != (piece.shape, piece.dtype):
+            return same
+        return first if (first.shape, first.dtype) != (piece.shape, piece.dtype) else None
+
+    # -- what it has ---------------------------------------------------------------------------------------------------
+
+    def read_all(self) -> None:
+        """Reads what every rank says, where only some were read."""
+
+    def states_of(self, parameter: str) -> list[tuple[str, Key]]:
+        """The states of a parameter that are tensors: their names and keys."""
+        return self._states.get(parameter, [])
+
+    def values_of(self, parameter: str) -> dict[str, Any]:
+        """The states of a parameter that are none."""
+        rank, values = self.values.get(parameter, (0, {}))
+        return {name: self.value(rank, value) for name, value in values.items()}
+
+    def said(self, rank: int, what: str) -> dict[str, Any]:
+        """What a rank has saved as `extra`, or of its own `buffers`, by name, as it was written."""
+        return {}
+
+    def value(self, rank: int, encoded: Any) -> Any:
+        """A value that a rank has saved."""
+        return encoded
+
+    def is_parted(self, what: str, name: str) -> bool:
+        """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
+        return False
+
+    # -- elements ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Lets go of all files."""
@@ -62,13 +111,17 @@ class Pieces(ABC):
         self.fill(key, whole_box(piece.shape), 0, out.view(-1))
         return out
 
+    def covers(self, key: Key, box: Box) -> bool:
+        """Whether all of a box of a tensor is there, and none of it twice."""
+        return sum(meet.numel for _, meet in self._meeting(key, box)) == box.numel
+
     def require_all(self, key: Key, box: Box) -> None:
         """For a box of a tensor that is to be read.
 
         Raises:
             CheckpointError: Not all of it is there, or some of it twice.
         """
-        if sum(meet.numel for _, meet in self._meeting(key, box)) != box.numel:
+        if not self.covers(key, box):
             raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
     def fill(self, key: Key, box: Box, first: int, out: Tensor, *, keeps: bool = True) -> None:
@@ -91,7 +144,7 @@ class Pieces(ABC):
             room = out[at : at + part.numel].view(part.sizes)
             at += part.numel
             for piece, meet in self._meeting(key, region):
-                self._read(key, piece, meet, meet.within(region).of(room) if keeps else None)
+                self._read(piece, meet, meet.within(region).of(room) if keeps else None)
 
     def _meeting(self, key: Key, box: Box) -> Iterator[tuple[StoredBox, Box]]:
         for piece in self.pieces[key].values():
@@ -99,9 +152,9 @@ class Pieces(ABC):
             if meet is not None:
                 yield piece, meet
 
-    def _read(self, key: Key, piece: StoredBox, box: Box, room: Tensor | None) -> None:
+    def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads a box of a piece into a view of its shape."""
-        reader, inside = self._reader(key[0].partition(" ")[0], piece), box.within(piece.box)
+        reader, inside = self._reader(piece), box.within(piece.box)
         leaves_gaps = not piece.digests  # blocks with a digest are read whole
         for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
             target = None if room is None else part.within(inside).of(room)
@@ -112,13 +165,13 @@ class Pieces(ABC):
             reader.read(piece, first, last, read)
             target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
 
-    def _reader(self, kind: str, piece: StoredBox) -> TensorReader:
-        key = (kind, piece.rank, piece.file)
-        if key not in self._readers:
+    def _reader(self, piece: StoredBox) -> TensorReader:
+        assert piece.open is not None, "it is being written"
+        if piece.open not in self._readers:
             if len(self._readers) == _OPEN_FILES:
                 self._readers.pop(next(iter(self._readers))).close()
-            self._readers[key] = self.open(*key)
-        return self._readers[key]
+            self._readers[piece.open] = piece.open()
+        return self._readers[piece.open]
 
 
 _RUN_NUMEL = 4 << 20
