@@ -6,7 +6,7 @@ values     numbers, strings, lists and dicts as JSON
 folders    what checkpoints there are; drafts, which become one by a rename
 together   what ranks agree on
 leaves     tensors of a model and an optimizer, with their way in and out
-source     a checkpoint that is read, whoever has written it: where each element is
+contents   a checkpoint that is read, whoever has written it: where each element is
 catalog    ... that is ours
 pickles    files of `torch.save` as values, without running what is in them
 foreign    what a checkpoint of another library has

@@ -8,17 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from zero_fn.checkpoint.boxes import DEALT_RANKS, Box
+from zero_fn.checkpoint.boxes import DEALT_RANKS
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json, understood
 from zero_fn.checkpoint.folders import MANIFEST, VERSION, part_name, tensors_name
-from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.values import decoded
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Catalog"]
 
 
-class Catalog(Source):
+class Catalog(Contents):
     """A complete checkpoint of `zf.save`.
 
     Of what ranks say of their files, a reader reads what it probably needs: of those that write what is small, of those that
@@ -97,16 +97,6 @@ class Catalog(Source):
                 why="stages of a pipeline whose modules have the same names, or replicas that have parted",
                 fix="give every module the name that it has in the whole model, or save each model under a folder of its own",
             )
-
-    def require_all(self, key: Key, box: Box) -> None:
-        """For a box of a tensor that is to be read.
-
-        Raises:
-            CheckpointError: Not all of it is there, or some of it twice.
-        """
-        if not self.covers(key, box):
-            self.read_all()
-        super().require_all(key, box)
 
     def said(self, rank: int, what: str) -> dict[str, Any]:
         """What a rank has saved as `extra`, or of its own `buffers`, by name, as it was written."""

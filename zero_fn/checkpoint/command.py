@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.converting import Tell, convert, verify
 from zero_fn.checkpoint.folders import KINDS, checkpoints
 from zero_fn.checkpoint.opening import chosen, opened
-from zero_fn.checkpoint.source import Source
 from zero_fn.errors import ZeroError
 from zero_fn.values.tiers import bytes_text
 
@@ -94,7 +94,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Source, Tell]]:
+def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Contents, Tell]]:
     """The checkpoint that is meant, and a bar that is told of bytes, where tqdm is installed."""
     source = opened(chosen(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
     try:

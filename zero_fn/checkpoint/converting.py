@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zero_fn.checkpoint.boxes import ranges, whole_box
+from zero_fn.checkpoint.contents import Contents, Key
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, tensors_name
-from zero_fn.checkpoint.pretrained import WEIGHTS, write_index
-from zero_fn.checkpoint.source import Key, Source
+from zero_fn.checkpoint.pretrained import packed, weights_name, write_index
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 
@@ -40,7 +40,7 @@ Tell = Callable[[int], object]
 _FILE_NBYTES = 5 * 10**9
 
 
-def verify(source: Source, tell: Tell) -> int:
+def verify(source: Contents, tell: Tell) -> int:
     """Reads every tensor and compares it with its digests. Communicates nothing.
 
     Returns:
@@ -61,7 +61,7 @@ def verify(source: Source, tell: Tell) -> int:
 
 
 def convert(
-    source: Source, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Contents, target: Path, to: Format, *, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none.
 
@@ -110,7 +110,7 @@ def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
 
 
 def _read(
-    source: Source, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
+    source: Contents, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
 ) -> Iterator[tuple[int, Tensor]]:
     """The elements of a tensor in their order, a buffer at a time, with the number of the first."""
     piece = source.first(key)
@@ -122,18 +122,23 @@ def _read(
         tell(values.numel() * piece.dtype.itemsize)
 
 
-def _write_tensors(
-    source: Source, path: Path, keys: Sequence[Key], dtype: torch.dtype | None, mark: str, tell: Tell
-) -> dict[str, Any]:
-    """Writes a file; returns what a manifest says of it."""
-    pieces = {}
+def _pieces(source: Contents, keys: Sequence[Key], dtype: torch.dtype | None) -> dict[str, StoredBox]:
+    """These tensors as they will be in files, by name."""
+    found = {}
     for key in keys:
         first = source.first(key)
-        pieces[key] = StoredBox(key[1], _dtype_of(key, first.dtype, dtype), first.shape, whole_box(first.shape))
-    file = TensorFile(path, list(pieces.values()), mark)
+        found[key[1]] = StoredBox(key[1], _dtype_of(key, first.dtype, dtype), first.shape, whole_box(first.shape))
+    return found
+
+
+def _write_tensors(
+    source: Contents, path: Path, kind: str, pieces: Sequence[StoredBox], mark: str, tell: Tell
+) -> dict[str, Any]:
+    """Writes a file; returns what a manifest says of it."""
+    file = TensorFile(path, list(pieces), mark)
     try:
-        for key, piece in pieces.items():
-            for _, values in _read(source, key, piece.dtype, tell):
+        for piece in pieces:
+            for _, values in _read(source, (kind, piece.name), piece.dtype, tell):
                 file.append(piece, values)
         return file.finish()
     finally:
@@ -141,7 +146,7 @@ def _write_tensors(
 
 
 def _write_ours(
-    source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     mark, tensors = uuid.uuid4().hex, dict[str, Tensor]()
     says: dict[str, Any] = {"aliases": source.aliases if "model" in only else {}, "extra": {}}
@@ -169,10 +174,9 @@ def _write_ours(
         says["extra"] = encoded(beside, "extra", tensors)
     files = {}
     for kind in KINDS[:2]:
-        chosen = [key for key in keys if key[0] == kind]
-        files[kind] = (
-            [_write_tensors(source, path / tensors_name(kind, 0, 0), chosen, dtype, mark, tell)] if chosen else []
-        )
+        pieces = list(_pieces(source, [key for key in keys if key[0] == kind], dtype).values())
+        file = path / tensors_name(kind, 0, 0)
+        files[kind] = [_write_tensors(source, file, kind, pieces, mark, tell)] if pieces else []
     files["extra"] = [_write_in_memory(path / tensors_name("extra", 0, 0), tensors, mark)] if tensors else []
     write_json(path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
     made_by = {"torch": torch.__version__, "python": platform.python_version()}
@@ -193,27 +197,13 @@ def _write_in_memory(path: Path, tensors: dict[str, Tensor], mark: str) -> dict[
         file.close()
 
 
-def _write_files(source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
+def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
     """Files of at most 5 GB, or of one tensor, and their index."""
-    files: list[list[Key]] = [[]]
-    room = _FILE_NBYTES
-    for key in (key for key in keys if key[0] == "model"):
-        first = source.first(key)
-        nbytes = _nbytes(first.shape, _dtype_of(key, first.dtype, dtype))
-        if nbytes > room and files[-1]:
-            files.append([])
-            room = _FILE_NBYTES
-        files[-1].append(key)
-        room -= nbytes
-    homes: dict[str, str] = {}
-    total = 0
-    for number, chosen in enumerate(files):
-        name = WEIGHTS if len(files) == 1 else f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
-        said = _write_tensors(source, path / name, chosen, dtype, uuid.uuid4().hex, tell)
-        homes |= {key[1]: name for key in chosen}
-        total += said["nbytes"] - said["begin"]
-    if len(files) > 1:
-        write_index(path, {"metadata": {"total_size": total}, "weight_map": homes})
+    pieces = _pieces(source, [key for key in keys if key[0] == "model"], dtype)
+    files = packed(list(pieces.values()), _FILE_NBYTES)
+    for number, each in enumerate(files):
+        _write_tensors(source, path / weights_name(number, len(files)), "model", each, "", tell)
+    write_index(path, files)
 
 
 class _AsTheyAreRead(DefaultSavePlanner):
@@ -230,7 +220,7 @@ class _AsTheyAreRead(DefaultSavePlanner):
 
 
 def _write_dcp(
-    source: Source, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
 ) -> None:
     saved: dict[str, Any] = {}
     places: dict[tuple[Any, ...], Key] = {}

@@ -25,7 +25,7 @@ from zero_fn.checkpoint.boxes import whole_box
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
 from zero_fn.checkpoint.folders import Draft
 from zero_fn.checkpoint.leaves import named_tensors
-from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS, write_index
+from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
@@ -163,7 +163,7 @@ class _WeightsDraft(Draft):
         index = json.loads((self.path / INDEX).read_bytes())
         index["weight_map"] = {name: names[file] for name, file in index["weight_map"].items()}
         (self.path / INDEX).unlink()
-        write_index(self.path, index)
+        rewrite_index(self.path, index)
         return names
 
 
@@ -201,15 +201,9 @@ def _planned(model: nn.Module, dtype: torch.dtype | None, most: int, convert: Co
             for name, tensor in _in_files(leaf.name, own, dtype, convert).items():
                 require_dtype(name, tensor.dtype)
                 pieces.append(StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape)))
-    plan, room = _Export(list(parts.items()), [[]], {}), most
-    for piece in pieces:
-        if piece.nbytes > room and plan.files[-1]:
-            plan.files.append([])
-            room = most
-        room -= piece.nbytes
-        plan.files[-1].append(piece)
-        plan.homes[piece.name] = len(plan.files) - 1
-    return plan
+    files = packed(pieces, most)
+    homes = {piece.name: number for number, each in enumerate(files) for piece in each}
+    return _Export(list(parts.items()), files, homes)
 
 
 def _in_files(name: str, whole: Tensor, dtype: torch.dtype | None, convert: Convert | None) -> Mapping[str, Tensor]:
@@ -232,7 +226,7 @@ def _write(
     try:
         with torch.no_grad(), torch.device("cpu"):
             for number in range(together.rank, len(plan.files), together.size):
-                path = draft.path / _file_name(number, len(plan.files))
+                path = draft.path / weights_name(number, len(plan.files))
                 files[number] = TensorFile(path, plan.files[number], "")
             if together.rank == 0:
                 _write_beside(model, plan, draft.path, dtype)
@@ -282,18 +276,9 @@ def _append(file: TensorFile, piece: StoredBox, values: Tensor) -> None:
         file.append(piece, flat[first : first + step].cpu())
 
 
-def _file_name(number: int, count: int) -> str:
-    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _write_beside(model: nn.Module, plan: _Export, folder: Path, dtype: torch.dtype | None) -> None:
     """The index, and what a model of transformers says of itself."""
-    if len(plan.files) > 1:
-        index = {
-            "metadata": {"total_size": sum(piece.nbytes for each in plan.files for piece in each)},
-            "weight_map": {name: _file_name(number, len(plan.files)) for name, number in plan.homes.items()},
-        }
-        write_index(folder, index)
+    write_index(folder, plan.files)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from zero_fn.checkpoint.boxes import ranges
+from zero_fn.checkpoint.contents import Contents, Key
 from zero_fn.checkpoint.files import BUFFER_NBYTES
 from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow
-from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
@@ -48,7 +48,7 @@ class Fit:
 
     # -- names, shapes, dtypes -----------------------------------------------------------------------------------------
 
-    def match_model(self, source: Source, *, is_strict: bool) -> None:
+    def match_model(self, source: Contents, *, is_strict: bool) -> None:
         """Finds the tensors of the model in the files.
 
         Raises:
@@ -57,7 +57,7 @@ class Fit:
         for leaf in self.named.leaves:
             self.match_leaf(source, ("model", self.name_of(source, leaf.name)), leaf, is_strict=is_strict)
 
-    def match_leaf(self, source: Source, key: Key, leaf: Leaf, *, is_strict: bool = True) -> None:
+    def match_leaf(self, source: Contents, key: Key, leaf: Leaf, *, is_strict: bool = True) -> None:
         if key not in source.pieces:
             if is_strict:
                 self.wrong.append(f"{leaf.name}: not in the checkpoint")
@@ -73,7 +73,7 @@ class Fit:
             others = (("model", alias) for alias, of in self.named.aliases.items() if of == leaf.name)
             self.twins += [(key, other, leaf) for other in others if other != key and other in source.pieces]
 
-    def name_of(self, source: Source, name: str) -> str:
+    def name_of(self, source: Contents, name: str) -> str:
         """The name under which the checkpoint has a tensor that may be tied there, or here."""
         if ("model", name) in source.pieces:
             return name
@@ -84,7 +84,7 @@ class Fit:
         """What is in the files and on no rank is wrong."""
         self.wrong += [f"{name}: in the checkpoint, and not in the {kind}" for kind, name in keys]
 
-    def missed(self, source: Source) -> list[Key]:
+    def missed(self, source: Contents) -> list[Key]:
         """What is in the files and has no place on this rank."""
         taken = {key for key, _ in self.todo} | {key for _, key, _ in self.twins}
         taken |= {("model", leaf.name) for leaf in self.named.leaves}
@@ -112,7 +112,7 @@ class Fit:
                 ),
             )
 
-    def require_wanted(self, source: Source, together: Together, *, is_strict: bool) -> None:
+    def require_wanted(self, source: Contents, together: Together, *, is_strict: bool) -> None:
         """For ranks with parameters of different names: what no rank has a place for. One message of a bit for each tensor.
 
         Raises:
@@ -132,7 +132,7 @@ class Fit:
         """All that this rank will read, and what for."""
         return self.todo
 
-    def verify(self, source: Source, *, everything: bool) -> None:
+    def verify(self, source: Contents, *, everything: bool) -> None:
         """Compares what the files have several times, and reads all that this rank will read.
 
         Raises:
@@ -148,7 +148,7 @@ class Fit:
             for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
                 source.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"), keeps=False)
 
-    def _require_equal(self, source: Source, key: Key, other: Key, leaf: Leaf) -> None:
+    def _require_equal(self, source: Contents, key: Key, other: Key, leaf: Leaf) -> None:
         box, one, two = leaf.place.box, source.first(key), source.first(other)
         is_alike = (one.shape, one.dtype) == (two.shape, two.dtype)
         for first, last in ranges(box.sizes, BUFFER_NBYTES // 2 // one.dtype.itemsize) if is_alike else ():
@@ -169,7 +169,7 @@ class Fit:
         there = dict(zip(map(id, self.named.leaves), named.leaves, strict=True))
         self.todo = [(key, there[id(leaf)]) for key, leaf in self.todo]
 
-    def put_tensors(self, source: Source) -> None:
+    def put_tensors(self, source: Contents) -> None:
         """Reads to where they rest what a model has, and of an optimizer what is in memory.
 
         Raises:

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from zero_fn.checkpoint.boxes import Box, spans, whole_box
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.checkpoint.pickles import ByteRange, Inert, PlacedTensor, require_checksum
-from zero_fn.checkpoint.source import Source
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Foreign"]
@@ -23,7 +23,7 @@ _OF_THE_IMPLEMENTATION = ("params", "param_names", "step", "foreach", "fused", "
 """Of what a group of an optimizer says: what the one that is loaded decides for itself."""
 
 
-class Foreign(Source):
+class Foreign(Contents):
     """A checkpoint that `zf.save` has not written.
 
     Attributes:

@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Named, named_tensors
 from zero_fn.checkpoint.opening import chosen, opened
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.checkpoint.whole_fit import WholeFit
 from zero_fn.errors import LayoutError
@@ -107,7 +107,7 @@ def load(
     agreed = together.agree(LOADING, failure, lambda: str(chosen(path).relative_to(path)), same=same, kind=names)
     fit = WholeFit(named, model if "model" in kinds else None, optimizer=optimizer if "optimizer" in kinds else None)
 
-    def match() -> Source:
+    def match() -> Contents:
         source = opened(
             path / agreed.text,
             renamed_by(rename),
@@ -132,8 +132,8 @@ def load(
 def fill_together(
     together: Together,
     fit: Fit,
-    match: Callable[[], Source],
-    put: Callable[[Source], None],
+    match: Callable[[], Contents],
+    put: Callable[[Contents], None],
     *,
     is_of_one_kind: bool,
     is_strict: bool,
@@ -153,7 +153,7 @@ def fill_together(
     Raises:
         ZeroError: Something does not fit, or failed, on any rank: on every rank.
     """
-    source: Source | None = None
+    source: Contents | None = None
     failure: Exception | None = None
 
     def check() -> None:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.folders import MANIFEST, checkpoints, newest
 from zero_fn.checkpoint.of_dcp import METADATA, DcpFolder
 from zero_fn.checkpoint.of_deepspeed import DeepSpeedFolder, deepspeed_folder
-from zero_fn.checkpoint.source import Source
 from zero_fn.errors import CheckpointError
 
 __all__ = ["chosen", "opened"]
@@ -40,7 +40,7 @@ def chosen(folder: Path) -> Path:
 
 def opened(
     folder: Path, rename: Callable[[str], str], *, has_states: bool = True, reader: tuple[int, int] = (0, 1)
-) -> Source:
+) -> Contents:
     """Reads what is in a checkpoint, but for the elements of tensors.
 
     Args:

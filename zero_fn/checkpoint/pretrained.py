@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,20 +18,20 @@ import torch
 from torch import Tensor, nn
 
 from zero_fn.checkpoint.boxes import whole_box
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header, understood
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import MANIFEST
 from zero_fn.checkpoint.leaves import Named, named_tensors
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_together, renamed_by
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.source import Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.transforms.materialize import allocate, require_ways
 
-__all__ = ["INDEX", "WEIGHTS", "load_pretrained", "write_index"]
+__all__ = ["INDEX", "WEIGHTS", "load_pretrained", "packed", "rewrite_index", "weights_name", "write_index"]
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -93,14 +93,14 @@ def load_pretrained(
     agreed = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
     fit = Fit(named, model, rounds=True)
 
-    def match() -> Source:
+    def match() -> Contents:
         source = files_of(path, renamed_by(rename), _unsaved(model))
         fit.match_model(source, is_strict=strict)
         if not fit.wrong:
             require_ways(model, _is_filled_by(fit))
         return source
 
-    def put(source: Source) -> None:
+    def put(source: Contents) -> None:
         if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
             allocate(model, device, _is_filled_by(fit))
             fit.follow(named_tensors(model, None))
@@ -142,7 +142,7 @@ def _require_transformed(model: nn.Module) -> None:
             )
 
 
-def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Source:
+def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Contents:
     """Reads what files of safetensors say of their tensors.
 
     Args:
@@ -154,7 +154,7 @@ def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Sou
         CheckpointError: There are none, one is damaged, or two hold one tensor.
         StorageError: The disk refused.
     """
-    source = Source(path, rename)
+    source = Contents(path, rename)
     for file in _paths_of(path):
         begin, nbytes, table = read_header(file)
         opened = partial(TensorReader, file, begin, nbytes)
@@ -199,8 +199,39 @@ def _paths_of(path: Path) -> list[Path]:
     return found
 
 
-def write_index(folder: Path, index: dict[str, Any]) -> None:
-    """Writes which file has which tensor, and makes sure that it is on the disk.
+def packed(pieces: Sequence[StoredBox], most: int) -> list[list[StoredBox]]:
+    """Tensors in their order, by file: each of at most `most` bytes, or with one tensor."""
+    files: list[list[StoredBox]] = [[]]
+    room = most
+    for piece in pieces:
+        if piece.nbytes > room and files[-1]:
+            files.append([])
+            room = most
+        room -= piece.nbytes
+        files[-1].append(piece)
+    return files
+
+
+def weights_name(number: int, count: int) -> str:
+    """The name of one of several files."""
+    return WEIGHTS if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+
+
+def write_index(folder: Path, files: list[list[StoredBox]]) -> None:
+    """Writes which file has which tensor where there are several, and makes sure that it is on the disk.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    if len(files) == 1:
+        return
+    total = sum(piece.nbytes for each in files for piece in each)
+    homes = {piece.name: weights_name(number, len(files)) for number, each in enumerate(files) for piece in each}
+    rewrite_index(folder, {"metadata": {"total_size": total}, "weight_map": homes})
+
+
+def rewrite_index(folder: Path, index: dict[str, Any]) -> None:
+    """Writes an index, and makes sure that it is on the disk.
 
     Raises:
         StorageError: The disk refused.

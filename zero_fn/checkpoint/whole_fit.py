@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero_fn.checkpoint.contents import Contents, Key
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.leaves import Leaf, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import end_step, fill_states, room_of_states
-from zero_fn.checkpoint.source import Key, Source
 from zero_fn.checkpoint.together import Together
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.run import run_of
@@ -46,7 +46,7 @@ class WholeFit(Fit):
     objects: dict[str, Any] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
 
-    def match(self, source: Source, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
+    def match(self, source: Contents, together: Together, extra: dict[str, Any] | None, *, is_strict: bool) -> None:
         """Finds everything in the checkpoint; what cannot be found is noted as wrong.
 
         Raises:
@@ -61,7 +61,7 @@ class WholeFit(Fit):
         if extra is not None:
             self._match_extra(source, together, extra, is_strict=is_strict)
 
-    def _match_local_buffers(self, source: Source, together: Together, model: nn.Module) -> None:
+    def _match_local_buffers(self, source: Contents, together: Together, model: nn.Module) -> None:
         """Those of `buffers="local"`, which each rank has saved for itself."""
         if source.ranks == together.size:
             own = source.said(together.rank, "buffers")
@@ -77,7 +77,7 @@ class WholeFit(Fit):
             if name in names and source.is_parted("buffers", name)
         ]
 
-    def _match_optimizer(self, source: Source, optimizer: Optimizer, *, is_strict: bool) -> None:
+    def _match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
         groups = leaves_of_groups(optimizer, self.named)
         rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
         for group, leaves in zip(optimizer.param_groups, groups, strict=True):
@@ -101,7 +101,7 @@ class WholeFit(Fit):
             self.options.append(source.value(*next(iter(options.values()))) if len(options) == 1 else {})
 
     def _match_states(
-        self, source: Source, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
+        self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
     ) -> None:
         found = self.states[parameter] = dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
@@ -119,7 +119,7 @@ class WholeFit(Fit):
             if leaf is not None:
                 self.match_leaf(source, key, leaf)
 
-    def _match_chunks(self, source: Source, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
+    def _match_chunks(self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]) -> None:
         dtypes, others = {}, dict(source.values_of(own.name))
         for name, key in source.states_of(own.name):
             piece = source.first(key)
@@ -138,7 +138,7 @@ class WholeFit(Fit):
             self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
         self.chunks[id(parameter)] = (own, dtypes, others)
 
-    def _match_extra(self, source: Source, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
+    def _match_extra(self, source: Contents, together: Together, extra: dict[str, Any], *, is_strict: bool) -> None:
         rank = together.rank if source.ranks == together.size else 0
         said = source.said(rank, "extra")
         if source.ranks != together.size:
@@ -153,7 +153,7 @@ class WholeFit(Fit):
         self.values = {name: source.value(rank, value) for name, value in said.items()}
         self.objects = {name: extra[name] for name in extra if name in said and hasattr(extra[name], "load_state_dict")}
 
-    def missed(self, source: Source) -> list[Key]:
+    def missed(self, source: Contents) -> list[Key]:
         """What is in the checkpoint and has no place on this rank."""
         found = super().missed(source)
         if self.optimizer is None:
@@ -174,7 +174,7 @@ class WholeFit(Fit):
             (("optimizer", f"{own.name}/{name}"), own) for own, dtypes, _ in self.chunks.values() for name in dtypes
         ]
 
-    def put(self, source: Source) -> None:
+    def put(self, source: Contents) -> None:
         """Reads everything to where it rests.
 
         Raises:
@@ -192,7 +192,7 @@ class WholeFit(Fit):
         for name, taker in self.objects.items():
             taker.load_state_dict(self.values[name])
 
-    def _put_states(self, source: Source, optimizer: Optimizer) -> None:
+    def _put_states(self, source: Contents, optimizer: Optimizer) -> None:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(options)
         if not isinstance(optimizer, Streamed):

@@ -1,7 +1,7 @@
 """A checkpoint that is read, whoever has written it: tensors, each made up of boxes, and values.
 
-Readers of each format fill a `Source`: where the boxes are, options of groups, other values. Whatever is done with a
-checkpoint, loading or writing it anew, is done with a `Source`.
+Readers of each format fill a `Contents`: where the boxes are, options of groups, other values. Whatever is done with a
+checkpoint, loading or writing it anew, is done with a `Contents`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from zero_fn.checkpoint.boxes import Box, spans, whole_box
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged
 
-__all__ = ["Key", "Source"]
+__all__ = ["Contents", "Key"]
 
 _OPEN_FILES = 32
 
@@ -25,7 +25,7 @@ Key = tuple[str, str]
 """The kind of a tensor, and its name."""
 
 
-class Source:
+class Contents:
     """What is in files: of Hugging Face as it stands here; those of checkpoints know more.
 
     Attributes:
@@ -111,18 +111,18 @@ class Source:
         self.fill(key, whole_box(piece.shape), 0, out.view(-1))
         return out
 
-    def covers(self, key: Key, box: Box) -> bool:
-        """Whether all of a box of a tensor is there, and none of it twice."""
-        return sum(meet.numel for _, meet in self._meeting(key, box)) == box.numel
-
     def require_all(self, key: Key, box: Box) -> None:
         """For a box of a tensor that is to be read.
 
         Raises:
             CheckpointError: Not all of it is there, or some of it twice.
         """
-        if not self.covers(key, box):
-            raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
+        for is_last in (False, True):
+            if sum(meet.numel for _, meet in self._meeting(key, box)) == box.numel:
+                return
+            if not is_last:
+                self.read_all()
+        raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
     def fill(self, key: Key, box: Box, first: int, out: Tensor, *, keeps: bool = True) -> None:
         """Reads elements of a box of a tensor, row by row.
@@ -154,7 +154,12 @@ class Source:
 
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads a box of a piece into a view of its shape."""
-        reader, inside = self._reader(piece), box.within(piece.box)
+        assert piece.open is not None, "it is being written"
+        if piece.open not in self._readers:
+            if len(self._readers) == _OPEN_FILES:
+                self._readers.pop(next(iter(self._readers))).close()
+            self._readers[piece.open] = piece.open()
+        reader, inside = self._readers[piece.open], box.within(piece.box)
         leaves_gaps = not piece.digests  # blocks with a digest are read whole
         for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
             target = None if room is None else part.within(inside).of(room)
@@ -164,14 +169,6 @@ class Source:
             read = torch.empty(last - first, dtype=piece.dtype)
             reader.read(piece, first, last, read)
             target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
-
-    def _reader(self, piece: StoredBox) -> TensorReader:
-        assert piece.open is not None, "it is being written"
-        if piece.open not in self._readers:
-            if len(self._readers) == _OPEN_FILES:
-                self._readers.pop(next(iter(self._readers))).close()
-            self._readers[piece.open] = piece.open()
-        return self._readers[piece.open]
 
 
 _RUN_NUMEL = 4 << 20
