@@ -18,7 +18,7 @@ import torch
 from tests.faults import FreshRanks
 from tests.local_tensor import LocalTensors
 from tests.profiles import load_profile
-from tests.ranks import Ranks, let_kernels_take_small_tensors
+from tests.ranks import Ranks, freeze, let_kernels_take_small_tensors
 from tests.seeds import seed_generator
 from tests.simulation import Simulated
 
@@ -54,6 +54,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_TIERS] = {name: make() for name, make in TIERS.items()}
     config.stash[_PASSED], config.stash[_EXECUTED] = Counter(), Counter()
     config.pluginmanager.register(_Counting(), "zero_fn_tiers")
+
+
+def pytest_collection_finish() -> None:
+    freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

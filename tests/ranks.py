@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import sys
 import warnings
@@ -36,11 +37,12 @@ from tests.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
 from zero_fn.local.ranks import LocalRanks
 
-__all__ = ["Case", "Ranks", "axis", "let_kernels_take_small_tensors", "sent_by_value"]
+__all__ = ["Case", "Ranks", "axis", "freeze", "let_kernels_take_small_tensors", "sent_by_value"]
 
 R = TypeVar("R")
 
 _COLLECTIVE_TIMEOUT = timedelta(seconds=20)
+_MANY_MODULES = 100
 
 
 def let_kernels_take_small_tensors() -> None:
@@ -130,7 +132,17 @@ def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module=r"zero_fn(\.|$)")
         warnings.filterwarnings("ignore", ".*(is stepped on the host without fused=True|without float32 masters)")
-        return fn(*args, **kwargs)
+        known = len(sys.modules)
+        value = fn(*args, **kwargs)
+    if len(sys.modules) > known + _MANY_MODULES:
+        freeze()
+    return value
+
+
+def freeze() -> None:
+    """What is there stays: collections of garbage, of which libraries ask for many, no longer look at modules."""
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager
