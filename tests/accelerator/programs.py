@@ -1,5 +1,4 @@
-"""Programs on the device "pretend", in a process of its own: `python -m tests.accelerator.programs LIBRARY FOLDER` prints
-what became of each, as JSON.
+"""Programs on the device "pretend", in a process of its own.
 
 The oracle is the same program with everything on the device: its operations are those of the CPU, so that a step on the host
 has its bits.
@@ -9,14 +8,11 @@ from __future__ import annotations
 
 import copy
 import io
-import json
-import sys
 import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -35,7 +31,7 @@ from zero_fn.storage import Transfer
 from zero_fn.transforms.parked import Parking
 from zero_fn.values.tiers import Cpu, Tier
 
-__all__ = ["PROGRAMS"]
+__all__ = ["PROGRAMS", "results"]
 
 VOCABULARY, WIDTH, STEPS = 20, 16, 4
 Program = Callable[[Tier], None]
@@ -561,9 +557,8 @@ def checkpoints(tier: Tier) -> None:
         require_same(model, optimizer, plain, plain_optimizer)
 
 
-def main(library: Path, folder: str) -> None:
-    torch.set_num_threads(1)
-    device.load(library)
+def results(folder: str) -> dict[str, str]:
+    """What became of each program in each tier: "right", or a traceback."""
     found: dict[str, str] = {}
     for tier in (zf.cpu(pinned=False), zf.nvme(folder)):
         for name, run in PROGRAMS.items():
@@ -573,8 +568,4 @@ def main(library: Path, folder: str) -> None:
                 found[f"{name}, {type(tier).__name__}"] = traceback.format_exc()[-1500:]
             else:
                 found[f"{name}, {type(tier).__name__}"] = "right"
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])
+    return found

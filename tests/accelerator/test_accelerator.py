@@ -16,21 +16,29 @@ from tests.accelerator.ranks import CASES
 from tests.profiles import PROFILE
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = {"dev": 20, "ci": 500}.get(PROFILE, 5_000)
+EXAMPLES = {"dev": 10, "ci": 500}.get(PROFILE, 5_000)
 
 
-def begun(program: str, *arguments: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", f"tests.accelerator.{program}", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def said(process: subprocess.Popen[str]) -> Any:
+def said(library: Path, folder: Path, size: int) -> list[dict[str, Any]]:
+    """What became of each case, by rank."""
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.accelerator", library, folder, EXAMPLES // size, size]
+    ranks = [
+        subprocess.Popen(
+            [*map(str, command), str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    found = []
     try:
-        out, err = process.communicate(timeout=240 + EXAMPLES)
+        for rank in ranks:
+            out, err = rank.communicate(timeout=240 + EXAMPLES)
+            assert rank.returncode == 0, err[-3000:]
+            found.append(json.loads(out))
     finally:
-        process.kill()
-    assert process.returncode == 0, err[-3000:]
-    return json.loads(out)
+        for rank in ranks:
+            rank.kill()
+    return found
 
 
 @pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
@@ -40,17 +48,11 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     """One test, so that the device is compiled by one process of tests only."""
     cache = getattr(pytestconfig, "cache", None)
     library = device.compiled(cache.mkdir("accelerator") if cache is not None else tmp_path)
-    alone = said(begun("programs", library, tmp_path))
-    assert len(alone) == 2 * len(PROGRAMS)
-    assert {name: found for name, found in alone.items() if found != "right"} == {}
-    for found in map(said, [begun("ranks", library, tmp_path, rank) for rank in range(2)]):
-        assert found == dict.fromkeys(CASES, "right")
-    losses = said(begun("benchmark", library, tmp_path))
+    (alone,) = said(library, tmp_path / "alone", 1)
+    losses = alone.pop("losses")
     assert set(losses) == {"device", "states", "host", "host, forward", "disk"}
     assert len(set(losses.values())) == 1, losses
-    for size in (1, 2):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        command = "random_programs", library, folder, EXAMPLES // size, 0, size
-        for found in map(said, [begun(*command, rank) for rank in range(size)]):
-            assert found == "right"
+    assert len(alone) == 2 * len(PROGRAMS) + 1
+    assert {name: found for name, found in alone.items() if found != "right"} == {}
+    for found in said(library, tmp_path / "two", 2):
+        assert found == dict.fromkeys([*CASES, "random programs"], "right")
