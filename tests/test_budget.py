@@ -25,7 +25,7 @@ BUDGET = {
     "plan": 1035,
     "runtime": 8306,
     "storage": 1498,
-    "streamed": 2170,
+    "streamed": 2158,
     "surface": 458,
     "transforms": 3097,
     "transport": 2432,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zero_fn.storage import BUFFERS
-from zero_fn.streamed.pipeline import Transfers, each_chunk
+from zero_fn.streamed.pipeline import Pass, Transfers
 
 
 class _Under:
@@ -39,7 +39,7 @@ class _Noting:
 def test_a_chunk_has_been_written_before_its_memory_is_read_into_again() -> None:
     """A slow disk would get the bytes of another chunk. Disks of tests are never that slow."""
     lane = _Noting()
-    each_chunk([lane], range(3 * BUFFERS), lambda chunk, memory: None)
+    Pass([lane], range(3 * BUFFERS), lambda chunk, memory: None).run()
     at = {event: index for index, event in enumerate(lane.log)}
     for chunk in range(2 * BUFFERS):
         assert at["written", chunk] < at["fetch", chunk + BUFFERS]

@@ -14,7 +14,7 @@ from zero_fn.errors import CheckpointError, StateError, StorageError
 from zero_fn.resting import local_of
 from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
-from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.pipeline import Pass
 
 __all__ = ["each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
 
@@ -77,7 +77,7 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
                     _require_in_order(cut)
                     take(cut.parameter, name, cut.piece.start, value.reshape(-1).cpu())
 
-    each_chunk([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False)
+    Pass([states], [chunk for chunk in states.chunks if chunk.is_stored], visit, writes=False).run()
 
 
 def fill_states(
@@ -109,7 +109,7 @@ def fill_states(
                 values[name] = flat.view(cut.shape).to(buffer.device)
             cut.keep(buffer, values)
 
-    each_chunk([states], states.chunks, visit)
+    Pass([states], states.chunks, visit).run()
     steps.failed = None
 
 

@@ -42,7 +42,7 @@ from zero_fn.runtime.record import Record
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import BUFFERS, Waited, wait_all
 
-__all__ = ["Lane", "Pass", "Transfers", "Waiting", "each_chunk"]
+__all__ = ["Lane", "Pass", "Transfers", "Waiting"]
 
 Transfers = Sequence[Waited | None]
 """What is under way; None was there already."""
@@ -87,6 +87,18 @@ class Pass:
         self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
         self._fetches: dict[int, list[tuple[Any, Transfers]]] = {}
         self._puts: dict[int, list[Transfers]] = {}  # by lane
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            StorageError: A read or a write failed. Nothing is under way any more.
+        """
+        try:
+            self.reach(self.count)
+            self.wait()
+        finally:
+            self.close()
 
     def fetch(self) -> None:
         """Begins to bring the next chunks.
@@ -150,7 +162,7 @@ def _wait(transfers: Sequence[Transfers]) -> None:
     wait_all(transfer for each in transfers for transfer in each)
 
 
-class Waiting:
+class Waiting(Pass):
     """A pass of a step that is taken as far as it is needed. [Note: a pass that waits]
 
     The records that it reads and writes hold it until then, so that parameters may outlive their optimizer.
@@ -159,26 +171,32 @@ class Waiting:
         failure: Why it cannot go on.
     """
 
-    def __init__(self, visits: Pass, records: Sequence[Sequence[Record]], first: Lane) -> None:
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        order: Sequence[Any],
+        compute: Callable[..., None],
+        records: Sequence[Sequence[Record]],
+    ) -> None:
         """Lets a pass wait. Whoever makes it finishes it.
 
         Args:
-            visits: The pass.
-            records: What each of its chunks reads and writes, but for states.
-            first: The lane of these: who reads them waits for what has come through it.
+            lanes, order, compute: See `Pass`. The last lane is that of records: who reads them waits for it.
+            records: What each of the chunks reads and writes, but for states.
 
         Raises:
             StorageError: The disk failed. Nothing waits.
         """
+        super().__init__(lanes, order, compute)
         self.failure: Exception | None = None
-        self._visits, self._first, self._is_stepping = visits, first, False
+        self._is_stepping = False
         self._counts = {record: number for number, each in enumerate(records, start=1) for record in each}
         for record in self._counts:
             record.drop()  # fetched before the step
         try:
-            visits.fetch()
+            self.fetch()
         except BaseException:
-            visits.close()
+            self.close()
             raise
         for record, count in self._counts.items():
             record.waited_for = self.reach, count
@@ -194,20 +212,20 @@ class Waiting:
             return  # what the step itself reads
         if self.failure is not None:
             raise self.failure
-        if count <= self._visits.done:
+        if count <= self.done:
             return
         self._is_stepping = True
         try:
             # Whoever reads may be in the midst of anything; what is stepped here is to be stepped again.
             with torch.inference_mode(False), torch.no_grad():
-                self._visits.reach(count)
-                self._visits.wait(self._first)  # states may still be on their way
-                if count < self._visits.count:
-                    self._visits.fetch()
+                super().reach(count)
+                self.wait(self._lanes[-1])  # states may still be on their way
+                if count < self.count:
+                    self.fetch()
         except BaseException as error:
             self.failure = error if isinstance(error, Exception) else _interrupted(error, self.progress)
-            self._visits.close()
-            count = self._visits.count  # nothing waits any more
+            self.close()
+            count = self.count  # nothing waits any more
             raise
         finally:
             self._is_stepping = False
@@ -219,24 +237,24 @@ class Waiting:
         Raises:
             StorageError: The disk failed, now or before.
         """
-        self.reach(self._visits.count)
+        self.reach(self.count)
         try:
-            self._visits.wait()
+            self.wait()
         except Exception as error:
             self.failure = error
             raise
         finally:
-            self._visits.close()
+            self.close()
 
     def abandon(self) -> None:
         """Nobody finishes it any more: it ends, unless the model of any of its parameters is alive, whose records have it."""
         if all(record.owner() is None for record in self._counts):
-            self._let_go(self._visits.count)
+            self._let_go(self.count)
 
     @property
     def progress(self) -> str:
         """How many chunks were stepped, of how many."""
-        return f"{self._visits.done} of {self._visits.count} chunks"
+        return f"{self.done} of {self.count} chunks"
 
     def _let_go(self, count: int) -> None:
         """Nothing waits for what no chunk after so many steps."""
@@ -252,30 +270,3 @@ def _interrupted(error: BaseException, progress: str) -> StateError:
         stepped=progress,
         fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",
     )
-
-
-def each_chunk(
-    lanes: Sequence[Lane],
-    chunks: Sequence[Any],
-    compute: Callable[..., None],
-    *,
-    writes: bool = True,
-    backwards: bool = False,
-) -> None:
-    """A whole `Pass` over chunks.
-
-    Args:
-        lanes, compute, writes: See `Pass`.
-        chunks: What to visit.
-        backwards: Whether to begin with the last. [Note: back and forth]
-
-    Raises:
-        StorageError: A read or a write failed. Nothing is under way any more.
-    """
-    order = list(reversed(chunks)) if backwards else chunks
-    visits = Pass(lanes, order, compute, writes=writes)
-    try:
-        visits.reach(visits.count)
-        visits.wait()
-    finally:
-        visits.close()

@@ -17,7 +17,7 @@ from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.storage import Store, ring_of
 from zero_fn.streamed.inner import replaced
 from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
-from zero_fn.streamed.pipeline import Transfers, each_chunk
+from zero_fn.streamed.pipeline import Pass, Transfers
 from zero_fn.streamed.places import place_of
 from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiers import Tier
@@ -137,7 +137,7 @@ class States:
             store.forget()
 
     def _visit(self, chunks: Sequence[Chunk], act: Any, *, writes: bool = True) -> None:
-        each_chunk([self], chunks, act, writes=writes)
+        Pass([self], chunks, act, writes=writes).run()
 
 
 def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:

@@ -29,7 +29,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.streamed.inner import raw_step, replaced
 from zero_fn.streamed.one_pass import steps_in_one_pass
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
-from zero_fn.streamed.pipeline import Pass, Waiting, each_chunk
+from zero_fn.streamed.pipeline import Pass, Waiting
 from zero_fn.streamed.places import records_of
 from zero_fn.streamed.states import States
 from zero_fn.streamed.windows import Window, Windows
@@ -88,11 +88,11 @@ class Steps:
                 now.append(chunk)
         step = _Step(self._inner)
         try:
-            each_chunk([states, Windows(states.ring, grads)], now, step, backwards=self.is_backwards)
+            order = now[::-1] if self.is_backwards else now  # [Note: back and forth]
+            Pass([states, Windows(states.ring, grads)], order, step).run()
             self.is_backwards = not self.is_backwards
             if later:
-                windows = Windows(states.ring, grads)
-                self.waiting = Waiting(Pass([states, windows], later, step), of_later, windows)
+                self.waiting = Waiting([states, Windows(states.ring, grads)], later, step, of_later)
         except BaseException:
             if step.count:
                 self.failed = f"the step failed after {step.count} of {len(chunks)} chunks"

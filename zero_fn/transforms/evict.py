@@ -19,7 +19,7 @@ from zero_fn.runtime.entry import require_idle, units_of
 from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Store
-from zero_fn.streamed.pipeline import each_chunk
+from zero_fn.streamed.pipeline import Pass
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
@@ -160,7 +160,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 room.copy_(flats[piece.parameter][piece.start : piece.stop])
 
-        each_chunk([store], self._parcels, fill)
+        Pass([store], self._parcels, fill).run()
         store.forget()  # what comes back is what was written: a disk that lost it is found
         self._store = store
 
@@ -193,7 +193,7 @@ class Evicted:
             for room, piece in _rooms(parcel, buffer):
                 flats[piece.parameter][piece.start : piece.stop].copy_(room)
 
-        each_chunk([self._store], self._parcels, take, writes=False)
+        Pass([self._store], self._parcels, take, writes=False).run()
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:
