@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 DOCS = Path(__file__).parent
@@ -30,6 +33,11 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+# Names of torch become links to its pages where the inventory of these is at hand: TORCH_INVENTORY is its file, or "online".
+if torch_inventory := os.environ.get("TORCH_INVENTORY"):
+    extensions.append("sphinx.ext.intersphinx")
+    where = None if torch_inventory == "online" else str(Path(torch_inventory).resolve())
+    intersphinx_mapping = {"torch": ("https://docs.pytorch.org/docs/stable/", where)}
 napoleon_custom_sections = ["Communicates", "Shapes", "Source"]
 default_role = "code"
 
@@ -42,10 +50,21 @@ def make_pages(app: Sphinx) -> None:
     """Writes docs/_generated: public names with their docstrings, errors, DeepSpeed keys."""
     folder = DOCS / "_generated"
     folder.mkdir(exist_ok=True)
+    extract_pictures(folder)
     for name, text in {"api": names_page(), "errors": errors_page(), "deepspeed-keys": keys_page()}.items():
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
+
+
+def extract_pictures(folder: Path) -> None:
+    """Writes the pictures of the lessons as files: `3-what-a-step-does-1.png` is the first of lesson 3."""
+    for lesson in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        cells = json.loads(lesson.read_text(encoding="utf-8"))["cells"]
+        outputs = [output.get("data", {}) for cell in cells for output in cell.get("outputs", [])]
+        pictures = [data["image/png"] for data in outputs if "image/png" in data]
+        for number, picture in enumerate(pictures, 1):
+            (folder / f"{lesson.stem}-{number}.png").write_bytes(base64.b64decode("".join(picture)))
 
 
 def names_page() -> str:
@@ -111,13 +130,18 @@ def keep_layout(app: Sphinx, what: str, name: str, obj: object, options: object,
 
 
 def lead_outside(app: Sphinx, name: str, source: list[str]) -> None:
-    """Links to files that are no pages: lessons are pages elsewhere; of others the path is shown."""
+    """Links to files that are no pages: lessons are pages elsewhere; of others the path is shown.
+
+    `[What is shown](../../notebooks/lesson.ipynb#picture-2)` becomes the second picture of the lesson.
+    """
     here = (DOCS / f"{name}.md").parent
 
     def replaced(found: re.Match[str]) -> str:
         target = (here / found[2]).resolve()
         if target.is_relative_to(DOCS) and target.is_file():
             return found[0]
+        if target.parent == ROOT / "notebooks" and (found[3] or "").startswith("#picture-"):
+            return f"![{found[1]}](/_generated/{target.stem}-{found[3].removeprefix('#picture-')}.png)"
         if target.parent == ROOT / "notebooks":
             return f"{{doc}}`{found[1]} </lessons/{target.stem}>`"
         assert target.exists(), f"{name} links to {found[2]}, which is not there"
@@ -128,7 +152,30 @@ def lead_outside(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = "".join(part if part.startswith("```") else _LINK.sub(replaced, part) for part in parts)
 
 
+def link_names(app: Sphinx, doctree: nodes.document, page: str) -> None:
+    """Code that begins with a public name, such as `zf.plan(model)`, leads to its docstring; names of torch to its pages."""
+    ours = app.env.domains.python_domain.objects
+    inventory = getattr(app.env, "intersphinx_named_inventory", {}).get("torch", {})
+    theirs = {
+        name: item.uri
+        for kind in ("function", "class", "method")
+        for name, item in inventory.get(f"py:{kind}", {}).items()
+    }
+    for literal in list(doctree.findall(nodes.literal)):
+        name = re.match(r"[\w.]*", literal.astext())[0].replace("zf.", "zero_fn.", 1)
+        if isinstance(literal.parent, nodes.reference | nodes.title):
+            continue
+        if name in ours and page != ours[name].docname:
+            uri = f"{app.builder.get_relative_uri(page, ours[name].docname)}#{ours[name].node_id}"
+        elif name in theirs:
+            uri = theirs[name]
+        else:
+            continue
+        literal.replace_self(nodes.reference("", "", literal.deepcopy(), internal=name in ours, refuri=uri))
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("doctree-resolved", link_names)
     app.connect("builder-inited", make_pages)
     app.connect("autodoc-process-docstring", keep_layout, priority=100)
     app.connect("source-read", lead_outside)
