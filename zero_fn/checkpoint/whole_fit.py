@@ -62,7 +62,7 @@ class WholeFit(Fit):
             self._match_extra(source, together, extra, is_strict=is_strict)
 
     def _match_local_buffers(self, source: Contents, together: Together, model: nn.Module) -> None:
-        """Those of `buffers="local"`, which each rank has saved for itself."""
+        """The buffers of `buffers="local"`, which each rank has saved for itself."""
         if source.ranks == together.size:
             own = source.said(together.rank, "buffers")
             self.buffers = {name: source.value(together.rank, value) for name, value in own.items()}

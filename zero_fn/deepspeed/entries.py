@@ -112,8 +112,8 @@ class TakenEntry:
     """What became of one entry.
 
     Attributes:
-        entry: Its path in the JSON, `zero_optimization.stage`.
-        value: Its value, as JSON.
+        entry: The path of the entry in the JSON, `zero_optimization.stage`.
+        value: The value of the entry, as JSON.
         became: What it is here, in a few words.
     """
 
@@ -137,8 +137,8 @@ class Entries:
     """The entries of a config, by their paths in `KEYS`.
 
     Attributes:
-        outcomes: Of all entries that were taken, in the order of the config.
-        autos: Those that hold `"auto"` and have to be filled in.
+        outcomes: What became of all entries that were taken, in the order of the config.
+        autos: The entries that hold `"auto"` and have to be filled in.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

@@ -69,7 +69,7 @@ class Key:
     """One entry that is known.
 
     Attributes:
-        path: Where it stands, `zero_optimization.stage`.
+        path: The path of the key, `zero_optimization.stage`.
         kind: What it may hold.
         default: What it holds where nothing is said.
         role: Whether it is read, is a hint that changes nothing, or is refused if it holds anything but its default.

@@ -37,7 +37,7 @@ class Scaler(torch.amp.GradScaler):
             window: Steps after which it doubles; None for a scale that stays.
             hysteresis: Skipped steps after which it is halved.
             is_refilled: Whether every step that is taken gives all of `hysteresis` back, and not only a doubling.
-            least: It never falls below.
+            least: The smallest scale.
         """
         super().__init__(device, init_scale=first)
         self._window, self._hysteresis, self._is_refilled, self._least = window, hysteresis, is_refilled, least

@@ -41,7 +41,7 @@ class Warmup(LRScheduler):
         Args:
             optimizer: Whose rates are set.
             then: What comes after the rise, by DeepSpeed's name of the scheduler.
-            options: Its params, by DeepSpeed's names.
+            options: The params of the scheduler, by DeepSpeed's names.
         """
         self._then, self._options = then, options
         super().__init__(optimizer)

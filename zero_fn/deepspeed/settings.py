@@ -50,8 +50,8 @@ class Settings:
         reduce: The dtype of gradient sums.
         scaler: Makes what scales losses for a type of device; None but for float16.
         skips_overflow: Whether a step whose gradients are not finite is skipped.
-        max_norm: The norm to which gradients are clipped; 0 for any.
-        sharding: Which state rests where.
+        max_norm: The norm to which gradients are clipped; 0: they are not clipped.
+        sharding: The stage, the tiers and what else says where states rest.
         stock: The optimizer; None if the config has none.
         scheduler: Makes the scheduler of its rates; None if the config has none.
         outcomes: What became of each entry, in the order of the config.

@@ -47,7 +47,7 @@ def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settin
         config: A path of a JSON file, or the object itself.
         args: TrainingArguments.
         mesh: The ranks that share a batch.
-        steps: Of the training; 0 where they are not known yet, which leaves the scheduler's entries unchecked.
+        steps: Steps of the training; 0 if they are not known yet, which leaves the scheduler's entries unchecked.
 
     Raises:
         ConfigError: An entry cannot be followed, or contradicts an argument; names all.
@@ -84,7 +84,7 @@ def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
     Args:
         args: TrainingArguments.
         ranks: How many share a batch.
-        steps: Of the training; 0 where they are not known yet.
+        steps: Steps of the training; 0 if they are not known yet.
     """
     micro, microbatches = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {

@@ -59,7 +59,7 @@ class AdamPiece:
         grad: float32 or bfloat16.
         exp_avg, exp_avg_sq: float32.
         max_exp_avg_sq: float32, with amsgrad.
-        step: Its number of this step, from 1.
+        step: The number of this step, from 1.
         send: bfloat16, or None.
     """
 

@@ -134,7 +134,7 @@ class Compiler:
     """A C compiler.
 
     Attributes:
-        command: How it is called.
+        command: The command that calls it.
         version: The first line of what it says of itself.
     """
 

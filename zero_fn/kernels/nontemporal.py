@@ -53,7 +53,7 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
     Args:
         into: Receives the mean; may be one of the parts.
         parts: Two or more of its shape, in any strides and dtypes. Only read.
-        sum_dtype: Of the running sum, and of the mean until it is rounded to the dtype of `into`.
+        sum_dtype: The dtype of the running sum, and of the mean until it is rounded to the dtype of `into`.
     """
     dtype = parts[0].dtype
     functions = _functions_for(into, parts)

@@ -36,7 +36,7 @@ class Report:
     pickled: bytes
     traceback: str = ""
     guilt: tuple[bool, float] = (True, 0.0)
-    """Of an exception: whether it is that of a lost rank, and when. The least is to blame."""
+    """For an exception: whether it is that of a lost rank, and when it came. The report with the least is to blame."""
 
 
 def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) -> None:

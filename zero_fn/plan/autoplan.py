@@ -1,7 +1,7 @@
 """`autoplan`: which placement and tiers fit a budget at the least predicted time.
 
-For each stage, with nothing in a tier, then the states of the optimizer, then gradients, then parameters, too. Of two tiers,
-the host beside an accelerator and a disk, what is used less is never in the nearer one:
+Each stage is tried with nothing in a tier, then with the optimizer states, then also the gradients, then also the
+parameters. With two tiers (the host beside an accelerator, and a disk), what is used less often is never in the nearer one:
 
     memory      at rest and in flight as `plan` says, plus activations; with all buffers where the host is the device
     collectives bytes sent, by axis / speed of the axis

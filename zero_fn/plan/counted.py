@@ -42,7 +42,7 @@ def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> He
     """Bytes of the elements that this rank holds between backward and `zero_grad`, without padding.
 
     Args:
-        groups: Of all units of a module.
+        groups: The groups of all units of a module.
         optimizer_nbytes_per_element: Bytes of optimizer state per element of a trained parameter: 8 for Adam in float32,
             4 for SGD with momentum.
 

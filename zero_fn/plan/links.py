@@ -27,11 +27,11 @@ class LinkSpeeds:
     """Speeds in bytes per second, of the slowest rank while all ranks work at the same time. Returned by `measure_links`.
 
     Attributes:
-        memory: Of an operation in place on host memory: bytes read and written, with all threads of the rank.
-        disk_read, disk_write: Of the disk behind `path`; None if no path was given.
-        sent: By the name of the axis, bytes that a rank sends in collectives.
-        to_device, from_device: Of copies between pinned host memory and the accelerator; None without an accelerator.
-        device_memory: Of an operation in place on the memory of the accelerator; None without one.
+        memory: Speed of host memory: bytes read and written by an operation in place, with all threads of the rank.
+        disk_read, disk_write: Speeds of the disk behind `path`; None if no path was given.
+        sent: Speed at which a rank sends in collectives, by the name of the axis.
+        to_device, from_device: Speeds of copies between pinned host memory and the accelerator; None without one.
+        device_memory: Speed of the memory of the accelerator, as of `memory`; None without one.
 
     The speeds of an accelerator were tested on a pretended one only.
     """
@@ -161,7 +161,7 @@ def _disk_speeds(path: Paths, size: int, rounds: int) -> tuple[float, float]:
 
 
 def _sent_speed(axis: Axis, size: int, rounds: int) -> float:
-    """Of an all-gather and a reduce-scatter, one after the other."""
+    """Speed of an all-gather and a reduce-scatter, one after the other."""
     links, piece_numel = Links([axis]), max(size // 4 // axis.size, 1)
     numel = piece_numel * axis.size
     whole, out = torch.ones(2, numel, device=axis.device_type)

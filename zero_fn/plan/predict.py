@@ -1,4 +1,4 @@
-"""`plan(model)`: the prediction a step can be checked against."""
+"""`plan(model)`: predicts bytes, which counts of a real step can be compared with."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Moved(NamedTuple):
     """Bytes per step, in whole pages.
 
     Attributes:
-        read: From the tier.
-        written: To it.
+        read: Bytes read from the tier.
+        written: Bytes written to the tier.
     """
 
     read: int

@@ -3,7 +3,7 @@
     on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)        both want the cores
     on an accelerator  max(compute, collectives, link, disk)  +  max(optimizer, link, disk)
 
-The first is of a forward and backward, the second of the optimizer's step.
+The first term is the forward and backward, the second the step of the optimizer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A step, run on a table: its events say how often each unit is gathered, and what is whole at each moment.
+"""A step, walked on its schedule: how often each unit is gathered, and which bytes are whole at each moment.
 
     gathered     whole parameters, from the event that issues their gather to the one that frees them
     gradients    whole local gradients of a unit, from when its backward begins until they were reduced
 
-Gathered parameters that stay in memory between uses are held, and are counted there.
+Gathered parameters that stay in memory between uses count as held, not here.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Walk(NamedTuple):
     """What a step does with the units of a module.
 
     Attributes:
-        gathers: How often each is gathered, by number.
-        uses: How often each runs in a forward.
+        gathers: How often each unit is gathered, by its number.
+        uses: How often each unit runs in a forward, by its number.
         in_flight_nbytes: Bytes of gathered parameters and whole gradients on this rank at the worst moment.
     """
 
@@ -40,7 +40,7 @@ def walk(run: Run, *, backwards: int) -> Walk:
     """Runs the schedule that was recorded last, or, before the first forward, that of units in registration order.
 
     Args:
-        run: Of a transformed module.
+        run: The run of a transformed module.
         backwards: Microbatches accumulated in the step: whole gradients of several wait for the last.
     """
     units = {unit.index: unit for unit in run.module.live_units()}

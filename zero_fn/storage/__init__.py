@@ -7,8 +7,8 @@ request     one read or write of a file, continued until it is complete
 carrier     what carries requests: uring, which is io_uring, or a few threads where that is refused
 transfer    requests under way, of blocks that have a checksum and a generation
 shelf       room for the tensors of a module on the host or a disk, and the memory they pass through
-store       places for byte strings on a tier, and the memory in which they are used
-recycled    large buffers that come and go
+store       room for byte strings on a tier, and the memory in which they are used
+recycled    memory of large buffers, used again by the next buffer
 """
 
 from zero_fn.storage.carrier import Carrier, chosen_carrier

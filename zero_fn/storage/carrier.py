@@ -1,4 +1,4 @@
-"""What carries requests: io_uring where the kernel lets it, threads elsewhere. Chosen once for the process."""
+"""Carriers of disk requests: io_uring where the kernel allows it, threads elsewhere. Chosen once for the process."""
 
 from __future__ import annotations
 

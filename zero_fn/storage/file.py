@@ -1,4 +1,4 @@
-"""A file of reserved size that nobody else can name, freed with the process however that ends."""
+"""A file of reserved size without a name: no other process can open it, and the kernel frees it when the process ends."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a forked process must leave alone: transfers and buffers are those of the process that made them.
+"""Guards what a forked process must not use: transfers and buffers belong to the process that made them.
 
-A child shares the ring of io_uring with its parent, and has none of its threads. Buffers are not copied into children at all
-(`MADV_DONTFORK`), so to read one would end it.
+A child shares the ring of io_uring with its parent, and has none of the parent's threads. Buffers are not copied into
+children (`MADV_DONTFORK`), so a child that read one would be killed.
 """
 
 from __future__ import annotations

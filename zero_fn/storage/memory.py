@@ -17,7 +17,7 @@ class Available:
     """Memory that can be taken.
 
     Attributes:
-        nbytes: How much.
+        nbytes: Bytes that may still be taken.
         bound: What bounds it, in words.
     """
 

@@ -1,4 +1,4 @@
-"""Large buffers that come and go, unit by unit and step by step, in memory that goes from one to the next.
+"""Large buffers for gathered units and chunks: memory that one buffer gives up is used by the next of its size.
 
 [Note: not from the heap] A heap gives a block as large as a gathered unit, or its gradients, back to the system when it is
 freed, which clears every page when the next unit asks: 15,000 page faults and an eighth of a step where 25 M parameters are

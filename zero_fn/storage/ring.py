@@ -35,7 +35,7 @@ class Ring(Owned):
     """Some buffers of one size.
 
     Attributes:
-        count: How many.
+        count: Number of buffers.
         size: Bytes of each, in whole pages.
         nbytes: Bytes of host memory.
     """

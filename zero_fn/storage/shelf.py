@@ -3,9 +3,9 @@
     disk        ranges of one unnamed file; staging buffers, as large as the largest range that is read at once
     host        ranges of one slab, of which fetched ranges are views
 
-One staging is enough on a CPU: a schedule fetches the next unit once the one before has left for its gathered buffer. Beside
-an accelerator that one is still on its way then, and there are two. Whoever needs another, out of schedule, gets memory that
-is freed again.
+One staging buffer is enough on a CPU: a schedule fetches the next unit once the previous one has been copied to its
+gathered buffer. With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets
+memory of its own, which is freed after it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Disk(Owned, Shelf):
     """Ranges of unnamed files, one on each path of the tier. Printed, it says where it is and how it is read and written.
 
     Attributes:
-        files: By path.
+        files: The files of the shelf, by path.
         stagings: The memory that `borrow` gives.
     """
 
@@ -129,7 +129,7 @@ class Disk(Owned, Shelf):
         """Makes an empty file.
 
         Args:
-            tier: Where, and how much at most.
+            tier: The tier, with its limit.
             what: What it holds, for errors.
             carrier: What carries its reads and writes; None is that of the process.
 

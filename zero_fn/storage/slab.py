@@ -40,7 +40,7 @@ class Slab:
 
     Attributes:
         memory: All of it, as bytes. Views of it keep it alive.
-        nbytes: Its size: what was asked for, in whole pages.
+        nbytes: Bytes of the slab: those that were asked for, in whole pages.
         is_pinned: Whether the accelerator knows it.
     """
 
@@ -49,7 +49,7 @@ class Slab:
 
         Args:
             nbytes: Bytes needed.
-            tier: Its limit, and whether to pin.
+            tier: The tier, which says the limit and whether to pin.
             what: What it is for, for errors.
             forked: Whether forked processes see it. Memory that a disk writes into had better not be shared.
 

@@ -1,4 +1,4 @@
-"""Places for byte strings on a tier, and the memory in which they are used.
+"""Room for byte strings on a tier, and the memory in which they are used.
 
 device    tensors of the device: nothing moves
 host      ranges of a shelf, which are used where they are
@@ -28,9 +28,9 @@ class Stored(Protocol):
     """What rests in a store as one.
 
     Attributes:
-        nbytes: Its bytes.
-        place: Where it rests.
-        is_stored: Whether it does: false before it was put there.
+        nbytes: Number of its bytes.
+        place: Its place in the store.
+        is_stored: Whether it rests there yet.
     """
 
     nbytes: int

@@ -23,7 +23,7 @@ class Extent(NamedTuple):
     Attributes:
         start, nbytes: Which of the range that was asked for.
         disk: The number of the disk.
-        offset: From which byte of its file on.
+        offset: The first byte in the file of the disk.
     """
 
     start: int

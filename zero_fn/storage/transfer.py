@@ -26,7 +26,7 @@ class Block:
     """What was written last at one place.
 
     Attributes:
-        nbytes: Its size.
+        nbytes: Bytes of the block.
     """
 
     __slots__ = ("_before", "_digest", "_generation", "nbytes")

@@ -1,7 +1,7 @@
 """What the states of an optimizer will take, and what a streamed step will move: arithmetic on its chunks.
 
-A step reads and writes every chunk of a disk, but for those that the last step left in the buffers of their store, which it
-begins with. It goes back and forth, so that is the first chunks in one step and the last ones in the next.
+A step reads and writes every chunk on a disk, except those that the last step left in the buffers: it begins with these.
+Steps go through the chunks in turns of direction, so these are the first chunks in one step and the last ones in the next.
 """
 
 from __future__ import annotations

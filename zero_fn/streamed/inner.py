@@ -1,7 +1,7 @@
-"""The optimizer that is streamed: who it is, which states it keeps, and how its step is borrowed for other parameters.
+"""The optimizer that is streamed: its class, the states that it keeps, and how its step is called for other parameters.
 
-Those of torch that treat every element alone are known by their class. Of another one it is the word of whoever wrote
-`elementwise=True`, and only what one step of seven elements shows is checked.
+Optimizers of torch that treat every element alone are known by their class. For another class the user vouches by
+`elementwise=True`, and one step of seven elements is tried.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
     """For an optimizer that is to step pieces of parameters.
 
     Args:
-        optimizer: Which.
+        optimizer: The optimizer.
         elementwise: Whether somebody gave their word that it treats every element alone.
 
     Raises:
@@ -109,7 +109,7 @@ def kept_by(
         optimizer: Whose step it is. It stays as it was.
         group: The options to step with.
         parameter: What it steps. States that it made for this one before any step (Adagrad in torch) are made for the other.
-        device: Where that is stepped.
+        device: The device on which that is stepped.
         in_pieces: Whether it is to step one buffer after the other.
 
     Raises:

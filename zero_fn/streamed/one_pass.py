@@ -22,7 +22,7 @@ __all__ = ["arithmetic_of", "steps_in_one_pass"]
 
 
 def arithmetic_of(optimizer: Optimizer) -> str:
-    """Who steps it, in words."""
+    """Which code steps the optimizer, in words."""
     if type(optimizer) not in (Adam, AdamW):
         return "torch"
     if not all(map(_is_fused, optimizer.param_groups)):

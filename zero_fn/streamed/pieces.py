@@ -56,7 +56,7 @@ class _Stepped:
     Attributes:
         group: The number of its group.
         parameter: Itself.
-        schema: Its states.
+        schema: Names and dtypes of its states.
         tier, fraction: Where these are to rest, and how much of them.
         place: Where the parameter rests, if that is in another tier.
     """
@@ -79,7 +79,7 @@ class SteppedPiece:
 
     Attributes:
         parameter, group: Which parameter, and the number of its group.
-        piece: Which elements of it.
+        piece: The elements of the parameter that are stepped.
         numel, dtype: Of all of the parameter on this rank.
         shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
         fields: Where each state lies: its name, dtype and first byte in the chunk.
@@ -178,7 +178,7 @@ class Chunk:
     Attributes:
         cuts: The pieces, in the order in which their states lie.
         nbytes: Bytes of that range.
-        device: Where the parameters are computed with.
+        device: The device that computes with the parameters.
         parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
         tier: Where its states rest; None is the memory of the device.
         place: Where they rest there.
@@ -280,7 +280,7 @@ class Planner:
         return [found[kind] for kind in kinds]
 
     def _tier_of(self, parameter: Tensor) -> tuple[Tier | None, float]:
-        """Where its states are to rest, and which part of them."""
+        """The tier of a parameter's states, and the fraction of them that is in it."""
         if self.tier is not None:
             return self.tier, self.fraction
         slot = slot_of(parameter)

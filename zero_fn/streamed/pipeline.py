@@ -23,8 +23,8 @@ between (a norm of gradients, an average of parameters, `state_dict()`, an edit)
 a tier is read and written through its `Record`, and a record asks first whether a step waits for it. That holds for
 parameters and gradients in tiers; what is in memory can be read by anybody, and is stepped at once.
 
-A step whose disk fails meanwhile fails where it is asked for: in a forward, on every rank, as a disk does that fails there.
-It stays half taken, and its optimizer remembers.
+If the disk fails in a step that waits, the error is raised where the step is finished: in a forward, on every rank, like a
+disk that fails there. Such a step stays half taken, and its optimizer refuses to go on.
 
 The one-step delayed update of ZeRO-Offload (Ren et al. 2021) overlaps more, and changes the numbers; this does not.
 """
@@ -68,8 +68,8 @@ class Pass:
     """Brings chunks into memory, in order, computes with each, and puts it back; as far as it is asked to.
 
     Attributes:
-        count: How many chunks there are.
-        done: How many were computed.
+        count: Number of chunks.
+        done: Number of chunks that were computed.
     """
 
     def __init__(

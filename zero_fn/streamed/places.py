@@ -25,8 +25,8 @@ class RestsAt(NamedTuple):
 
     Attributes:
         record: What the parcels belong to: a record, or on `meta` what stands for it.
-        number: Of the tensor in the record.
-        parcels: Those of the record.
+        number: The number of the tensor in the record.
+        parcels: The parcels of the record.
     """
 
     record: Hashable

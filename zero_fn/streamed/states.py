@@ -29,9 +29,9 @@ class States:
     """The states of an optimizer, and the lane by which they come and go.
 
     Attributes:
-        known: Its parameters, by number.
-        chunks: Their pieces.
-        stores: Where the states of these rest.
+        known: The parameters of the optimizer, by number.
+        chunks: The chunks, with the pieces of parameters in them.
+        stores: The stores in which the states of the chunks rest.
         ring: Buffers that parameters and gradients pass through that are not where they are stepped.
     """
 

@@ -1,11 +1,11 @@
 """Steps of a streamed optimizer: its own arithmetic on the pieces of each chunk, and what becomes of one that fails.
 
-[Note: where a step is computed] Where the states are: on the host if they rest in another tier than the memory of an
-accelerator, as in ZeRO-Offload (Ren et al. 2021, section 4.1). They are the larger part, so the gradients come to them, and
-parameters that rest on the device come, too, and go back; what rests in a tier is on the host already.
+[Note: where a step is computed] A step is computed where the states are: on the host if they rest in another tier than the
+memory of an accelerator, as in ZeRO-Offload (Ren et al. 2021, section 4.1). States are the larger part, so gradients and
+parameters on the device are copied to the host, and the parameters back; what rests in a tier is on the host already.
 
-[Note: a step that failed half-way] The chunks before the failure are stepped, those after it are not, and nothing can say
-so to the rest of a training loop. Such an optimizer refuses to go on until states are loaded. On several ranks all are told.
+[Note: a step that failed half-way] Chunks before the failure are stepped, chunks after it are not, and the rest of a
+training loop cannot know. So the optimizer refuses to step until its states are loaded again, on every rank.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class _Step:
         """Steps the parameters of one chunk.
 
         Args:
-            chunk: Which.
+            chunk: The chunk to step.
             states: Their states, where they are stepped. [Note: where a step is computed]
             window: Parameters and gradients.
         """

@@ -1,4 +1,4 @@
-"""What a step of a chunk sees beside states: its parameters and gradients, and memory for their compute copies.
+"""The parameters and gradients that a step of a chunk computes with, and memory for their compute copies.
 
     in a tier          the parcel of the chunk, read and written back beside its states
     on an accelerator  copies on the host, where the states are: parameters and gradients come, and parameters go back
@@ -52,7 +52,7 @@ class Window:
 
     Attributes:
         values, grads: Of the pieces that have a gradient: in a parcel, in a buffer on the host, or where they rest.
-        record: Of the parameters, if they rest in a tier.
+        record: The record of the parameters, if they rest in a tier.
         parcel, copy, of_grads: Memory of their parcel, for the parcel of their compute copies, and of that of gradients.
         visits: Memory for what comes from an accelerator.
         arriving: What is on its way into all this.
@@ -155,7 +155,7 @@ class Windows:
         return self._laid[key]
 
     def _record(self, chunk: Chunk) -> ParameterRecord | None:
-        """Of the parameters of a chunk, if they rest in another tier."""
+        """The record of the parameters of a chunk, if they rest in another tier."""
         local = local_of(chunk.cuts[0].parameter)
         record = local.record if isinstance(local, TierTensor) else None
         return record if isinstance(record, ParameterRecord) and chunk.parcel is not None else None

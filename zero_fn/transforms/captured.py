@@ -66,7 +66,7 @@ def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
 
     Args:
         twin: The copy.
-        memo: Of `deepcopy`: the copy of each module, by `id`.
+        memo: The memo of `deepcopy`: the copy of each module, by `id`.
     """
     for child in twin.modules():
         own = child.__dict__.get("forward")

@@ -118,7 +118,7 @@ def offloaded(
 
     Args:
         module, units, where, donate: See `offload`.
-        home: Its tiers, and when parameters are freed.
+        home: The tiers, and when parameters are freed.
         reserves: Make room in the tiers. Without, for a module on `meta` that will only be planned, no path is looked at.
     """
     if home.tiers.grads is not None or home.tiers.params is not None:

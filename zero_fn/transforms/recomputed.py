@@ -35,7 +35,7 @@ class Recomputed:
     """Callable in place of `module.forward`: keeps only its inputs for the backward.
 
     Attributes:
-        name: Of the module, for errors.
+        name: The name of the module, for errors.
         own: A forward that the instance had before, else None.
     """
 

@@ -47,11 +47,11 @@ def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: 
     Communicates 16 bytes to each peer, and the rows only if they differ. Waits.
 
     Args:
-        exchange: Of all ranks that must agree.
+        exchange: The exchange between all ranks that must agree.
         what: What the rows describe, for the message: "layout", "initial values".
         rows: One line per parameter, in the same order on every rank.
         why: What would go wrong.
-        fix: How to mend it.
+        fix: What to do about a disagreement; the last line of the error.
 
     Raises:
         DisagreementError: Names two ranks and the first row that differ.

@@ -1,4 +1,4 @@
-"""What a module sends and receives through: one line for each of its data axes, each in its own process group.
+"""The links of a module: one for each of its data axes, each with its own process group.
 
 A tensor travels by hops, one for each axis on its route: the axis that cuts it first comes first.
 
@@ -63,7 +63,7 @@ class Links:
     Attributes:
         axes: The axes, the innermost first.
         pads: Whether `Segment.whole` must have room for `n` full pieces.
-        device: Where messages are made.
+        device: The device on which messages are made.
         rank, size: Of this rank among all of them, those of the first axis together, and how many there are.
     """
 

@@ -1,4 +1,4 @@
-"""Messages of each rank to rank 0 and back, on a group of its own: what ranks agree by that are not training."""
+"""Messages of each rank to rank 0 and back, on a group of their own: for agreement outside training, as in checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What the backend's own collectives are given: small pieces packed into one message, the rest as it lies.
+"""Messages for the backend's own collectives: small pieces packed into one message, large ones sent from where they lie.
 
-Found out once for tensors that travel again and again: `Gathering` for an all-gather of the same memory, `Reducing` for
-reductions of the same sizes. The memory of messages is freed on the stream that unpacks them; this has not run on a device.
+Planned once for tensors that travel again: `Gathering` for all-gathers of the same memory, `Reducing` for reductions of the
+same sizes. The memory of messages is freed on the stream that unpacks them; this has not run on a device.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Gathering(list[Segment]):
     """The segments of an all-gather, with what is cut from them.
 
     Attributes:
-        nbytes: Of one rank's pieces.
+        nbytes: Bytes of the pieces of one rank.
         packs: What travels in one message each.
         apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
         travels_as_it_is: Whether the group may be gathered as such, or only as bytes: several dtypes in one group are mixed
@@ -105,7 +105,7 @@ class Reducing:
     """How contributions travel.
 
     Attributes:
-        nbytes: Of one rank's sums.
+        nbytes: Bytes of the sums of one rank.
         runs: What travels in one message each: large, uneven and complex ones alone, the rest by their dtypes.
     """
 
@@ -126,9 +126,9 @@ class Bundle:
     """Contributions that travel in one message.
 
     Attributes:
-        at: Their numbers.
+        at: The numbers of these contributions.
         sizes: Elements of the pieces.
-        dtype: Of the sum.
+        dtype: The dtype of the sum.
     """
 
     __slots__ = ("_buffer", "_is_packed", "_place", "_size", "_total", "at", "dtype", "sizes")

@@ -1,10 +1,10 @@
 """The backend's own collectives: NCCL, and any other.
 
-Large pieces travel in one group, from where they rest to where they are used; small even ones packed into one message.
-[Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
+Large pieces are sent in one group, from where they rest to where they are used; small even ones in one message. [Note:
+small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
 
-[Note: gloo gathers one by one] A group of all-gathers is, on gloo, made for the memory of the host alone. And two of them at
-once may free memory twice, in torch itself: see `zero_fn.local.gloo`.
+[Note: gloo gathers one by one] gloo can group all-gathers for host memory alone. Two of them at once may free memory twice,
+inside torch: see `zero_fn.local.gloo`.
 """
 
 from __future__ import annotations

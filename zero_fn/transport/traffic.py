@@ -38,7 +38,7 @@ PAYLOAD = ("all-gather", "reduce-scatter")
 """Collectives of parameters and gradients; every other is of control messages."""
 
 open_counts: list[Sent] = []
-"""Those that count now."""
+"""The counts that are open now."""
 
 
 @contextmanager

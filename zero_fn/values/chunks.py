@@ -27,7 +27,7 @@ class Piece:
     """Elements of one parameter that are stepped together.
 
     Attributes:
-        parameter: Its number.
+        parameter: The number of the parameter.
         start, stop: First element, and the one after the last.
         is_whole: Whether these are all of them.
     """

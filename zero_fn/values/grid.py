@@ -44,7 +44,7 @@ class Cut:
     """How a parameter is cut over the data axes.
 
     Attributes:
-        order: Its dims from the outermost in memory to the innermost; the first is cut.
+        order: The dims of the parameter from the outermost in memory to the innermost; the first is cut.
         axes: Numbers of the axes that cut it, first to last.
     """
 
@@ -62,7 +62,7 @@ class Grid:
     """The axes of one module.
 
     Attributes:
-        axes: Its data axes, the innermost of the mesh first.
+        axes: The data axes, the innermost of the mesh first.
         mesh: Over its data and model axes, where parameters rest; None if it has no axis.
         dims: For each dim of `mesh`, the number of the data axis, or the name of the model axis.
     """
@@ -89,7 +89,7 @@ class Grid:
 
         Args:
             shape: Its shape on the first ranks of its model axes, which have the largest part of it.
-            stride: Its strides there.
+            stride: The strides of that part.
             model: Where it lies on its model axes.
             levels: How much of its state each axis shards.
         """
@@ -273,7 +273,7 @@ def _reads_alike(
     """Whether two ways to cut rows over some dims of a mesh agree on every rank.
 
     Args:
-        rows: Their number.
+        rows: The number of rows.
         left_to_right: As DTensor does it: dims of the mesh with their split factors.
         order: The same dims in the order they are cut.
         sizes: Sizes of the dims, from the left.

@@ -140,7 +140,7 @@ def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> Sh
 
     Args:
         shape: Shape of the parameter; `is_shardable`.
-        stride: Its strides, in elements.
+        stride: The strides of the tensor, in elements.
         shards: Number of ranks.
     """
     order = list(range(len(shape)))

@@ -103,7 +103,7 @@ class TiledLinear(Tiled):
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
     def forward(self, input: Tensor) -> Tensor:
-        """As that of `nn.Linear`."""
+        """Computes what `nn.Linear` does."""
         return torch.cat([_of_whole_width(tile(input), tile) for tile in self.tiles], dim=-1)
 
     def extra_repr(self) -> str:
@@ -126,7 +126,7 @@ class TiledEmbedding(Tiled):
         self.padding_idx = padding
 
     def forward(self, input: Tensor) -> Tensor:
-        """As that of `nn.Embedding`."""
+        """Computes what `nn.Embedding` does."""
         output: Tensor | None = None
         for tile, start, count in self.rows():
             own = input - start

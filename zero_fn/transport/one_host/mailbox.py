@@ -1,15 +1,15 @@
 """Headers between two ranks of one host, through the memory they share.
 
-Each rank has, in its arena, a box for each peer: a ring of headers, how many it has written, and what it has read of that
-peer's. Only the owner writes in it. A rank that waits sleeps in the kernel until the peer's count changes.
+Each rank has, in its arena, a box for each peer: a ring of headers, the count of headers written, and the count that it has
+read of the peer's. Only the owner writes into it. A rank that waits sleeps in the kernel until the peer's count changes.
 
 [Note: no thread] A header over gloo is taken by a thread of gloo, which asks for it again and again while the peer is late.
 With as many ranks as cores that takes the time of the very rank that is waited for: an eighth of a step. A wait here takes
 none, and a header takes 3 us instead of 100.
 
-[Note: lost at once] What sockets would tell, a wait asks for every `_SLICE_S`: whether the process of the peer has ended
-(its pidfd), and whether the peer has said that it gives up. What it wrote before is read all the same. Who gives up says whom
-it lost, or which two ranks are at different collectives, and whoever hears it says the same: so all blame the first.
+[Note: lost at once] Every `_SLICE_S` a wait asks what a socket would tell: whether the process of the peer has ended (its
+pidfd), and whether the peer gives up. What the peer wrote before is still read. A rank that gives up says whom it lost, or
+which ranks are at different collectives; ranks that hear it repeat it, so all blame the first.
 """
 
 from __future__ import annotations

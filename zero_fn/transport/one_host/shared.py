@@ -1,10 +1,10 @@
 """What the ranks of one host share on a process group: an arena each, mailboxes, and the count of what was read.
 
-One for all transports of a group: so their operations are one sequence, and a rank that is at the collective of another
+All transports of a group share one: so their operations are one sequence, and a rank that is at a collective of another
 model than its peer is found like any other.
 
-[Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and copies of all objects. When
-it drops them, or ends, that says nothing of the rank.
+[Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and copies of all objects. If
+the child drops them or ends, the rank itself goes on.
 """
 
 from __future__ import annotations
