@@ -457,6 +457,11 @@ def _transformed_part(stage: str) -> None:
     assert part[0](torch.ones(2, 4, 10)).dtype == torch.bfloat16
     again = STAGES[stage](nn.Sequential(part), axis())
     assert [p.placements for p in again.parameters()] == [p.placements for p in model.blocks.parameters()]
+    tied: Any = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10, bias=False))
+    tied[1].weight = tied[0].weight
+    whole: Any = STAGES[stage](tied, axis())
+    head = zf.precision(whole[1], compute=torch.float32)
+    assert head.weight.placements == STAGES[stage](nn.Linear(10, 10), axis()).weight.placements
 
 
 @pytest.mark.parametrize("stage", ALL)

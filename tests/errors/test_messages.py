@@ -715,6 +715,16 @@ def step_of_the_optimizer_before() -> object:
         return optimizer.step()
 
 
+def step_of_a_tie_that_a_transform_has_cut() -> object:
+    with alone() as mesh:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight = model[0].weight
+        model[1] = zf.shard_params(model[1], mesh)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 4)).sum().backward()
+        return optimizer.step()
+
+
 # -- at rest ---------------------------------------------------------------------------------------------------------
 
 
@@ -1825,6 +1835,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     StaleError: (
         check_optimizer_of_the_module_before, check_optimizer_of_another_module,
         check_optimizer_that_lacks_parameters, step_of_the_optimizer_before,
+        step_of_a_tie_that_a_transform_has_cut,
     ),
 }  # fmt: skip
 

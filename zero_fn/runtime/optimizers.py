@@ -71,6 +71,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             if slot is None:
                 if parameter.grad is None:
                     _require_not_replaced(parameter)
+                else:
+                    _require_tied(parameter, optimizer)
                 continue
             if hasattr(parameter, _STEPS_IN_BACKWARD):
                 raise _on_node(slot)
@@ -98,6 +100,22 @@ def _require_not_replaced(parameter: Tensor) -> None:
             why="a transform returns a new module; step() updates the old one and the loss would not move",
             fix="build the optimizer after the last transform: AdamW(model.parameters()); if parameters are offloaded and "
             "the model was copied or moved, build it after the next forward",
+        )
+
+
+def _require_tied(parameter: Tensor, optimizer: Optimizer) -> None:
+    """A parameter that is stepped beside the one that took its place was tied to it."""
+    replacement = replacement_of(parameter)
+    successor = replacement.parameter() if replacement is not None else None
+    if replacement is None or successor is None:
+        return
+    if any(each is successor for group in optimizer.param_groups for each in group["params"]):
+        raise StaleError(
+            "A tied parameter was transformed in one of the modules that hold it.",
+            transformed=f"{replacement.fqn}, by {replacement.site}",
+            why="its tie is cut: what the other modules hold would be trained as another parameter, and not reduced",
+            fix="transform the module that holds both: model = zf.shard_params(model, axis, where=...); to "
+            "train both apart, copy first: copy.deepcopy(module)",
         )
 
 

@@ -68,7 +68,7 @@ def assignment_of(module: nn.Module) -> Assignment:
         root = run.module.root()
         path = next((path for path, child in root.named_modules() if child is module), "") if root is not None else ""
         if path:  # the module is a part of what was transformed
-            joined = joined.join(run.module.assignment.of_part(path))
+            joined = joined.join(run.module.assignment.of_part(path, _named_outside(module, path)))
             continue
         below = run.module.assignment.below(name)
         if name:
@@ -80,6 +80,12 @@ def assignment_of(module: nn.Module) -> Assignment:
         chosen = {*outside, *anchors}
         joined = joined.join(Assignment(anchors=tuple(name for name, _ in module.named_modules() if name in chosen)))
     return joined
+
+
+def _named_outside(part: nn.Module, path: str) -> dict[str, str]:
+    """Parameters of a part that are tied to others, which gave them their first name: that, and their name in the part."""
+    slots = ((name, slot_of(parameter)) for name, parameter in part.named_parameters())
+    return {slot.fqn: name for name, slot in slots if slot is not None and not _inside(slot.fqn, path)}
 
 
 def _anchor_names(prefix: str, run: Run) -> list[str]:

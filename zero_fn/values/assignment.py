@@ -110,12 +110,21 @@ class Assignment:
         outputs = _below(prefix, self.outputs)
         return Assignment(_below(prefix, self.homes), over, anchors, outputs, methods, self.buffers)
 
-    def of_part(self, path: str) -> Assignment:
-        """The same assignment seen from the module that this one holds under `path`."""
+    def of_part(self, path: str, tied: Mapping[str, str]) -> Assignment:
+        """The same assignment seen from the module that this one holds under `path`.
+
+        Args:
+            path: Of the part.
+            tied: Names in the part of parameters that have their first name outside it, by that.
+        """
+
+        def homes_of(homes: Homes) -> dict[str, Home]:
+            return {**_inside(path, homes), **{name: homes[first] for first, name in tied.items() if first in homes}}
+
         anchors = None if self.anchors is None else ("", *_inside(path, dict.fromkeys(self.anchors)))
-        over = tuple((axis, _inside(path, homes)) for axis, homes in self.over)
+        over = tuple((axis, homes_of(homes)) for axis, homes in self.over)
         methods = tuple(_inside(path, dict.fromkeys(self.methods)))
-        return Assignment(_inside(path, self.homes), over, anchors, _inside(path, self.outputs), methods, self.buffers)
+        return Assignment(homes_of(self.homes), over, anchors, _inside(path, self.outputs), methods, self.buffers)
 
 
 def _inside(path: str, by_name: Mapping[str, T]) -> dict[str, T]:
