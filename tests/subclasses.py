@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["WIDTH", "Opened", "Rounded", "Short", "arrived"]
+__all__ = ["WIDTH", "Opened", "Rounded", "Short", "products_alive"]
 
 WIDTH = 16
 _MULTIPLY = ("mm", "addmm")
@@ -29,8 +29,14 @@ _KEPT = (
     "_to_copy",
     "empty_like",
 )
-arrived: list[weakref.ref[Tensor]] = []
-"""What products were made of."""
+_made: list[StorageWeakRef] = []  # the memory of products
+
+
+def products_alive() -> int:
+    """Products whose memory is there, of those that were made since this was asked."""
+    alive = sum(not each.expired() for each in _made)
+    _made.clear()
+    return alive
 
 
 class Rounded(Tensor):
@@ -78,8 +84,8 @@ class Rounded(Tensor):
         assert dtype == (told or torch.float32)
         if out is not None:
             return out.values.copy_(whole[0])
-        arrived.append(weakref.ref(whole[0]))
         values = whole[0].to(dtype)
+        _made.append(StorageWeakRef(values.untyped_storage()))
         return type(self)(values), (values,)
 
 
@@ -90,8 +96,9 @@ class Opened(Rounded):
         return (self.values.bfloat16(),), None
 
     def fsdp_post_all_gather(self, whole: tuple[Tensor, ...], told: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        arrived.append(weakref.ref(whole[0]))
-        return whole[0].to(dtype), ()
+        opened = whole[0].to(dtype)
+        _made.append(StorageWeakRef(opened.untyped_storage()))
+        return opened, ()
 
 
 class Short(Opened):

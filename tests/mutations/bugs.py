@@ -533,6 +533,22 @@ BUGS: tuple[Bug, ...] = (
         "tests/runtime/test_gradients.py",
     ),
     Bug(
+        "what-travelled-not-remembered",
+        "Gathered._add",
+        "autograd keeps what a class has gathered until backward",
+        "remember_buffer(buffer, self, source, len(self.buffers))",
+        "pass",
+        "tests/runtime/test_extended.py",
+    ),
+    Bug(
+        "uneven-rows-travel",
+        "travels",
+        "a class is given another shard than it takes",
+        "path.is_in_order and path.numel == path.piece_numel * path.size",
+        "path.is_in_order",
+        "tests/runtime/test_extended.py",
+    ),
+    Bug(
         "subclass-kept-whole-for-backward",
         "runtime/saved.py:_find",
         "quantized weights stay gathered from forward to backward",

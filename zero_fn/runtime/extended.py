@@ -96,14 +96,14 @@ class Travelling:
         (number, _), *others = self._slot.path.route
         return Segment(memory, memory.numel(), source.numel(), [(number, source.numel()), *others], source=source)
 
-    def arrived(self) -> Tensor:
-        """What the module sees.
+    def arrived(self) -> tuple[Tensor, list[Tensor]]:
+        """What the module sees, and the memory that the class has made for it.
 
         Raises:
             PlacementError: It is of another shape than the parameter.
         """
         with torch.no_grad():
-            whole, _ = self._shard.fsdp_post_all_gather(
+            whole, made = self._shard.fsdp_post_all_gather(
                 tuple(self.outputs), self._metadata, self._slot.kind.compute_dtype
             )
         if tuple(whole.shape) != self._slot.path.shape:
@@ -113,8 +113,7 @@ class Travelling:
                 got=list(whole.shape),
                 fix="fsdp_pre_all_gather has to keep the first dim of the shard, or a multiple of it",
             )
-        found: Tensor = whole
-        return found
+        return whole, [*made, *([whole] if type(whole) is Tensor else [])]
 
     @staticmethod
     def shown(whole: Tensor) -> Tensor:

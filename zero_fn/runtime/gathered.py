@@ -15,6 +15,7 @@ changed one.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from sys import getrefcount
 from typing import Any
@@ -85,6 +86,7 @@ class Gathered:
         "_away",
         "_copied",
         "_freed",
+        "_source",
         "_views",
         "buffers",
         "lent",
@@ -115,6 +117,7 @@ class Gathered:
             for travelling in self.travelling.values():
                 segments += travelling.segments
             self.segments = transport.prepared(segments)
+        self._source = weakref.ref(source)  # it owns this
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
@@ -130,9 +133,7 @@ class Gathered:
                 self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
         for travelling in self.travelling.values():
             self._freed = None  # each gather makes anew what travels
-            for output in travelling.outputs:
-                remember_buffer(output, self, source, len(self.buffers))
-                self.buffers.append(output)
+            self._add(travelling.outputs)
 
     def _cut_own(self, group: Group, slot: Slot, buffer: Tensor, start: int) -> None:
         """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
@@ -182,7 +183,16 @@ class Gathered:
     def make_products(self) -> None:
         """All has arrived: classes make of it what modules see. (extended.py)"""
         for i, travelling in self.travelling.items():
-            self._views[i] = travelling.arrived()
+            self._views[i], made = travelling.arrived()
+            self._add(made)
+
+    def _add(self, made: Sequence[Tensor]) -> None:
+        """Takes memory of classes for buffers: autograd then keeps none of it until backward."""
+        source = self._source()
+        assert source is not None, "a unit that is gone has gathered"
+        for buffer in made:
+            remember_buffer(buffer, self, source, len(self.buffers))
+            self.buffers.append(buffer)
 
     def tensors(self) -> list[Tensor]:
         """The whole parameters, one for each slot of the unit: new tensors on the buffers."""
