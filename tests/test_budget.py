@@ -23,13 +23,13 @@ BUDGET = {
     "kernels": 880,
     "local": 554,
     "plan": 1035,
-    "runtime": 8324,
+    "runtime": 8333,
     "storage": 1498,
     "streamed": 2158,
     "surface": 458,
-    "transforms": 3102,
+    "transforms": 3103,
     "transport": 2432,
-    "values": 1997,
+    "values": 2000,
     "": 547,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
