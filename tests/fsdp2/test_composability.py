@@ -6,7 +6,7 @@ test_train_parity_2d_transformer           composition/test_torchtitan.py::test_
 checkpoint_resume                          composition/test_checkpoints.py::test_a_checkpoint_loads_on_other_meshes
 test_tp_with_fsdp_offloading               composition/test_tiers.py::test_tiers_change_no_bit_on_two_axes
 test_manual_with_data_parallel             composition/test_pipelines.py::test_schedules_train_as_with_plain_stages
-three axes                                 composition/test_examples.py::test_three_axes_train_as_one_process_does
+three axes                                 examples/test_several_axes.py::test_three_axes_train_as_one_process_does
 """
 
 from __future__ import annotations
