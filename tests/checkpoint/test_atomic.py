@@ -255,6 +255,22 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
         assert [path.name for path in disk.iterdir()] == ["step-1"]
 
 
+@pytest.mark.parametrize("at", [4, 12, 18, 22])
+def test_a_path_that_vanishes_is_a_typed_error(at: int, tmp_path: Path) -> None:
+    """Somebody removes the folder that is being written."""
+    saved(tmp_path, 1)
+
+    def vanish(number: int, _: str) -> None:
+        if number == at:
+            shutil.rmtree(tmp_path / ".step-2.saving")
+
+    with before_each_call(vanish), pytest.raises(zf.StorageError, match="ENOENT"):
+        saved(tmp_path, 2)
+    assert loaded_step(tmp_path) == 1
+    saved(tmp_path, 2)
+    assert loaded_step(tmp_path) == 2
+
+
 def test_a_read_only_disk_is_a_typed_error(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "ro,size=1m") as disk, pytest.raises(zf.StorageError, match="EROFS"):
         zf.save(disk / "step-1", nn.Linear(2, 2))
