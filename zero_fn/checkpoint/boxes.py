@@ -22,7 +22,17 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
 from zero_fn.values.layout import ShardLayout
 
-__all__ = ["DEALT_RANKS", "Box", "Holding", "holding_of", "holding_of_state", "ranges", "spans", "whole_box"]
+__all__ = [
+    "DEALT_RANKS",
+    "Box",
+    "Holding",
+    "holding_of",
+    "holding_of_state",
+    "ranges",
+    "spans",
+    "strides_of",
+    "whole_box",
+]
 
 Sizes = tuple[int, ...]
 
@@ -75,6 +85,11 @@ class Box:
 def whole_box(shape: Sequence[int]) -> Box:
     """All of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
+
+
+def strides_of(shape: Sizes) -> Sizes:
+    """Of a tensor of this shape whose elements lie in the order of rows."""
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def spans(sizes: Sizes, first: int, last: int) -> Iterator[Box]:

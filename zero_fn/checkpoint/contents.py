@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.boxes import Box, spans, whole_box
+from zero_fn.checkpoint.boxes import Box, spans, strides_of, whole_box
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged
 
 __all__ = ["Contents", "Key"]
@@ -168,7 +168,7 @@ class Contents:
                 continue
             read = torch.empty(last - first, dtype=piece.dtype)
             reader.read(piece, first, last, read)
-            target.copy_(read.as_strided(part.sizes, _strides(piece.box.sizes)))
+            target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
 
 
 _RUN_NUMEL = 4 << 20
@@ -197,11 +197,7 @@ def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool)
 
 def _range(box: Box, sizes: tuple[int, ...]) -> tuple[int, int]:
     """From the first element of a box of a tensor of these sizes to behind its last."""
-    strides = _strides(sizes)
+    strides = strides_of(sizes)
     first = sum(start * stride for start, stride in zip(box.starts, strides, strict=True))
     span = sum((size - 1) * stride for size, stride in zip(box.sizes, strides, strict=True))
     return first, first + span + 1
-
-
-def _strides(sizes: tuple[int, ...]) -> list[int]:
-    return [prod(sizes[dim + 1 :]) for dim in range(len(sizes))]

@@ -7,10 +7,9 @@ dcp        what `torch.distributed.checkpoint` writes; a tensor at a time
 
 from __future__ import annotations
 
-import platform
-import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from zero_fn.checkpoint.boxes import ranges, whole_box
 from zero_fn.checkpoint.contents import Contents, Key
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
-from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, tensors_name
+from zero_fn.checkpoint.folders import KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.pretrained import packed, weights_name, write_index
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
@@ -122,6 +121,10 @@ def _read(
         tell(values.numel() * piece.dtype.itemsize)
 
 
+def _read_piece(source: Contents, kind: str, tell: Tell, piece: StoredBox) -> Iterator[Tensor]:
+    return (values for _, values in _read(source, (kind, piece.name), piece.dtype, tell))
+
+
 def _pieces(source: Contents, keys: Sequence[Key], dtype: torch.dtype | None) -> dict[str, StoredBox]:
     """These tensors as they will be in files, by name."""
     found = {}
@@ -132,13 +135,13 @@ def _pieces(source: Contents, keys: Sequence[Key], dtype: torch.dtype | None) ->
 
 
 def _write_tensors(
-    source: Contents, path: Path, kind: str, pieces: Sequence[StoredBox], mark: str, tell: Tell
+    path: Path, mark: str, pieces: Sequence[StoredBox], read: Callable[[StoredBox], Iterable[Tensor]]
 ) -> dict[str, Any]:
-    """Writes a file; returns what a manifest says of it."""
+    """Writes a file; returns what a manifest says of it. `read` gives the elements of a tensor, a buffer at a time."""
     file = TensorFile(path, list(pieces), mark)
     try:
         for piece in pieces:
-            for _, values in _read(source, (kind, piece.name), piece.dtype, tell):
+            for values in read(piece):
                 file.append(piece, values)
         return file.finish()
     finally:
@@ -176,25 +179,16 @@ def _write_ours(
     for kind in KINDS[:2]:
         pieces = list(_pieces(source, [key for key in keys if key[0] == kind], dtype).values())
         file = path / tensors_name(kind, 0, 0)
-        files[kind] = [_write_tensors(source, file, kind, pieces, mark, tell)] if pieces else []
-    files["extra"] = [_write_in_memory(path / tensors_name("extra", 0, 0), tensors, mark)] if tensors else []
-    write_json(path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
-    made_by = {"torch": torch.__version__, "python": platform.python_version()}
-    manifest = {"format": "zero_fn checkpoint", "version": VERSION, "id": mark, "ranks": 1}
-    write_json(path / MANIFEST, {**manifest, "saved_at_ns": time.time_ns(), "made_by": made_by})
-
-
-def _write_in_memory(path: Path, tensors: dict[str, Tensor], mark: str) -> dict[str, Any]:
+        read = partial(_read_piece, source, kind, tell)
+        files[kind] = [_write_tensors(file, mark, pieces, read)] if pieces else []
     for name, tensor in tensors.items():
         require_dtype(name, tensor.dtype)
     pieces = [StoredBox(name, each.dtype, tuple(each.shape), whole_box(each.shape)) for name, each in tensors.items()]
-    file = TensorFile(path, pieces, mark)
-    try:
-        for piece in pieces:
-            file.append(piece, tensors[piece.name].contiguous().view(-1))
-        return file.finish()
-    finally:
-        file.close()
+    file = path / tensors_name("extra", 0, 0)
+    in_memory = {name: [tensor.contiguous().view(-1)] for name, tensor in tensors.items()}
+    files["extra"] = [_write_tensors(file, mark, pieces, lambda piece: in_memory[piece.name])] if tensors else []
+    write_json(path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
+    write_manifest(path, mark, 1)
 
 
 def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
@@ -202,7 +196,7 @@ def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dty
     pieces = _pieces(source, [key for key in keys if key[0] == "model"], dtype)
     files = packed(list(pieces.values()), _FILE_NBYTES)
     for number, each in enumerate(files):
-        _write_tensors(source, path / weights_name(number, len(files)), "model", each, "", tell)
+        _write_tensors(path / weights_name(number, len(files)), "", each, partial(_read_piece, source, "model", tell))
     write_index(path, files)
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import re
 import shutil
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -18,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zero_fn.checkpoint.files import disk, read_json, sync_folder
+import torch
+
+from zero_fn.checkpoint.files import disk, read_json, sync_folder, write_json
 from zero_fn.errors import CheckpointError, ZeroError
 from zero_fn.values.tiers import bytes_text
 
@@ -33,6 +37,7 @@ __all__ = [
     "part_name",
     "prune",
     "tensors_name",
+    "write_manifest",
 ]
 
 VERSION = 1
@@ -51,6 +56,25 @@ def part_name(rank: int) -> str:
 def tensors_name(kind: str, rank: int, number: int) -> str:
     """A file of tensors of a rank, in the folder of its kind."""
     return f"{kind}/{rank:05d}-{number}.safetensors"
+
+
+def write_manifest(folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None) -> None:
+    """Writes what makes a folder a checkpoint, the last of its files.
+
+    Args:
+        folder: Where.
+        save_id: What each of these ranks has in what it says.
+        ranks: How many have written.
+        names: How many names of tensors there are, by kind: a reader of what some ranks say knows by that whether it has
+            heard of all. None if ranks have tensors of different names.
+
+    Raises:
+        StorageError: The disk refused.
+    """
+    body = {"format": "zero_fn checkpoint", "version": VERSION, "id": save_id, "ranks": ranks}
+    made_by = {"torch": torch.__version__, "python": platform.python_version()}
+    counted = {} if names is None else {"names": names}
+    write_json(folder / MANIFEST, {**body, **counted, "saved_at_ns": time.time_ns(), "made_by": made_by})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.boxes import Box, spans, whole_box
+from zero_fn.checkpoint.boxes import Box, spans, strides_of, whole_box
 from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.checkpoint.pickles import ByteRange, Inert, PlacedTensor, require_checksum
@@ -77,7 +77,7 @@ class Foreign(Contents):
             CheckpointError: There is less in the file.
         """
         at, count, first = run or (0, prod(tensor.shape), 0)
-        size, is_in_rows = prod(tensor.shape), tensor.strides == _strides(tensor.shape)
+        size, is_in_rows = prod(tensor.shape), tensor.strides == strides_of(tensor.shape)
         if first + count > size or (run is None and count != (box.numel if box else prod(shape))):
             raise damaged(
                 tensor.span.path, tensor=name, why=f"{list(tensor.shape)} are fewer elements than it should have"
@@ -150,7 +150,7 @@ class Foreign(Contents):
 
     def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
         """Opens the bytes of a tensor, from its first element on."""
-        is_in_rows = tensor.strides == _strides(tensor.shape)
+        is_in_rows = tensor.strides == strides_of(tensor.shape)
         return self._opened(tensor.span, tensor.offset) if is_in_rows else _InMemory(self.read(tensor))
 
     def _opened(self, span: ByteRange, begin: int) -> TensorReader:
@@ -194,7 +194,3 @@ class _InMemory(TensorReader):
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))

@@ -9,9 +9,7 @@ commit   ranks agree: everybody has written, and rank 0 has renamed the folder
 from __future__ import annotations
 
 import os
-import platform
 import threading
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,7 +24,7 @@ from torch.optim import Optimizer
 from zero_fn.checkpoint.boxes import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
-from zero_fn.checkpoint.folders import KINDS, MANIFEST, VERSION, Draft, part_name, prune, tensors_name
+from zero_fn.checkpoint.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, options_of, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
 from zero_fn.checkpoint.together import Together
@@ -465,24 +463,10 @@ class _Writing:
         says = {"id": self.id, "rank": self.together.rank, "files": files, **self.plan.says}
         write_json(self.draft.path / part_name(self.together.rank), says)
 
-    def _names(self) -> dict[str, int]:
-        """How many tensors there are: a reader of what some ranks say knows by that whether it has heard of all."""
-        return {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
-
     def _commit(self) -> str:
         """What rank 0 does once every rank has written."""
-        write_json(
-            self.draft.path / MANIFEST,
-            {
-                "format": "zero_fn checkpoint",
-                "version": VERSION,
-                "id": self.id,
-                "ranks": self.together.size,
-                **({"names": self._names()} if self.is_of_one_kind else {}),
-                "saved_at_ns": time.time_ns(),
-                "made_by": {"torch": torch.__version__, "python": platform.python_version()},
-            },
-        )
+        names = {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
+        write_manifest(self.draft.path, self.id, self.together.size, names if self.is_of_one_kind else None)
         if not self.is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
             Catalog(self.draft.path, lambda name: name)
         return self.draft.commit()
