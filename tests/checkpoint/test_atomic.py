@@ -105,6 +105,18 @@ def left_by_a_kill(folder: Path, kept: Path, act: Callable[[], object]) -> list[
     return made
 
 
+def killed_at(point: int, act: Callable[[], object]) -> bool:
+    """Acts in a child that is killed before that call of the system; whether it was."""
+    child = os.fork()
+    if child == 0:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with before_each_call(lambda number, _: os.kill(os.getpid(), signal.SIGKILL) if number == point else None):
+                act()
+        os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
 @pytest.mark.parametrize("how", ["sync", "async"])
 def test_a_save_that_is_killed_at_any_point_has_not_begun(how: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
@@ -127,16 +139,7 @@ def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path:
     """The other tests copy what is there at a point; here a process is killed at some."""
     saved(tmp_path, 1)
     for point in (1, 10, 30, 50):
-        child = os.fork()
-        if child == 0:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                with before_each_call(
-                    lambda number, _, point=point: os.kill(os.getpid(), signal.SIGKILL) if number == point else None  # type: ignore[misc]
-                ):
-                    saved(tmp_path, 2)
-            os._exit(0)
-        assert os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        assert killed_at(point, lambda: saved(tmp_path, 2))
         assert loaded_step(tmp_path) == 1
     saved(tmp_path, 2)
     assert loaded_step(tmp_path) == 2
