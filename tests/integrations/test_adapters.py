@@ -38,7 +38,7 @@ def adapted(kind: str) -> nn.Module:
         "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
         "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
         "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "lora on int8": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
+        "lora on int8 and nf4": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
         "head beside": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, modules_to_save=["lm_head"]),
     }
     model: nn.Module = llama()
@@ -48,12 +48,16 @@ def adapted(kind: str) -> nn.Module:
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and "magnitude" not in name and "lm_head" not in name:
                 parameter.normal_(1.0 if kind == "ia3" else 0.0, 0.05)
-    if kind == "lora on int8":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    if kind == "lora on int8 and nf4":
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
 
-        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name.endswith("base_layer"))
+        bases = {name: base for name, base in model.named_modules() if name.endswith("base_layer")}
+        quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in bases and "up_proj" not in name)
+        for name, base in bases.items():
+            if "up_proj" in name:
+                base.weight = nn.Parameter(to_nf4(base.weight.detach(), 32, 16), requires_grad=False)
         model = zf.flatten_subclasses(model)
-        assert any(parameter.dtype == torch.int8 for parameter in model.parameters())
+        assert {torch.int8, torch.uint8} <= {parameter.dtype for parameter in model.parameters()}
     return model
 
 
@@ -93,9 +97,9 @@ def _trained(folder: str, kind: str) -> None:
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompts", "lora on int8", "head beside"])
+@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompts", "lora on int8 and nf4", "head beside"])
 def test_an_adapter_is_trained_as_by_replicas(prepared: Ranks, tmp_path: Path, kind: str) -> None:
-    if kind == "lora on int8":
+    if kind == "lora on int8 and nf4":
         pytest.importorskip("torchao")
     prepared(2).run(_trained, str(tmp_path), kind)
 

@@ -6,6 +6,7 @@ each parameter needs. In place of its own distribution stands a transform; keys,
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from transformers.distributed import DistributedConfig
 
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, place_module
-from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.transforms.substitute import move_buffers
 
 __all__ = ["placed"]
@@ -62,6 +63,13 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
         )
 
 
+def _trim() -> None:
+    """Gives memory back that threads of transformers took for what they read: glibc keeps it, as much as the shards again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
     return zf.CheckpointError(
         "The files lack parameters of the model.",
@@ -98,6 +106,9 @@ def _from_pretrained(read: Callable[..., Any], loaded: list[nn.Module], cls: typ
         raise _lacking(cls, first=min(info["missing_keys"]))
     for axis in [axis for run in runs_of(model, verb="placed") for axis in run.transport.axes]:
         move_buffers(model, axis.device_type)
+    for unit in units_of(model):
+        unit.follow_moved()  # into memory of its own
+        _trim()
     zf.refresh(model)
     loaded.append(model)
     return (model, info) if with_info else model
