@@ -30,7 +30,7 @@ class AtRest:
 
     Attributes:
         slots: The parameters.
-        groups: Those by kind, and the buffers they have.
+        groups: The groups of parameters by kind, with their buffers.
         is_evicted: Whether they are in another tier, and cannot be used.
     """
 

@@ -1,4 +1,4 @@
-"""What users put on a parameter: `p.no_decay = True`."""
+"""Attributes that users set on a parameter: `p.no_decay = True`."""
 
 from __future__ import annotations
 

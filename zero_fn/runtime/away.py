@@ -1,4 +1,4 @@
-"""What of a module rests in other tiers: shelves for parameters and gradients, and gradients on their way there."""
+"""The offloaded state of a module: shelves for parameters and gradients, and gradients on their way there."""
 
 from __future__ import annotations
 

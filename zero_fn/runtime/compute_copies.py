@@ -1,10 +1,10 @@
 """Parameters in another tier, and copies of them in the dtype they are computed with.
 
-[Note: compute copies] Of parameters that are computed with in a smaller dtype than they rest in (bfloat16 of float32), a
-second record holds copies in that dtype: a gather reads those, half the bytes in each forward and backward. Its parcels hold
-the same pieces as those of the first, and each knows which version of its original it is a copy of. A streamed step writes
-both, where the kernel of Adam does in one pass. Whatever else writes an original leaves its copy behind, and the next gather,
-which then reads the originals, renews it.
+[Note: compute copies] If parameters are computed with in a smaller dtype than they rest in (bfloat16 and float32), a second
+record holds copies in that dtype. A gather reads the copies, half the bytes in each forward and backward. The parcels of
+the copies hold the same pieces as those of the originals, and each knows the version of its original. A streamed step
+writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the next gather then reads
+the originals and renews the copy.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ParameterRecord(Record):
         Args:
             index: Which.
             memory: The parcel.
-            rooms: Of the pieces to cast, as `begin_copy` has returned them.
+            rooms: Memory for the pieces to cast, as `begin_copy` has returned them.
         """
         for begin, piece in _pieces(self, self.parcels[index], memory).items():
             if begin in rooms:

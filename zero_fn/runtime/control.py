@@ -17,7 +17,7 @@ class Control:
     """The control messages of one transformed module.
 
     Attributes:
-        device: Where they are made.
+        device: The device on which messages are made.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -38,7 +38,7 @@ class Control:
         """Ors bits over ranks.
 
         Args:
-            local: Of this rank. Where all are set the host does not wait.
+            local: The bits of this rank. Where all are set the host does not wait.
             what: For errors.
             check: Must be equal on all ranks.
             second: More bits, which follow in what is returned; only if some of `local` are not set on any rank.

@@ -427,7 +427,7 @@ def units_of(module: nn.Module) -> list[Unit]:
 
 
 def with_parameters(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Those of the modules that have parameters: other parts of a model belong to no unit."""
+    """The modules that have parameters: other parts of a model belong to no unit."""
     return [module for module in modules if next(module.parameters(), None) is not None]
 
 

@@ -1,4 +1,4 @@
-"""What may fail on one rank alone is told to every rank."""
+"""Tells every rank of an error that one rank alone may meet."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
 
 
 class Told:
-    """How it went on each rank, under way."""
+    """Whether it failed, on each rank: an answer under way."""
 
     def __init__(self, links: Links, bits: Tensor, pending: Waits, what: str) -> None:
         self._links, self._bits, self._pending, self._what = links, bits, pending, what
@@ -123,7 +123,7 @@ def _done(
 
 
 def _axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
-    """Those of these axes that have other ranks."""
+    """The axes, of these, that have other ranks."""
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
     return [axis for axis in axes if axis.size > 1]

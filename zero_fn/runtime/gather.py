@@ -70,7 +70,7 @@ def gather(use: UnitUse) -> list[Tensor]:
     """The gathered parameters of a unit, connected to its resting ones if gradients are recorded.
 
     Args:
-        use: Of a unit whose parameters are gathered. Its `node` is set.
+        use: The use of a unit whose parameters are gathered. Its `node` is set.
     """
     unit = use.unit
     swapped = unit.shown.swapped

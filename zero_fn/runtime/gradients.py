@@ -329,9 +329,9 @@ class Reduction:
 
         Args:
             slots: The parameters of a unit.
-            memory: Of its trained parameters; frozen ones are left out.
-            local: Their local gradients; None contributes zeros.
-            transport: Of the unit.
+            memory: Memory of its trained parameters; frozen ones are left out.
+            local: Local gradients of these parameters; None contributes zeros.
+            transport: The transport of the unit.
             unit: Its name, for errors.
             exact: Whether addends travel in the sum dtype; else in the compute dtype, and are summed in the sum dtype.
             buffers: The gradient memory, if some of `local` lie in it already.

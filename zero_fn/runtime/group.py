@@ -30,9 +30,9 @@ class Buffer:
     """One placement of a group in memory of the device.
 
     Attributes:
-        level: Which placement.
+        level: The placement that the buffer holds.
         starts: First element of each parameter.
-        numel, dtype, device: Of the buffer.
+        numel, dtype, device: Elements, dtype and device of the buffer.
         memory: What stays between uses; None of a buffer that has memory during a use only.
     """
 
@@ -79,7 +79,7 @@ class Group:
     Attributes:
         kind: What they have in common.
         slots: The parameters.
-        whole, inner: Their buffers; None of those they do not have. (kind.py)
+        whole, inner: The buffers of these placements; None if the group has none. (kind.py)
         is_inner_current: Whether `inner` holds what rests now.
         record, gradient_record: What of them rests in other tiers. [Note: away]
     """
@@ -224,7 +224,7 @@ class Group:
         """Waits for resting parameters that are in another tier, and returns what failed.
 
         Args:
-            exact: As they rest, and not as they are computed with.
+            exact: Whether they are wanted in the dtype at rest, not in that of compute.
         """
         failure, self._failure = self._failure, None
         if self.record is not None:

@@ -21,12 +21,12 @@ _current_graph_task = torch._C._current_graph_task_id
 
 
 def gradient_hooks(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """What users gave to `register_hook`."""
+    """The functions that users gave to `register_hook`."""
     return _given(parameter._backward_hooks)
 
 
 def parameter_hooks(parameter: Tensor) -> list[Callable[[Tensor], None]]:
-    """What users gave to `register_post_accumulate_grad_hook`."""
+    """The functions that users gave to `register_post_accumulate_grad_hook`."""
     return _given(parameter._post_accumulate_grad_hooks)
 
 

@@ -34,8 +34,8 @@ class InFlight:
     """The gathered parameters of a unit.
 
     Attributes:
-        phase: Where they are.
-        memory: Of the gathered parameters. Once they are freed it is kept for the next gather, unless somebody holds a part.
+        phase: Whether they are at rest, being gathered, or gathered.
+        memory: Memory of the gathered parameters. Once freed it is kept for the next gather, unless somebody holds a part.
         failure: Of the tier of resting parameters, on this rank or another, on every rank; or of what makes products of what
             was gathered. Once they are gathered.
     """

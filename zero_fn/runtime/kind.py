@@ -71,8 +71,8 @@ class Kind:
     Attributes:
         home: Where their state rests.
         dtype: At rest.
-        device: Of the resting memory; `meta` before there is any.
-        device_type: Of the device that computes with them.
+        device: The device of the resting memory; `meta` before there is any.
+        device_type: Type of the device that computes with them.
         hops: For each axis that their gradients are summed over, its number and how much of the state it shards.
         is_cut: Whether any axis cuts them.
         travels: Whether their class says what is sent for them. (extended.py)
@@ -102,7 +102,7 @@ class Kind:
 
     @cached_property
     def sum_dtype(self) -> torch.dtype:
-        """In which gradients are summed."""
+        """The dtype in which gradients are summed."""
         return self.home.sum_dtype(self.dtype)
 
     # -- which buffers live how long --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What is done when an optimizer over resting parameters steps: the only moment at which these change behind our back.
+"""Hooks of each step of an optimizer over resting parameters, the only moment at which others change these.
 
 The hooks are torch's public ones for all optimizers and are installed by the first transform, not by importing. They
 cost a dictionary look-up per parameter, and refuse steps that would be silently wrong:

@@ -29,7 +29,7 @@ class Form(NamedTuple):
     """A tensor of a record.
 
     Attributes:
-        numel: Its elements.
+        numel: Number of its elements.
         dtype: Their dtype.
         packed_as: The dtype by which parcels are cut; None is its own.
     """
@@ -44,10 +44,10 @@ class Parcel:
     """Pieces of tensors that are read and written as one.
 
     Attributes:
-        pieces: Which elements of which tensors.
+        pieces: The elements of tensors that lie in it.
         offsets: The first byte of each piece in the parcel.
         start: Its first byte in the record.
-        nbytes: Its size, whole pages.
+        nbytes: Its bytes, in whole pages.
         is_stored: Whether the tier holds it: what was never written is taken to be zero.
         version: How often it was written; of a copy, the version of the original that it holds (`compute_copies.py`).
     """

@@ -35,8 +35,8 @@ class ForwardPass:
     Attributes:
         entry: The unit that began it, and the method.
         grad: Whether it records a graph.
-        trace: Its brackets so far.
-        uses: Its uses.
+        trace: The brackets of this pass so far.
+        uses: The uses of this pass.
         depth: Units that are running.
         failed: Whether an exception passed through it.
         is_swapped: Whether some parameters are replaced by other tensors: its gathers are no pattern for later passes.
@@ -167,7 +167,7 @@ class BackwardPass:
         waiting: Uses that a later backward may pass through, the same on every rank.
         keeps_graph: `retain_graph=True`: the graph may have another backward.
         closing: Autograd has run all nodes: nothing more will arrive.
-        failed: It raised.
+        failed: Whether it raised.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Hop:
 
     Attributes:
         axis: The axis.
-        number: Its number among the data axes of the module.
+        number: The number of the axis among the data axes of the module.
         level: How much of the state it shards; NOTHING where it does not cut the parameter.
         layout: How it cuts what the hops before it have left to this rank; None where it does not.
         numel: Elements of what it cuts.
@@ -254,7 +254,7 @@ def path_of(
 
     Args:
         grid: The axes of the module.
-        shape, stride: Of the parameter on this rank of its model axes.
+        shape, stride: Shape and strides of the parameter on this rank of its model axes.
         model: Where it lies on its model axes.
         levels: How much of its state each data axis shards.
         is_cuttable: Whether it may be cut at all.

@@ -50,7 +50,7 @@ class Record:
             shelf: Where they rest.
             forms: Elements and dtype of each.
             device: Where they are computed with.
-            place: Of the range, `record_nbytes(forms)` long.
+            place: The first byte of the range, `record_nbytes(forms)` long.
         """
         self.shelf, self.forms, self.device, self.place = shelf, list(forms), device, place
         self.is_addressable = isinstance(shelf.tier, Cpu)
@@ -206,7 +206,7 @@ class Record:
         """Inside, one tensor is in memory, flat.
 
         Args:
-            number: Which.
+            number: The number of the tensor.
             is_written: Whether it is to be written back at the end.
             on_host: Whether it is to be in memory of the host, and not of the device.
 
@@ -327,7 +327,7 @@ class Stretch:
         self.abandon(record, left)
 
     def abandon(self, record: Record, left: torch.Event | None = None) -> None:
-        """The same, of a finalizer, which cannot wait for a disk: whoever has the memory next does."""
+        """Does the same in a finalizer, which cannot wait for a disk: whoever uses the memory next waits."""
         for each in self.arriving:
             each.finish()
         memory, self._memory = self._memory, _NOTHING

@@ -424,7 +424,7 @@ ROWS = (
     ),
     _VIEWS,
 )
-"""In their order: a row gets what those above it let through."""
+"""The rows, in order: a row gets the operations that the rows above it let through."""
 
 _IN_TIERS = (
     Row(

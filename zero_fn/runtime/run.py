@@ -26,11 +26,11 @@ class Run:
 
     Attributes:
         module: What is known of it.
-        forwards: Its forwards.
-        backwards: Its backwards.
+        forwards: The forwards of the module.
+        backwards: The backwards of the module.
         transport: What units send and receive through.
         away: What of them rests in other tiers.
-        need_in_backward, gradients_arrived: Of the backwards, which units call.
+        need_in_backward, gradients_arrived: Methods of the backwards, which units call.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -150,5 +150,5 @@ def run_of(unit: Unit) -> Run:
 
 
 def _no_unit() -> Unit | None:
-    """In a copy of part of a model, the place of a unit that was not copied."""
+    """Stands, in a copy of part of a model, for a unit that was not copied."""
     return None

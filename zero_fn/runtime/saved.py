@@ -136,7 +136,7 @@ def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
 
 
 def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
-    """What autograd raises. [Note: changed after it was saved]"""
+    """The error that autograd raises. [Note: changed after it was saved]"""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead."

@@ -1,4 +1,4 @@
-"""What a unit does of its own is no part of a selective checkpoint around it.
+"""Keeps what a unit does itself out of a selective checkpoint around it.
 
 `create_selective_checkpoint_contexts` counts each operation of a forward, saves what its policy asks for, and expects the
 same operations when it computes again. A unit that is gathered ahead, or still is, does others there; and a saved gather

@@ -49,7 +49,7 @@ def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
 
 
 def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
-    """By slot, the tensors registered in place of parameters: of the shape of the whole, and no Parameters.
+    """The tensors registered in place of parameters, by slot: of the shape of the whole, and no Parameters.
 
     Raises:
         StateError: A tensor rests in parts on several ranks.

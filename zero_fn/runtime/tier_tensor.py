@@ -1,8 +1,8 @@
 """A tensor whose values are in another tier: it has shape, strides, dtype and device, and no memory.
 
-Whatever reads it reads the tier, and whatever writes it writes there. So a resting parameter that was offloaded is right
-wherever it is met: in `clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. That costs
-the way to the tier each time; the runtime and streamed optimizers, which know what comes next, go other ways.
+Each read of it reads the tier, and each write writes the tier. So an offloaded parameter is right wherever it is met: in
+`clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. Each of these pays the way to
+the tier; the runtime and streamed optimizers, which know what comes next, read ahead instead.
 
 [Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run one
 tensor after another, so that no more than one is in memory.
@@ -61,9 +61,9 @@ class TierTensor(Tensor):
     """Elements of one tensor of a record.
 
     Attributes:
-        record: Where it rests.
-        number: Which of the tensors of the record.
-        first: Its first element there: the storage offset, so to say.
+        record: The record that holds its values.
+        number: Its number in the record.
+        first: Its first element there, as a storage offset.
         moved: Values in memory that were put in place of those; see [Note: .data].
     """
 

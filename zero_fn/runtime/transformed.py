@@ -1,4 +1,4 @@
-"""What is known of one transformed module beside what runs: its units, what they send through, their tiers."""
+"""One transformed module, apart from what runs: its units, their transport, their tiers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Transformed:
         units: Weak references to its units, by index.
         lenders: By unit, numbers of units around it whose parameters stand in modules inside it too (ties).
         away: What of it rests in other tiers.
-        control: Its control messages.
+        control: The control messages of the module.
         graphs: The graphs of forwards whose backward may come.
         accumulating: Depth of open `accumulate` blocks.
         caller: The thread that has begun the last forward; it calls the backward, too.

@@ -61,7 +61,7 @@ class Unit:
         index: Its number in the step, the same on every rank.
         run: What runs it.
         slots: Its parameters, in registration order.
-        at_rest: Their resting memory.
+        at_rest: The resting memory of the parameters.
         groups: The parameters by kind, and the buffers they have.
         in_flight: The gathered parameters.
         shown: What modules see under their names.

@@ -1,4 +1,4 @@
-"""One forward of a unit, as backward will meet it again."""
+"""One forward of a unit, and what its backward needs to know of it."""
 
 from __future__ import annotations
 
