@@ -53,20 +53,18 @@ def _parser() -> argparse.ArgumentParser:
         parser.add_subparsers(required=True).add_parser("checkpoint", help="checkpoints").add_subparsers(required=True)
     )
 
-    found = commands.add_parser("ls", help="what checkpoints a folder has")
+    found = commands.add_parser("ls", help="list the checkpoints of a folder")
     found.set_defaults(run=_list)
-    checked = commands.add_parser("verify", help="reads all of one, and compares it with its digests")
+    checked = commands.add_parser("verify", help="read all of a checkpoint and compare its digests")
     checked.set_defaults(run=_verify)
-    written = commands.add_parser("convert", help="writes one in another format, a buffer at a time")
+    written = commands.add_parser("convert", help="write it in another format, one buffer at a time")
     written.set_defaults(run=_convert)
     for command in (found, checked, written):
-        command.add_argument(
-            "folder", type=Path, help="a checkpoint, or a folder with some, of which the newest is meant"
-        )
-    written.add_argument("target", type=Path, help="the folder that is made")
-    written.add_argument("--to", choices=("zero_fn", "hf", "dcp"), required=True, help="safetensors alone are hf")
-    written.add_argument("--dtype", choices=DTYPES, help="of floating-point parameters and buffers")
-    written.add_argument("--only", choices=KINDS, action="append", help="a kind that is kept; may be given again")
+        command.add_argument("folder", type=Path, help="a checkpoint, or a folder of checkpoints (the newest is taken)")
+    written.add_argument("target", type=Path, help="the folder to make")
+    written.add_argument("--to", choices=("zero_fn", "hf", "dcp"), required=True, help="the format; hf is safetensors")
+    written.add_argument("--dtype", choices=DTYPES, help="cast floating-point tensors to it")
+    written.add_argument("--only", choices=KINDS, action="append", help="keep this alone; may be repeated")
     return parser
 
 
