@@ -36,6 +36,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tests.seeds import seed_generator
 from zero_fn.kernels import library, nontemporal
 from zero_fn.local.ranks import LocalRanks
+from zero_fn.transport.meeting import set_timeout
 
 __all__ = ["Case", "Ranks", "axis", "freeze", "let_kernels_take_small_tensors", "sent_by_value"]
 
@@ -124,7 +125,7 @@ class Case:
 
 def _isolated(fn: Callable[..., R], args: tuple[object, ...], kwargs: dict[str, object]) -> R:
     """Runs a case as if it were the first of its process."""
-    dist.distributed_c10d._set_pg_timeout(_COLLECTIVE_TIMEOUT)
+    set_timeout(_COLLECTIVE_TIMEOUT)
     random.seed(0)
     seed_generator(0)
     torch.set_num_threads(1)  # libraries and cases may have set more, which sums in another order

@@ -28,7 +28,7 @@ BUDGET = {
     "streamed": 2158,
     "surface": 458,
     "transforms": 3103,
-    "transport": 2432,
+    "transport": 2435,
     "values": 2000,
     "": 547,
 }

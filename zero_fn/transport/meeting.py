@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -15,10 +15,13 @@ from torch import Tensor
 from zero_fn.errors import LostRankError
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["LONGEST_S", "broadcast", "gather", "meeting_group", "scatter"]
+__all__ = ["LONGEST_S", "broadcast", "gather", "meeting_group", "scatter", "set_timeout"]
 
 LONGEST_S = 3600.0
 """The most that ranks wait for one whose disk is slower than theirs."""
+
+# torch 2.15 made it public.
+set_timeout: Callable[..., None] = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -39,7 +42,7 @@ def meeting_group() -> dist.ProcessGroup | None:
         with _lost_ranks():
             made = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
         if backend == "gloo":
-            c10d._set_pg_timeout(timedelta(seconds=LONGEST_S), made)
+            set_timeout(timedelta(seconds=LONGEST_S), made)
         _groups[world] = made
     return _groups[world]
 
