@@ -23,7 +23,6 @@ from zero_fn.transforms.tile import tile
 from zero_fn.values.units import (
     LARGE_NBYTES,
     BySize,
-    NamedParameter,
     anchors_of,
     by_size,
     distinct_parameters,
@@ -270,7 +269,7 @@ def test_a_tied_parameter_is_one_with_all_its_places() -> None:
     model = GPT()
     embedding = distinct_parameters(model)[0]
     assert embedding.parameter is model.embedding.weight
-    assert embedding == NamedParameter(embedding.parameter, (("embedding", "weight"), ("head", "weight")))
+    assert embedding.places == (("embedding", "weight"), ("head", "weight"))
     assert embedding.fqn == "embedding.weight"
 
 
