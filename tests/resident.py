@@ -14,6 +14,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
 
+from zero_fn.local.ranks import _ensure_server
+
 __all__ = ["forget_peak", "in_new_process", "peak_nbytes"]
 
 T = TypeVar("T")
@@ -22,11 +24,12 @@ _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 def in_new_process(function: Callable[..., T], *args: object) -> T:
-    """What a function of a module returns in a fresh interpreter, whose memory is given back to the system when it is freed.
+    """What a function of a module returns in a process in which nothing ran, and which gives memory back that is freed.
 
     Left alone, glibc raises the size from which it does that to what was freed last, and the heap keeps holes of a unit.
     """
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_give_memory_back) as pool:
+    _ensure_server()
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver"), initializer=_give_memory_back) as pool:
         return pool.submit(function, *args).result()
 
 
