@@ -217,7 +217,7 @@ def test_training_is_bitwise_that_of_one_process_that_runs_all_ranks(
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("verb", ["replicate", "shard_optimizer", "shard_grads", "shard_params"])
+@pytest.mark.parametrize("verb", ["shard_optimizer", "shard_params"])
 def test_training_is_that_of_one_process_on_64_ranks(local_tensor: LocalTensors, verb: str) -> None:
     tree = Tree(Node((UNEVEN, Leaf((3,), (0,))), (Node((Leaf((70, 2), (0, 1)),)),)))
     with local_tensor(64) as world:

@@ -64,19 +64,19 @@ def any_program_on(*meshes: int | tuple[int, int]) -> Callable[[Callable[..., No
 # Three tests, not one: processes that share the tests share them out one by one.
 
 
-@examples(dev=66, ci=6_000, deep=400_000)
+@examples(dev=40, ci=6_000, deep=400_000)
 @any_program_on(1, 2, 2, 2)
 def test_any_program_gives_what_replicas_give_on_two_ranks(simulated: Simulated, **drawn: Any) -> None:
     check(simulated, **drawn)
 
 
-@examples(dev=50, ci=4_500, deep=300_000)
+@examples(dev=25, ci=4_500, deep=300_000)
 @any_program_on(3, 3, (2, 2))
 def test_any_program_gives_what_replicas_give_on_three_ranks(simulated: Simulated, **drawn: Any) -> None:
     check(simulated, **drawn)
 
 
-@examples(dev=50, ci=4_500, deep=300_000)
+@examples(dev=25, ci=4_500, deep=300_000)
 @any_program_on(4, 5, 8)
 def test_any_program_gives_what_replicas_give_on_many_ranks(simulated: Simulated, **drawn: Any) -> None:
     check(simulated, **drawn)
