@@ -15,6 +15,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_map_only
 
 import zero_fn as zf
@@ -223,6 +225,11 @@ def test_what_cannot_be_flattened_is_refused(ranks: Ranks) -> None:
             zf.flatten_subclasses(module)
 
     def late() -> None:
+        placed = nn.Module()
+        two = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+        placed.weight = nn.Parameter(DTensor.from_local(two, axis(), [Replicate()]))
+        with pytest.raises(zf.PlacementError, match="placed on a mesh already"):
+            zf.flatten_subclasses(placed)
         with pytest.raises(zf.StateError, match="comes before other transforms"):
             zf.flatten_subclasses(zf.zero3(nn.Linear(2, 2), axis()))
 

@@ -117,7 +117,9 @@ class _Rebuilt(nn.Module):
         whole: Any = named.parameter
         is_trained = whole.requires_grad
         kind = subclass_of(whole)
-        if not is_traceable_wrapper_subclass(whole) or isinstance(whole, DTensor):
+        if isinstance(whole, DTensor):
+            raise _refused(named, kind, "placed on a mesh already, as tensor parallelism does")
+        if not is_traceable_wrapper_subclass(whole):
             raise _refused(named, kind, "not of a class with __tensor_flatten__")
         self._kind: Any = type(whole)
         self._size, self._stride = whole.size(), whole.stride()
