@@ -27,7 +27,7 @@ BUDGET = {
     "storage": 1498,
     "streamed": 2158,
     "surface": 458,
-    "transforms": 3103,
+    "transforms": 3105,
     "transport": 2435,
     "values": 2000,
     "": 547,
