@@ -111,12 +111,57 @@ def _translated(model: nn.Module, seed: int) -> Tensor:
     return loss
 
 
+def _qwen() -> nn.Module:
+    """Biases in the projections of queries, keys and values only."""
+    t = _transformers()
+    return t.Qwen2ForCausalLM(
+        t.Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=32, **_SIZES)
+    )
+
+
+def _vit() -> nn.Module:
+    """Pictures: a convolution cuts them into patches; positions and the first token are parameters of the embedding."""
+    t = _transformers()
+    return t.ViTForImageClassification(t.ViTConfig(image_size=8, patch_size=4, num_labels=5, **_SIZES))
+
+
+def _seen(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    pictures = torch.randn(2, 3, 8, 8, generator=generator)
+    return model(pixel_values=pictures, labels=torch.tensor([seed % 5, 3])).loss
+
+
+def _whisper() -> nn.Module:
+    """Sound: convolutions of one dim, positions that are never trained, an encoder of other inputs than the decoder."""
+    t = _transformers()
+    sizes = {f"{side}_{name}": value for side in ("encoder", "decoder") for name, value in _SIDE.items()}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+    return t.WhisperForConditionalGeneration(
+        t.WhisperConfig(
+            vocab_size=VOCABULARY, num_mel_bins=6, d_model=16, max_source_positions=8, max_target_positions=16,
+            suppress_tokens=[], begin_suppress_tokens=[], **sizes, **tokens,
+        )
+    )  # fmt: skip
+
+
+_SIDE = {"layers": 2, "attention_heads": 2, "ffn_dim": 24}
+
+
+def _heard(model: nn.Module, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+    sound = torch.randn(2, 6, 16, generator=generator)
+    return model(input_features=sound, labels=_tokens(5, seed=seed)).loss
+
+
 FAMILIES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int], Tensor]]] = {
     "gpt2": (_gpt2, _continued),
     "llama": (_llama, _continued),
     "mixtral": (_mixtral, _continued),
     "t5": (_t5, _translated),
     "bart": (_bart, _translated),
+    "qwen": (_qwen, _continued),
+    "vit": (_vit, _seen),
+    "whisper": (_whisper, _heard),
 }
 
 
@@ -127,14 +172,6 @@ def _train(world: World, build: Callable[[], nn.Module], loss_of: Callable[[nn.M
     for seed in range(2):
         torch.manual_seed(seed)  # dropout, and which layers are skipped
         world.step(model, optimizer, loss_of(model, seed))
-
-
-def _qwen() -> nn.Module:
-    """Biases in the projections of queries, keys and values only."""
-    t = _transformers()
-    return t.Qwen2ForCausalLM(
-        t.Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=1, max_position_embeddings=32, **_SIZES)
-    )
 
 
 def _padded() -> nn.Module:
