@@ -198,7 +198,11 @@ def test_a_save_in_which_a_rank_is_killed_has_not_begun(simulated: Simulated, n:
         steps = [found.step for found in zf.checkpoints(folder) if found.is_complete]
         assert steps in ([], [1], [1, 2])
         for outcome in report.outcomes:
-            assert outcome.error is None or isinstance(outcome.error, zf.LostRankError), str(report)
+            told = (
+                zf.LostRankError,
+                zf.StorageError,
+            )  # the second where the folder was gone before this rank heard why
+            assert outcome.error is None or isinstance(outcome.error, told), str(report)
         with suppress(IndexError):
             zf.load(Path(folder) / f"step-{steps[-1]}", nn.Linear(8, 3))
         zf.save(f"{folder}/step-3", nn.Linear(8, 3))

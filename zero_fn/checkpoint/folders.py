@@ -206,14 +206,15 @@ class Draft:
                     "Another process is saving this checkpoint.", path=self.path, fix="save under another name"
                 )
             self.path.mkdir()
-            self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             try:
+                self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 for kind in self._kinds:
                     (self.path / kind).mkdir()
             except BaseException:
-                self.drop()
+                shutil.rmtree(self.path, ignore_errors=True)
+                self._unlock()
                 raise
         return os.urandom(8).hex()
 
