@@ -28,7 +28,7 @@ BUDGET = {
     "streamed": 2158,
     "surface": 458,
     "transforms": 3105,
-    "transport": 2435,
+    "transport": 2446,
     "values": 2000,
     "": 547,
 }

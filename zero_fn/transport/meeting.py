@@ -63,9 +63,20 @@ def gather(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
             _wait(group.send([message], 0, 0), seconds)
             return message.new_empty(0, message.numel())
         rows = message.repeat(group.size(), 1)
-        works = [group.recv([rows[rank]], rank, 0) for rank in range(1, group.size())]
-        for work in works:
-            _wait(work, seconds)
+        works = {}
+        failure: RuntimeError | None = None
+        for rank in range(1, group.size()):
+            try:
+                works[rank] = group.recv([rows[rank]], rank, 0)
+            except RuntimeError as error:
+                failure = error
+        for work in works.values():
+            try:
+                _wait(work, seconds)
+            except RuntimeError as error:  # the others are heard first: who still sends would not hear an answer
+                failure = error
+        if failure is not None:
+            raise failure
         return rows
 
 
