@@ -277,6 +277,7 @@ def test_whatever_befalls_a_file_is_found_before_anything_changes(
     simulated: Simulated, tree: Tree, several: list[Any], n: int
 ) -> None:
     assume(has_optimizer(tree))
+    assume(all(parameter.numel() for parameter in build(tree).parameters()))  # a file without elements is never opened
     with tempfile.TemporaryDirectory() as made_folder:
         folder, plain = Path(made_folder), World(1, (), None, None)
         world = World(n, (ONE,) if n > 1 else (), None, None)
