@@ -254,7 +254,7 @@ def test_ranks_that_call_different_collectives_are_found_though_their_numbers_ar
             group().send([torch.ones(2)], 1, 3).wait()
         else:
             group().recv([torch.ones(2)], 0, 3).wait()
-        transport = zf.transport.links.open_transport(zf.mesh.mesh_axis(axis(), verb="test"))
+        transport = zf.transport.links.open_transport(zf.values.mesh.mesh_axis(axis(), verb="test"))
         transport.any(torch.zeros(1, dtype=torch.uint8)).wait()
         if rank == 1:
             transport.all_gather([])
