@@ -24,7 +24,7 @@ BUDGET = {
     "local": 554,
     "plan": 1035,
     "runtime": 8333,
-    "storage": 1498,
+    "storage": 1500,
     "streamed": 2158,
     "surface": 458,
     "transforms": 3105,

@@ -418,7 +418,7 @@ class _Writing:
         is_on_device = any(one.leaf.local is not None and one.leaf.local.device.type != "cpu" for one in owns)
         if not sum(sizes):
             return
-        memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False).memory
+        memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False).memory
         for one, part in zip(owns, torch.split(memory[: sum(sizes)], sizes), strict=True):
             one.copy = part[: one.piece.nbytes].view(one.piece.dtype)
             local, count = one.leaf.local, one.piece.box.numel
