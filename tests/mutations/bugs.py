@@ -384,8 +384,8 @@ BUGS: tuple[Bug, ...] = (
         "stale-optimizer-unnoticed",
         "_require_not_replaced",
         "an optimizer built before the transform is refused",
-        "if replacement is not None and successor is not None and successor.grad is not None:",
-        "if replacement is None and successor is not None and successor.grad is not None:",
+        "if parameter.grad is None and successor.grad is not None:",
+        "if parameter.grad is None and successor.grad is None:",
         "tests/errors",
     ),
     Bug(

@@ -50,16 +50,17 @@ class Catalog(Contents):
             )
         self.ranks, self._id = int(manifest["ranks"]), manifest["id"]
         self._parts: dict[int, dict[str, Any]] = {}
-        number, count = reader
+        number, readers = reader
         for rank in (
             *range(min(self.ranks, DEALT_RANKS)),
-            *range(number * self.ranks // count, -(-(number + 1) * self.ranks // count)),
-            *range(number, self.ranks, count),
+            *range(number * self.ranks // readers, -(-(number + 1) * self.ranks // readers)),
+            *range(number, self.ranks, readers),
         ):
             self._read_part(rank)
-        names = Counter(kind for kind, _ in self.pieces)
-        if any(names[kind] != expected for kind, expected in manifest.get("names", {"": -1}).items()):
-            self.read_all()  # or ranks have tensors of different names, and nobody has counted them
+        heard, expected = Counter(kind for kind, _ in self.pieces), manifest.get("names")
+        # Without: ranks have tensors of different names, and nobody has counted them.
+        if expected is None or any(heard[kind] != count for kind, count in expected.items()):
+            self.read_all()
 
     def read_all(self) -> None:
         """Reads what every rank says."""

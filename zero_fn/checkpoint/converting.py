@@ -51,11 +51,7 @@ def verify(source: Contents, tell: Tell) -> int:
     """
     total = 0
     for key in source.pieces:
-        piece = source.first(key)
-        source.require_all(key, whole_box(piece.shape))
-        for _ in _read(source, key, None, tell, keeps=False):
-            pass
-        total += _nbytes(piece.shape, piece.dtype)
+        total += sum(values.nbytes for _, values in _read(source, key, None, tell, keeps=False))
     return total
 
 
@@ -104,10 +100,6 @@ def _dtype_of(key: Key, dtype: torch.dtype, wanted: torch.dtype | None) -> torch
     return wanted if wanted is not None and key[0] == "model" and dtype.is_floating_point else dtype
 
 
-def _nbytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    return whole_box(shape).numel * dtype.itemsize
-
-
 def _read(
     source: Contents, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
 ) -> Iterator[tuple[int, Tensor]]:
@@ -134,6 +126,14 @@ def _pieces(source: Contents, keys: Sequence[Key], dtype: torch.dtype | None) ->
     return found
 
 
+def _groups(source: Contents) -> list[tuple[list[str], dict[str, Any]]]:
+    """The groups of the optimizer: names of parameters, and their options."""
+    names_of: dict[str, list[str]] = {}
+    for name, said in source.options.items():
+        names_of.setdefault(repr(said), []).append(name)
+    return [(names, source.value(*source.options[names[0]])) for names in names_of.values()]
+
+
 def _write_tensors(
     path: Path, mark: str, pieces: Sequence[StoredBox], read: Callable[[StoredBox], Iterable[Tensor]]
 ) -> dict[str, Any]:
@@ -154,16 +154,9 @@ def _write_ours(
     mark, tensors = uuid.uuid4().hex, dict[str, Tensor]()
     says: dict[str, Any] = {"aliases": source.aliases if "model" in only else {}, "extra": {}}
     if "optimizer" in only:
-        groups: dict[str, dict[str, Any]] = {}
-        for name, said in source.options.items():
-            each = groups.setdefault(repr(said), {"params": [], "options": said})
-            each["params"].append(name)
         says["groups"] = [
-            {
-                "params": group["params"],
-                "options": encoded(source.value(*group["options"]), f"optimizer.param_groups[{number}]", tensors),
-            }
-            for number, group in enumerate(groups.values())
+            {"params": names, "options": encoded(options, f"optimizer.param_groups[{number}]", tensors)}
+            for number, (names, options) in enumerate(_groups(source))
         ]
         says["values"] = {
             name: {
@@ -228,13 +221,12 @@ def _write_dcp(
         inside[way[-1]] = torch.empty(first.shape, dtype=_dtype_of(key, first.dtype, dtype), device="meta")
         places[way] = key
     if "optimizer" in only and source.options:
-        groups: dict[str, dict[str, Any]] = {}
         states = saved.setdefault("optimizer", {}).setdefault("state", {})
-        for name, said in source.options.items():
-            groups.setdefault(repr(said), {**source.value(*said), "params": []})["params"].append(name)
-            if source.values_of(name):
-                states.setdefault(name, {}).update(source.values_of(name))
-        saved["optimizer"]["param_groups"] = list(groups.values())
+        for name in source.options:
+            values = source.values_of(name)
+            if values:
+                states.setdefault(name, {}).update(values)
+        saved["optimizer"]["param_groups"] = [{**options, "params": names} for names, options in _groups(source)]
     if "extra" in only:
         saved |= {name: source.value(0, value) for name, value in source.said(0, "extra").items()}
 

@@ -138,9 +138,8 @@ class ZeroTrainerMixin(_AnyTrainer):
             refuse_stale([bare(self.optimizer)])
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        if zf.is_transformed(
-            model
-        ):  # otherwise each shard goes to the device of its mesh as it is cut, and never the whole
+        # A model that is not transformed yet stays: each shard goes to the device of its mesh as it is cut, never the whole.
+        if zf.is_transformed(model):
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:

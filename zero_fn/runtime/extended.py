@@ -14,6 +14,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class Travelling:
     def _told(self) -> list[object]:
         """What the class is told: the mesh, or, by a newer signature, four facts more."""
         slot, axis = self._slot, self._slot.path.axes[0]
-        if len(inspect.signature(self._shard.fsdp_pre_all_gather).parameters) == 1:
+        if _asks_for_mesh_only(self._extension.kind):
             return [axis.mesh]
         from torch.distributed.fsdp import MixedPrecisionPolicy  # one in many needs it
 
@@ -121,6 +122,12 @@ class Travelling:
         found = whole.data
         setattr(found, _PRODUCT, True)
         return found
+
+
+@cache  # each gather asks
+def _asks_for_mesh_only(kind: Any) -> bool:
+    """Whether the hook of a class has the signature of before, of itself and a mesh."""
+    return len(inspect.signature(kind.fsdp_pre_all_gather).parameters) == 2
 
 
 def is_product(tensor: Tensor) -> bool:

@@ -69,10 +69,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         for parameter in group["params"]:
             slot = slot_of(parameter)
             if slot is None:
-                if parameter.grad is None:
-                    _require_not_replaced(parameter)
-                else:
-                    _require_tied(parameter, optimizer)
+                _require_not_replaced(parameter, optimizer)
                 continue
             if hasattr(parameter, _STEPS_IN_BACKWARD):
                 raise _on_node(slot)
@@ -90,10 +87,12 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 )
 
 
-def _require_not_replaced(parameter: Tensor) -> None:
+def _require_not_replaced(parameter: Tensor, optimizer: Optimizer) -> None:
     replacement = replacement_of(parameter)
     successor = replacement.parameter() if replacement is not None else None
-    if replacement is not None and successor is not None and successor.grad is not None:
+    if replacement is None or successor is None:
+        return
+    if parameter.grad is None and successor.grad is not None:
         raise StaleError(
             "The optimizer holds parameters that the model does not have.",
             first=f"{replacement.fqn}, replaced by {replacement.site}",
@@ -101,15 +100,8 @@ def _require_not_replaced(parameter: Tensor) -> None:
             fix="build the optimizer after the last transform: AdamW(model.parameters()); if parameters are offloaded and "
             "the model was copied or moved, build it after the next forward",
         )
-
-
-def _require_tied(parameter: Tensor, optimizer: Optimizer) -> None:
-    """A parameter that is stepped beside the one that took its place was tied to it."""
-    replacement = replacement_of(parameter)
-    successor = replacement.parameter() if replacement is not None else None
-    if replacement is None or successor is None:
-        return
-    if any(each is successor for group in optimizer.param_groups for each in group["params"]):
+    # What is trained beside the parameter that took its place was tied to it.
+    if parameter.grad is not None and any(p is successor for group in optimizer.param_groups for p in group["params"]):
         raise StaleError(
             "A tied parameter was transformed in one of the modules that hold it.",
             transformed=f"{replacement.fqn}, by {replacement.site}",

@@ -143,7 +143,6 @@ def _substitute(
     _require_untouched_ties(named)
     _require_own_memory(named)
     _require_buffers_apart(module, named)
-    sources: list[Tensor] = [parameter.parameter for parameter in named]
     models = ((parameter.fqn, model_of(parameter.parameter)) for parameter in named)
     grid = grid_of(assignment.axes, {fqn: model for fqn, model in models if model is not None}, assignment.levels)
     if grid.mesh is not None:
@@ -155,24 +154,22 @@ def _substitute(
     anchors = tuple(name for name, _ in twin.named_modules() if name in wanted)
     run = Run(Links(assignment.axes), assignment)
     wholes, donors = _Wholes(), _Donors()
-    members: dict[str, list[int]] = {anchor: [] for anchor in anchors}
-    for i, parameter in enumerate(named):
-        members[innermost_common(anchors, (name for name, _ in parameter.places))].append(i)
+    members: dict[str, list[NamedParameter]] = {anchor: [] for anchor in anchors}
+    for parameter in named:
+        members[innermost_common(anchors, (name for name, _ in parameter.places))].append(parameter)
     modules = dict(twin.named_modules())
     units: dict[str, Unit] = {}
     for anchor in anchors:
         if members[anchor] or not anchor or anchor in assignment.outputs:
-            chosen = [named[i] for i in members[anchor]]
-            units[anchor] = _unit_of(anchor, chosen, [sources[i] for i in members[anchor]], modules, run, grid)
+            units[anchor] = _unit_of(anchor, members[anchor], modules, run, grid)
     if reserves:
         _reserve(run, site)
     if assignment.axis is not None:
         move_buffers(twin, assignment.axis.device_type)
     for anchor, unit in units.items():
-        chosen = [named[i] for i in members[anchor]]
-        _settle_in(unit, [sources[i] for i in members[anchor]], wholes)
+        _settle_in(unit, [parameter.parameter for parameter in members[anchor]], wholes)
         _attach(modules[anchor], unit, assignment.outputs.get(anchor))
-        for parameter, slot in zip(chosen, unit.slots, strict=True):
+        for parameter, slot in zip(members[anchor], unit.slots, strict=True):
             carry_over(parameter.parameter, slot.parameter, memo)
             if donate:
                 donors.release(parameter.parameter)  # first: it changes the tensor by which a replacement is found
@@ -204,13 +201,13 @@ def _tiles(module: nn.Module) -> Iterator[str]:
 def _unit_of(
     anchor: str,
     chosen: list[NamedParameter],
-    sources: list[Tensor],
     modules: dict[str, nn.Module],
     run: Run,
     grid: Grid,
 ) -> Unit:
     """A unit that has no memory yet."""
     slots, assignment = [], run.module.assignment
+    sources = [parameter.parameter for parameter in chosen]
     for parameter, source in zip(chosen, sources, strict=True):
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
         home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
@@ -248,7 +245,7 @@ def _reserve(run: Run, site: str) -> None:
         raise found
 
 
-def _settle_in(unit: Unit, sources: list[Tensor], wholes: _Wholes) -> None:
+def _settle_in(unit: Unit, sources: list[nn.Parameter], wholes: _Wholes) -> None:
     """Gives a unit memory, and this rank's part of the parameters that it takes the place of."""
     slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
