@@ -11,6 +11,9 @@ of the host and on the device, the disk. Then a GPT, computed in bfloat16 and cl
     host, forward   the same; the next forward finishes the step, unit by unit
     disk            parameters, gradients and states on the disk
 
+With --traces FOLDER one more step of each way is profiled: its trace is written there for a browser (chrome://tracing), and a
+line says how long the device computed, copied, did both at once, and neither.
+
 Prints for each the median of a step, its ratio to "device", what `zf.plan` says crosses the link and is on the host, the most
 memory of the device where it says so, and the last loss: those with the step on the host agree to the last digit.
 """
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
 import statistics
 import time
@@ -74,7 +78,42 @@ def bounds(device: torch.device, path: str | None, numel: int) -> Iterator[str]:
             yield f"{f'AdamW on {name}{how}':<32} {1e12 * seconds(optimizer.step) / numel:8.1f} ms for a billion parameters"
 
 
-def trained(way: str, task: tuple[int, int, int], count: int, device: torch.device, path: str, rounds: int) -> Any:
+def profiled(step: Callable[[], object], file: str) -> str:
+    """What the device did in one step, in milliseconds; the trace goes to a file."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        torch.accelerator.synchronize()
+    profile.export_chrome_trace(file)
+    with open(file) as trace:
+        events = [event for event in json.load(trace)["traceEvents"] if "dur" in event]
+    if not any(event.get("cat") in ("kernel", "gpu_memcpy") for event in events):
+        return "the profiler saw nothing on the device"
+    times = {
+        "computes": _covered([event for event in events if event.get("cat") == "kernel"]),
+        "copies": _covered([event for event in events if event.get("cat") == "gpu_memcpy"]),
+        "either": _covered([event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]),
+    }
+    started = min(event["ts"] for event in events)
+    whole = max(event["ts"] + event["dur"] for event in events) - started
+    both = times["computes"] + times["copies"] - times["either"]
+    said = {"computes": times["computes"], "copies": times["copies"], "both": both, "neither": whole - times["either"]}
+    return ", ".join(f"{name} {microseconds / 1e3:.1f} ms" for name, microseconds in said.items())
+
+
+def _covered(events: Sequence[dict[str, Any]]) -> float:
+    """The time in which at least one of the events runs."""
+    total, end = 0.0, float("-inf")
+    for event in sorted(events, key=lambda event: event["ts"]):
+        begun, ended = event["ts"], event["ts"] + event["dur"]
+        total += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return total
+
+
+def trained(
+    way: str, task: tuple[int, int, int], count: int, device: torch.device, path: str, rounds: int, traces: str | None
+) -> Any:
     """A row of the table."""
     depth, width, sequence = task
     torch.manual_seed(0)
@@ -102,6 +141,8 @@ def trained(way: str, task: tuple[int, int, int], count: int, device: torch.devi
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     found = seconds(step, rounds)
+    if traces is not None:
+        print(f"{way}: {profiled(step, f'{traces}/trace, {way}.json')}", flush=True)
     planned = zf.plan(model, optimizer)
     return {
         "way": way,
@@ -121,6 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--gpt", default="12x1024x1024", help="layers x width x sequence")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="of a step")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--traces", help="a folder: one more step of each way is profiled, and its trace written there")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--numel", type=int, default=_PARAMETERS, help="elements of the bounds")
     options = parser.parse_args(arguments)
@@ -139,7 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for way in options.ways:
             if way == "disk" and options.path is None:
                 continue
-            rows.append(trained(way, (depth, width, sequence), count, device, options.path or "", options.rounds))
+            task = depth, width, sequence
+            rows.append(trained(way, task, count, device, options.path or "", options.rounds, options.traces))
             gc.collect()
         first = rows[0]["ms"]
         print(table([{**row, "ms": f"{row['ms']:.1f}", "/ first": f"{row['ms'] / first:.2f}"} for row in rows]))

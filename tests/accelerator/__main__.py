@@ -1,7 +1,8 @@
-"""All that is tried on the device "pretend", by one process for each rank.
+"""All that is tried on one accelerator, by one process for each rank.
 
-`python -m tests.accelerator LIBRARY FOLDER EXAMPLES SIZE RANK` prints, as JSON, what became of each case: "right", or what is
-wrong. What needs no other rank is tried where there is none.
+`python -m tests.accelerator DEVICE FOLDER EXAMPLES SIZE RANK` prints, as JSON, what became of each case: "right", or what is
+wrong. DEVICE is the compiled library of the device "pretend", or the name of a real one: cuda. What needs no other rank is
+tried where there is none; on a real device the stages too, over NCCL.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.accelerator import benchmark, device, programs, random_programs, ranks
-from zero_fn.local.gloo import give_groups_one_thread
 
 
-def main(library: Path, folder: str, examples: int, size: int, rank: int) -> None:
+def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
     torch.set_num_threads(1)
-    device.load(library)
+    is_real = not where.endswith(".so")
+    if is_real:
+        device.use(where)
+    else:
+        device.load(Path(where))
     found: dict[str, object] = {}
     if size == 1:
         found |= programs.results(folder)
-        found["losses"] = benchmark.losses(folder)
-    give_groups_one_thread()
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", size), rank=rank, world_size=size)
-    device.join(dist.group.WORLD)
+        if not is_real:
+            found["losses"] = benchmark.losses(folder)
+    device.begin_group(f"{folder}/store", rank, size)
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
-    if size > 1:
+    if size > 1 or is_real:
         found |= ranks.results(mesh, folder)
     if size == 1 or set(found.values()) == {"right"}:  # else the other rank waits
         found["random programs"] = random_programs.result(mesh, folder, examples)
@@ -38,4 +41,4 @@ def main(library: Path, folder: str, examples: int, size: int, rank: int) -> Non
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]))
+    main(*sys.argv[1:3], *map(int, sys.argv[3:6]))

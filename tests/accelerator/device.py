@@ -1,4 +1,7 @@
-"""The device "pretend" of `device.cpp`, compiled and made known to torch. For a process of its own: it cannot be undone."""
+"""The device that programs of this folder run on: "pretend" of `device.cpp`, compiled and made known to torch, or a real one.
+
+For a process of its own: what `load` does cannot be undone.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,36 @@ import shutil
 import subprocess
 import tempfile
 import types
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-__all__ = ["NAME", "compiled", "compiler", "join", "load", "moved", "used", "waiting"]
+import zero_fn as zf
+from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.values.tiers import Cpu
 
-NAME = "pretend"
+__all__ = [
+    "NAME",
+    "Unmeasured",
+    "begin_group",
+    "compiled",
+    "compiler",
+    "host",
+    "load",
+    "moved",
+    "same",
+    "use",
+    "used",
+    "waiting",
+]
+
+NAME = "pretend"  # of the device that programs run on
+SLACK_NBYTES = 64  # what its allocator may add to a model
 _SOURCE = Path(__file__).with_name("device.cpp")
 _TORCH = Path(torch.__file__).parent
 _loaded: list[ctypes.CDLL] = []
@@ -52,8 +76,22 @@ def compiled(folder: Path) -> Path:
     return path
 
 
+def use(name: str) -> None:
+    """Lets programs run on a real accelerator. Its sums have another order than those of the host, so numbers are compared
+    within rounding; operations are asked to be deterministic, so that nothing else makes them differ."""
+    global NAME, SLACK_NBYTES
+    NAME, SLACK_NBYTES = name, 1 << 20
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def host() -> Cpu:
+    """The host as a tier. CuPy pins memory for CUDA, and for no other device."""
+    return zf.cpu(pinned=_is_real())
+
+
 def load(path: Path) -> None:
-    """Makes the device known to this process."""
+    """Makes the device "pretend" known to this process."""
     torch.utils.rename_privateuse1_backend(NAME)
     torch.ops.load_library(path)
     library = ctypes.CDLL(str(path))
@@ -78,19 +116,39 @@ def load(path: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def join(group: dist.ProcessGroup) -> None:
-    """Gives a process group on gloo collectives for the device."""
-    _loaded[0].pretend_join(group.group_name.encode())
+def begin_group(store: str, rank: int, size: int) -> None:
+    """Begins a process group whose collectives the device has: NCCL alone on a real device, gloo where ranks share it."""
+    backend = "nccl" if _is_real() and size == 1 else "gloo"
+    if backend == "gloo":
+        give_groups_one_thread()
+    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
+    if not _is_real():
+        _loaded[0].pretend_join(dist.group.WORLD.group_name.encode())
+
+
+def _is_real() -> bool:
+    return NAME != "pretend"
+
+
+class Unmeasured(Exception):
+    """A program asks for what a real device does not tell: bytes that were copied, or copies that nothing has waited for."""
+
+
+def _require_pretended() -> None:
+    if _is_real():
+        raise Unmeasured
 
 
 def waiting() -> int:
     """Copies on side streams that nothing has waited for yet."""
+    _require_pretended()
     count: int = _loaded[0].pretend_waiting()
     return count
 
 
 def moved() -> tuple[int, int]:
     """Bytes copied to the device and from it since the last call."""
+    _require_pretended()
     found = (ctypes.c_int64 * 2)()
     _loaded[0].pretend_moved(found)
     return found[0], found[1]
@@ -98,6 +156,32 @@ def moved() -> tuple[int, int]:
 
 def used() -> tuple[int, int]:
     """Bytes of its memory that are in use, and the most since the last call."""
+    if _is_real():
+        now, most = torch.accelerator.memory_allocated(), torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        return now, most
     found = (ctypes.c_int64 * 2)()
     _loaded[0].pretend_used(found)
     return found[0], found[1]
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether numbers, tensors, and lists of them are the same: to the bit on "pretend", else within rounding.
+
+    Adam divides by the root of a mean of squares, so an element whose gradient is rounding and nothing else may go either
+    way: one in a thousand may.
+    """
+    if isinstance(expected, Mapping):
+        return found.keys() == expected.keys() and all(same(found[key], value) for key, value in expected.items())
+    if isinstance(expected, Sequence) and not all(isinstance(each, int | float) for each in expected):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    one, other = (torch.as_tensor(each).detach().cpu() for each in (found, expected))
+    if not _is_real():
+        return torch.equal(one, other)
+    if one.shape != other.shape or not one.numel():
+        return one.shape == other.shape
+    return _share_of_close(one.double(), other.double()) >= 0.999
+
+
+def _share_of_close(one: Tensor, other: Tensor) -> float:
+    return torch.isclose(one, other, rtol=1e-2, atol=1e-3, equal_nan=True).double().mean().item()

@@ -1,4 +1,4 @@
-"""Random programs on the device "pretend", in tiers and beside themselves with everything on the device.
+"""Random programs on an accelerator, in tiers and beside themselves with everything on the device.
 
 All ranks draw the same programs of `property_tests/streamed_programs.py`, and none shrinks one: they would do
 that apart.
@@ -7,10 +7,8 @@ that apart.
 from __future__ import annotations
 
 import traceback
-from itertools import starmap
 from typing import Any
 
-import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,7 +24,7 @@ def compare(placed: Placed, program: list[tuple[str, int]], folder: str) -> None
     for number, (one, other) in enumerate(zip(found, expected, strict=True)):
         done: Any = program[number] if number < len(program) else "the end"
         assert len(one) == len(other), done
-        assert all(starmap(torch.equal, zip(one, other, strict=True))), done
+        assert device.same(one, other), done
 
 
 def result(mesh: DeviceMesh, folder: str, examples: int, seeded: int = 0) -> str:

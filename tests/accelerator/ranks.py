@@ -6,6 +6,7 @@ The oracle is each stage with everything on the device, and for those the stage 
 from __future__ import annotations
 
 import copy
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -87,7 +88,7 @@ def proposals(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     for proposal in found.all[:: 3 if PROFILE == "dev" else 1]:
         model = proposal.place(net(), mesh)
         values, optimizer = numbers(model, mesh, steps=2, is_streamed=proposal.tier is not None)
-        assert values == first.setdefault(proposal.transform == "replicate", values), proposal.away
+        assert device.same(values, first.setdefault(proposal.transform == "replicate", values)), proposal.away
         held, said = zf.held(model, optimizer), proposal.held
         pairs = [(held.optimizer, said.optimizer), (held.buffers, said.buffers), (held.on_host, proposal.host)]
         pairs += [(held.tiers.get(str(tier), 0), said.tiers.get(str(tier), 0)) for tier in tiers]
@@ -137,7 +138,7 @@ def from_elsewhere(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
         require_room(name, [*model.parameters(), *model.buffers()], model, before)
         expected = [] if name == "in bf16" else [plain(x).sum().item()]
         found = [model(x.to(device.NAME)).sum().item()] if expected else []
-        assert found == expected, name
+        assert device.same(found, expected), name
         model.cpu()
         device.used()  # what the forward has taken is not meant
         zf.refresh(model)  # takes parameters back, as it does those that `from_pretrained` has read
@@ -158,14 +159,14 @@ def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int
         buffer.nbytes for buffer in model.buffers()
     )  # those of before are let go later
     assert {tensor.device.type for tensor in tensors} == {device.NAME}, name
-    assert now - before <= held + 64, (name, held, now - before)
-    assert most - before <= held + UNIT, (name, held, most - before)
+    assert now - before <= held + device.SLACK_NBYTES, (name, held, now - before)
+    assert most - before <= held + UNIT + device.SLACK_NBYTES - 64, (name, held, most - before)
 
 
 def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
     """What became of each case: "right", or what is wrong. After a traceback there are no more: the other rank waits."""
     assert isinstance(open_transport(mesh_axis(mesh, verb="a test")), Native)
-    tiers: dict[str, Tier | None] = {"none": None, "cpu": zf.cpu(pinned=False), "nvme": zf.nvme(folder)}
+    tiers: dict[str, Tier | None] = {"none": None, "cpu": device.host(), "nvme": zf.nvme(folder)}
     away = [tier for tier in tiers.values() if tier is not None]
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}
@@ -181,5 +182,8 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         except Exception:
             said[case] = traceback.format_exc()[-1500:]
             break
-        said[case] = "right" if found == expected.setdefault(alike, found) else "other numbers than those before"
+        said[case] = (
+            "right" if device.same(found, expected.setdefault(alike, found)) else "other numbers than those before"
+        )
+        print(f"{case}: {said[case]}", file=sys.stderr, flush=True)
     return said

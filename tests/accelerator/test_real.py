@@ -1,0 +1,37 @@
+"""The report of the first minutes on a real accelerator is written whatever its parts do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.accelerator import real
+from tests.accelerator.real import PARTS, ROOT, Part
+
+
+def test_a_part_that_fails_or_hangs_ends_by_itself_and_the_others_are_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('begun', flush=True); time.sleep(60)"
+    parts = {
+        "hangs": Part(1, [["-c", hangs], ["-c", "print('ended')"]]),
+        "fails": Part(1, [["-c", "raise ValueError('told')"]]),
+        "is right": Part(2, [["-c", "import sys; open(sys.argv[1] + '/trace.json', 'w'); print('right')", "FOLDER"]]),
+    }
+    monkeypatch.setattr(real, "PARTS", parts)
+    real.main(["--minutes", "0.1", "--out", str(tmp_path / "out")])
+    found = json.loads((tmp_path / "out" / "report.json").read_text())["parts"]
+    assert [part["ended"] for part in found.values()] == ["its time was up", "with exit codes 1", "well"]
+    assert "begun" in found["hangs"]["said"]
+    assert "ValueError: told" in (tmp_path / "out" / "report.md").read_text()
+    assert (tmp_path / "out" / "trace.json").exists()
+    assert (tmp_path / "out" / "is right.txt").read_text() == "right\n"
+
+
+def test_every_part_names_a_program_that_is_there() -> None:
+    for part in PARTS.values():
+        for command in part.commands:
+            path = f"{command[1].replace('.', '/')}" if command[0] == "-m" else command[0].removesuffix(".py")
+            assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()
