@@ -29,7 +29,7 @@ BUDGET = {
     "surface": 458,
     "transforms": 3105,
     "transport": 2446,
-    "values": 2000,
+    "values": 1985,
     "": 547,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""

@@ -99,3 +99,17 @@ def test_a_part_of_a_module_is_named_as_the_whole_sees_it() -> None:
     assert whole.homes == {"head.weight": Home(Sharded.GRADS)}
     assert whole.anchors == ("head", "head.layers.0")
     assert part.below("") == part
+
+
+def test_a_part_keeps_what_was_asked_of_itself() -> None:
+    whole = Assignment(
+        {"head.weight": Home(Sharded.GRADS), "token.weight": Home()},
+        anchors=("", "head", "head.layers.0"),
+        outputs={"head": torch.float32, "token": torch.float32},
+        methods=("head.encode", "token.encode"),
+    )
+    part = whole.of_part("head", {"token.weight": "tied"})
+    assert part.homes == {"weight": Home(Sharded.GRADS), "tied": Home()}
+    assert part.anchors == ("", "layers.0")
+    assert part.outputs == {"": torch.float32}
+    assert part.methods == ("encode",)

@@ -7,6 +7,7 @@ import torch
 
 from zero_fn.errors import LayoutError
 from zero_fn.values.home import Home, ReshardAfter, Sharded
+from zero_fn.values.tiers import Tiers, cpu
 
 
 def test_a_home_asks_for_nothing_by_default() -> None:
@@ -63,3 +64,11 @@ def test_sixteen_bit_gradients_are_summed_in_float32_unless_asked(
     resting: torch.dtype, home: Home, expected: torch.dtype
 ) -> None:
     assert home.sum_dtype(resting) == expected
+
+
+def test_join_refuses_two_fractions_of_states_in_one_tier() -> None:
+    one, other = (Home(tiers=Tiers(optim=cpu(), fraction=fraction)) for fraction in (0.5, 0.25))
+    with pytest.raises(LayoutError, match="different fractions") as caught:
+        one.join(other)
+    assert caught.value.facts == {"first": 0.5, "second": 0.25}
+    assert one.join(Home()) == Home().join(one) == one

@@ -1,1 +1,1 @@
-"""Pure values, without memory and without communication: tiers, homes, meshes, layouts, units, schedules."""
+"""Decisions as pure values, which take no memory and communicate nothing: tiers, homes, meshes, layouts, units, schedules."""

@@ -1,14 +1,15 @@
-"""What has been asked of a module: the value that transforms join, and that a rebuild carries out."""
+"""What transforms have asked of a module, as one value. A transform joins its own request to it, and rebuilds the module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import torch
 
 from zero_fn.errors import LayoutError, MeshError, UnitError
+from zero_fn.values.agreed import agreed
 from zero_fn.values.home import Home, Sharded
 from zero_fn.values.mesh import Axis, axes_text, dims_in, root_of
 
@@ -21,20 +22,20 @@ Over = tuple[tuple[Axis, Homes], ...]
 
 @dataclass(frozen=True)
 class Assignment:
-    """Homes of the parameters of a module.
+    """What has been asked of a module and of its parameters.
 
     Attributes:
-        homes: What was asked for on no axis, by name of the parameter: dtypes, tiers, and when gathered ones are freed.
-        over: At most two data-parallel axes, the innermost of their mesh first, and the homes over each; parameters that no
-            transform selected rest replicated.
+        homes: Requests that name no axis (dtypes, tiers, when gathered parameters are freed), by name of the parameter.
+        over: The data-parallel axes, at most two, the innermost of their mesh first; and what is asked over each of them, by
+            name of the parameter. A parameter for which nothing is asked rests replicated.
         anchors: Names of the modules whose parameters form units; None: the repeated blocks.
-        outputs: Dtype of floating point outputs, by name of a module; those of other modules are left.
-        methods: Names of methods beside `forward` that gather, as `module.method`.
-        buffers: "broadcast" (rank 0's are those of all ranks) or "local"; None: nobody said, which is "broadcast".
+        outputs: The dtype to which floating point outputs are cast, by name of the module.
+        methods: Methods that gather as `forward` does, each as `module.method`.
+        buffers: "broadcast" (all ranks have rank 0's buffers) or "local"; None: not asked, which means "broadcast".
     """
 
     homes: Homes = field(default_factory=dict)
-    over: tuple[tuple[Axis, Homes], ...] = ()
+    over: Over = ()
     anchors: tuple[str, ...] | None = None
     outputs: Mapping[str, torch.dtype] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
@@ -47,11 +48,11 @@ class Assignment:
 
     @property
     def axis(self) -> Axis | None:
-        """The innermost of them; None until a sharding transform names one."""
+        """The innermost data-parallel axis; None until a transform names one."""
         return self.over[0][0] if self.over else None
 
     def home(self, fqn: str) -> Home:
-        """Where the state of one parameter rests: the join of its homes."""
+        """Where the state of one parameter rests: the join of all requests for it."""
         home = self.homes.get(fqn, Home())
         for _, homes in self.over:
             home = home.join(homes.get(fqn, Home()))
@@ -62,81 +63,72 @@ class Assignment:
         return tuple(homes.get(fqn, Home()).sharded for _, homes in self.over)
 
     def join(self, other: Assignment) -> Assignment:
-        """The least assignment that satisfies both.
+        """The least assignment that gives both what they ask for.
 
         Raises:
-            MeshError: The axes are more than two, of different meshes, or share ranks.
-            UnitError: Both choose units, differently.
-            LayoutError: Dtypes or tiers differ.
+            MeshError: Together they have more than two axes, axes of different meshes, or axes that share ranks.
+            UnitError: Both choose units, and different ones.
+            LayoutError: They ask for different dtypes, tiers or treatments of buffers.
         """
-        if self.anchors is not None and other.anchors is not None and self.anchors != other.anchors:
-            raise UnitError(
-                "Two transforms choose different units for the same module.",
-                first=_names(self.anchors),
-                second=_names(other.anchors),
-                fix="pass the same units= to every transform, or to one of them only",
-            )
-        for name in self.outputs.keys() & other.outputs.keys():
-            if self.outputs[name] != other.outputs[name]:
-                raise LayoutError(
-                    "Two transforms ask for different output dtypes.",
-                    first=self.outputs[name],
-                    second=other.outputs[name],
-                    fix="pass output= once",
-                )
-        if self.buffers is not None and other.buffers is not None and self.buffers != other.buffers:
-            raise LayoutError(
-                "Two transforms ask for different treatment of buffers.",
-                first=self.buffers,
-                second=other.buffers,
-                fix="pass buffers= once",
-            )
+        anchors = agreed(
+            self.anchors,
+            other.anchors,
+            "units for the same module",
+            fix="pass the same units= to every transform, or to one of them only",
+            error=UnitError,
+            shown=_names,
+        )
+        outputs = dict(self.outputs)
+        for name, dtype in other.outputs.items():
+            agreed(outputs.setdefault(name, dtype), dtype, "output dtypes", fix="pass output= once")
         return Assignment(
             _joined(self.homes, other.homes),
             _joined_axes(self.over, other.over),
-            self.anchors if self.anchors is not None else other.anchors,
-            {**self.outputs, **other.outputs},
+            anchors,
+            outputs,
             tuple(sorted({*self.methods, *other.methods})),
-            self.buffers or other.buffers,
+            agreed(self.buffers, other.buffers, "treatments of buffers", fix="pass buffers= once"),
         )
 
     def below(self, prefix: str) -> Assignment:
-        """The same assignment seen from a module that holds this one under `prefix`."""
-        if not prefix:
-            return self
-        anchors = None if self.anchors is None else tuple(f"{prefix}.{name}".rstrip(".") for name in self.anchors)
-        methods = tuple(f"{prefix}.{name}" for name in self.methods)
-        over = tuple((axis, _below(prefix, homes)) for axis, homes in self.over)
-        outputs = _below(prefix, self.outputs)
-        return Assignment(_below(prefix, self.homes), over, anchors, outputs, methods, self.buffers)
+        """The same assignment, seen from a module that holds this one under the name `prefix`."""
+        return self._renamed(lambda name: f"{prefix}.{name}".strip("."))
 
     def of_part(self, path: str, tied: Mapping[str, str]) -> Assignment:
-        """The same assignment seen from the module that this one holds under `path`.
+        """The same assignment, seen from the module that this one holds under the name `path`.
 
         Args:
-            path: Of the part.
-            tied: Names in the part of parameters that have their first name outside it, by that.
+            path: The name of the part.
+            tied: For parameters of the part that are tied to ones outside it: their first name, which is outside, and their
+                name in the part.
         """
 
-        def homes_of(homes: Homes) -> dict[str, Home]:
-            return {**_inside(path, homes), **{name: homes[first] for first, name in tied.items() if first in homes}}
+        def in_part(name: str) -> str | None:
+            if name == path:
+                return ""
+            return tied.get(name, name.removeprefix(f"{path}.") if name.startswith(f"{path}.") else None)
 
-        anchors = None if self.anchors is None else ("", *_inside(path, dict.fromkeys(self.anchors)))
-        over = tuple((axis, homes_of(homes)) for axis, homes in self.over)
-        methods = tuple(_inside(path, dict.fromkeys(self.methods)))
-        return Assignment(homes_of(self.homes), over, anchors, _inside(path, self.outputs), methods, self.buffers)
+        part = self._renamed(in_part)
+        return part if part.anchors is None else replace(part, anchors=tuple(dict.fromkeys(("", *part.anchors))))
 
+    def _renamed(self, rename: Callable[[str], str | None]) -> Assignment:
+        """The assignment with other names of modules, parameters and methods; without those for which `rename` gives None."""
 
-def _inside(path: str, by_name: Mapping[str, T]) -> dict[str, T]:
-    return {name.removeprefix(f"{path}."): value for name, value in by_name.items() if name.startswith(f"{path}.")}
+        def renamed(by_name: Mapping[str, T]) -> dict[str, T]:
+            return {new: value for name, value in by_name.items() if (new := rename(name)) is not None}
 
-
-def _below(prefix: str, by_name: Mapping[str, T]) -> dict[str, T]:
-    return {f"{prefix}.{name}".rstrip("."): value for name, value in by_name.items()}
+        return Assignment(
+            renamed(self.homes),
+            tuple((axis, renamed(homes)) for axis, homes in self.over),
+            None if self.anchors is None else tuple(renamed(dict.fromkeys(self.anchors))),
+            renamed(self.outputs),
+            tuple(renamed(dict.fromkeys(self.methods))),
+            self.buffers,
+        )
 
 
 def _joined_axes(one: Over, other: Over) -> Over:
-    """The axes of two assignments, innermost first, and the homes over each."""
+    """The axes of two assignments, the innermost first, with the joined requests over each."""
     joined = dict(one)
     for axis, homes in other:
         joined[axis] = _joined(joined.get(axis, {}), homes)
@@ -175,6 +167,7 @@ def _require_apart(axes: list[Axis]) -> None:
 
 
 def _joined(homes: Homes, more: Homes) -> Homes:
+    """The join of the requests for each parameter. An error names the parameter."""
     joined = dict(homes)
     for fqn, home in more.items():
         try:

@@ -1,12 +1,11 @@
-"""Which elements of which tensors are in memory together when states pass through buffers: pure arithmetic.
+"""Which elements of which parameters share a buffer when their states pass through buffers of one size: pure arithmetic.
 
     parameters   |-- a: 9 --|-- b: 3 --|---------- c: 40 ----------|- d: 2 -|
     pieces       |-- a -----|-- b -----|-- c[0:16] --|-- c[16:32] --|-- c[32:40] --|- d -|
     chunks       |          0          |      1      |      2       |          3         |
 
-A parameter that fits a buffer is one piece. A larger one is cut at multiples of `GRAIN_NUMEL` elements, so that vector
-instructions have their remainder where they have it in the whole parameter: at its end. (Fused optimizers of torch round
-that remainder in another way.)
+A parameter whose states fit a buffer is one piece. A larger one is cut at multiples of `GRAIN_NUMEL` elements. Then the
+elements after the last whole vector are those of the uncut parameter: fused optimizers of torch round them differently.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class Piece:
 
     Attributes:
         parameter: The number of the parameter.
-        start, stop: First element, and the one after the last.
-        is_whole: Whether these are all of them.
+        start, stop: The first element, and the one after the last.
+        is_whole: Whether the piece is the whole parameter.
     """
 
     parameter: int
@@ -39,7 +38,7 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.stop - self.start
 
 
@@ -49,16 +48,16 @@ def chunks_of(
     nbytes_of: Callable[[int, int], int],
     buffer_nbytes: int,
 ) -> list[tuple[Piece, ...]]:
-    """Cuts parameters into pieces, and packs these into chunks in order.
+    """Cuts parameters into pieces, and packs the pieces, in order, into chunks that each fit a buffer.
 
     Args:
         numels: Elements of each parameter.
-        places: Where each parameter is; a chunk holds parameters of one place.
-        nbytes_of: Bytes of the states of so many elements (the second argument) of a parameter (the first).
-        buffer_nbytes: The most that the states of a chunk may take.
+        places: The place of each parameter. Parameters of different places are in different chunks.
+        nbytes_of: Given the number of a parameter and a number of elements: bytes of the states of so many of its elements.
+        buffer_nbytes: Most bytes of the states of a chunk.
 
     Returns:
-        Chunks of pieces. Every element is in exactly one piece.
+        The pieces of each chunk. Every element is in exactly one piece.
 
     Raises:
         TierError: The states of `GRAIN_NUMEL` elements of a larger parameter do not fit a buffer.

@@ -1,19 +1,19 @@
-"""The mesh axes of a module: those that transforms share its state over, and those its parameters were placed on before.
+"""The mesh axes of a module: its data axes, over which transforms shard, and its model axes, on which parameters lie already.
 
-A module that was parallelized over `mesh["tp"]` and sharded over `mesh["dp"]` rests on the mesh of both, ("dp", "tp"): a
-plain parameter is `Replicate` on tp. So all parameters lie on one mesh, as `clip_grad_norm_`, grouped kernels of
-optimizers and checkpoints need it.
+A module that was parallelized over `mesh["tp"]` and sharded over `mesh["dp"]` rests on the mesh of both, ("dp", "tp"). A
+parameter that tensor parallelism left whole is `Replicate` on tp. So all parameters lie on one mesh: `clip_grad_norm_`,
+grouped kernels of optimizers and checkpoints need that.
 
-[Note: cut from the inside] A parameter is cut over its model axes first, then over the data axes, one after the other: the
-axis that shards more of its state comes first, and of equals the innermost. Where two axes cut the same dim of a tensor and
-the one further left in the mesh was cut later, its placement is the strided one: DTensor reads placements from the left.
-Where rows are so uneven that the two readings differ, the axis that comes last does not cut a small parameter; a large one is
-cut along another dim, for which its strides are given up.
+[Note: cut from the inside] A parameter is cut over its model axes first, then over one data axis after the other: first over
+the axis that shards most of its state, and of two that shard alike over the inner one. DTensor, however, reads placements
+from the left of the mesh. So where two axes cut the same dim of a tensor and the left one cuts later, the left placement is
+`_StridedShard`. If the rows are so uneven that even this describes other rows, the last axis does not cut a small parameter,
+and a large one is cut along another dim, whose strides change.
 
 [Note: a model axis of some] A data axis may be a model axis of some parameters: experts lie on the axis along which the batch
-differs and tokens are exchanged. A parameter that was placed there, `Shard`, and that no transform shards over this axis is
-not data-parallel along it. It gets the gradients of all its ranks through that exchange, so they are divided by their
-number: the loss is a mean over every data axis.
+differs, and their tokens are exchanged along it. A parameter that lies there as `Shard`, and that no transform shards over
+this axis, is not data-parallel along it. Its gradients hold the sum over the ranks of the axis already, so they are only
+divided by the number of these ranks: the loss is a mean over every data axis.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
@@ -44,8 +46,8 @@ class Cut:
     """How a parameter is cut over the data axes.
 
     Attributes:
-        order: The dims of the parameter from the outermost in memory to the innermost; the first is cut.
-        axes: Numbers of the axes that cut it, first to last.
+        order: The dims of the parameter from the outermost in memory to the innermost. The first is the one that is cut.
+        axes: Numbers of the data axes that cut it, in the order in which they cut.
     """
 
     order: tuple[int, ...]
@@ -63,8 +65,8 @@ class Grid:
 
     Attributes:
         axes: The data axes, the innermost of the mesh first.
-        mesh: Over its data and model axes, where parameters rest; None if it has no axis.
-        dims: For each dim of `mesh`, the number of the data axis, or the name of the model axis.
+        mesh: The mesh of all its data and model axes, on which parameters rest; None without any axis.
+        dims: For each dim of `mesh`, the number of the data axis or the name of the model axis.
     """
 
     axes: tuple[Axis, ...] = ()
@@ -72,11 +74,11 @@ class Grid:
     dims: tuple[int | str, ...] = ()
 
     def order(self, levels: Sequence[Sharded], model: DTensorSpec | None = None) -> tuple[int, ...]:
-        """The numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]
+        """Numbers of the data axes in the order in which gradients are summed over them. [Note: cut from the inside]
 
         Args:
-            levels: How much of the state of the parameter each axis shards.
-            model: Where it was placed: not on the way are data axes among that. [Note: a model axis of some]
+            levels: How much of the state of the parameter each data axis shards.
+            model: Where the parameter lies on model axes. A data axis among these is left out. [Note: a model axis of some]
         """
         placed = (model.mesh.mesh_dim_names or ()) if model is not None else ()
         along = [number for number, axis in enumerate(self.axes) if axis.name not in placed]
@@ -88,10 +90,10 @@ class Grid:
         """How to cut a parameter; None if it rests whole on every data axis.
 
         Args:
-            shape: Its shape on the first ranks of its model axes, which have the largest part of it.
+            shape: The shape of its part on the first ranks of its model axes, which have the largest part.
             stride: The strides of that part.
             model: Where it lies on its model axes.
-            levels: How much of its state each axis shards.
+            levels: How much of its state each data axis shards.
         """
         sharding = [number for number in self.order(levels, model) if levels[number] > Sharded.NOTHING]
         if not sharding or not is_shardable(shape):
@@ -102,26 +104,26 @@ class Grid:
         for axes in (tuple(sharding[:count]) for count in range(len(sharding), 0, -1)):
             for dim in (order[0], *others):
                 cut = Cut((dim, *(other for other in order if other != dim)), axes)
-                if self._is_described(whole[dim], self.placements(model, cut), self._cut_order(model, cut)):
+                if self._is_described(model, cut, whole[dim]):
                     return cut
         return None
 
     def placements(self, model: DTensorSpec | None, cut: Cut | None) -> tuple[Placement, ...]:
-        """The placements of a resting parameter. [Note: cut from the inside]"""
+        """The placements of a resting parameter on `mesh`. [Note: cut from the inside]"""
         assert self.mesh is not None
         order = self._cut_order(model, cut)
         found: list[Placement] = []
         for at, dim in enumerate(self.dims):
-            if isinstance(dim, str) or (cut is None or dim not in cut.axes):
+            if cut is None or isinstance(dim, str) or dim not in cut.axes:
                 found.append(_on(model, self._name(at)))
-            else:
-                earlier = order[: order.index(at)]
-                inside = [k for k in range(at + 1, len(self.dims)) if k in earlier]
-                factor = 1
-                for k in inside:
-                    if self.dims[k] in cut.axes or _on(model, self._name(k)) == Shard(cut.dim):
-                        factor *= self.mesh.size(k)
-                found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))
+                continue
+            earlier = (k for k in order[: order.index(at)] if k > at)  # further right in the mesh, and cut before
+            factor = prod(
+                self.mesh.size(k)
+                for k in earlier
+                if self.dims[k] in cut.axes or _on(model, self._name(k)) == Shard(cut.dim)
+            )
+            found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))
         return tuple(found)
 
     def spec(
@@ -132,35 +134,32 @@ class Grid:
         stride: Sequence[int],
         dtype: torch.dtype,
     ) -> DTensorSpec | None:
-        """How a parameter of this whole shape rests; None on no axis."""
+        """How a parameter of this whole shape rests, as DTensor describes it; None without any axis."""
         if self.mesh is None:
             return None
         meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
         return DTensorSpec(self.mesh, self.placements(model, cut), tensor_meta=meta)
 
     def _cut_order(self, model: DTensorSpec | None, cut: Cut | None) -> list[int]:
-        """The dims of the mesh over which a parameter is cut, first to last."""
+        """The dims of the mesh over which a parameter is cut, in the order in which they cut."""
         names = (model.mesh.mesh_dim_names or ()) if model is not None else ()
         axes = cut.axes if cut is not None else ()
         every = [self._name(at) for at in range(len(self.dims))]
         return [*(every.index(name) for name in names), *(self.dims.index(number) for number in axes)]
 
     def _name(self, at: int) -> str:
-        """The name of an axis of the mesh."""
+        """The name of a dim of the mesh."""
         dim = self.dims[at]
         return dim if isinstance(dim, str) else self.axes[dim].name
 
-    def _is_described(self, rows: int, placements: tuple[Placement, ...], order: list[int]) -> bool:
-        """Whether DTensor, which reads `placements` from the left, finds the rows where the cuts in `order` put them."""
+    def _is_described(self, model: DTensorSpec | None, cut: Cut, rows: int) -> bool:
+        """Whether DTensor, which reads placements from the left of the mesh, finds the rows where the cuts put them."""
         assert self.mesh is not None
-        dim = next(placements[at].dim for at in reversed(order) if _cuts(placements[at]))  # type: ignore[attr-defined]
-        order = [at for at in order if _cuts(placements[at]) and placements[at].dim == dim]  # type: ignore[attr-defined]
-        if len(order) == 1:
-            return True
-        factors = tuple(p.split_factor if isinstance(p, _StridedShard) else 1 for p in placements)
-        left_to_right = tuple((at, int(factors[at])) for at in sorted(order))
+        placements = self.placements(model, cut)
+        order = tuple(at for at in self._cut_order(model, cut) if _cuts(placements[at], cut.dim))
+        left_to_right = tuple((at, getattr(placements[at], "split_factor", 1)) for at in sorted(order))
         sizes = tuple(self.mesh.size(at) for at in sorted(order))
-        return _reads_alike(rows, left_to_right, tuple(order), sizes)
+        return len(order) == 1 or _reads_alike(rows, left_to_right, order, sizes)
 
 
 def grid_of(
@@ -169,13 +168,13 @@ def grid_of(
     """The axes of a module.
 
     Args:
-        axes: Its data axes, of one mesh, innermost first, apart from one another.
-        models: Where parameters lie on model axes, by name; plain ones are left out.
-        levels: How much of the state of a parameter each data axis shards, by its name.
+        axes: Its data axes, which are of one mesh and share no ranks, the innermost first.
+        models: Where its DTensors lie on model axes, by name of the parameter.
+        levels: Given the name of a parameter: how much of its state each data axis shards.
 
     Raises:
-        MeshError: A parameter lies on another mesh than the data axes, or on one of them.
-        PlacementError: A parameter is sharded over a data axis already, or neither sharded nor replicated.
+        MeshError: A parameter lies on another mesh than the data axes, or replicated on one of them.
+        PlacementError: A parameter is sharded over a data axis already, or is neither sharded nor replicated.
     """
     if not models and len(axes) < 2:
         return Grid((axes[0],), axes[0].mesh, (0,)) if axes else Grid()
@@ -239,7 +238,7 @@ def _add_model_axes(
 
 
 def local_part(whole: Tensor, model: DTensorSpec | None) -> Tensor:
-    """This rank's part of a whole tensor on its model axes, as a view; `torch.chunk` over each axis."""
+    """This rank's part of a whole tensor on its model axes, as a view. Each axis cuts as `torch.chunk` does."""
     if model is None:
         return whole
     coordinate = model.mesh.get_coordinate()
@@ -252,80 +251,56 @@ def local_part(whole: Tensor, model: DTensorSpec | None) -> Tensor:
 
 
 def _on(model: DTensorSpec | None, name: str) -> Placement:
-    """The placement on a model axis; parameters that were not placed there are whole on it."""
+    """The placement of a parameter on a model axis; `Replicate` if it was not placed there."""
     if model is not None and name in (model.mesh.mesh_dim_names or ()):
         return model.placements[(model.mesh.mesh_dim_names or ()).index(name)]
     return Replicate()
 
 
-def _cuts(placement: Placement) -> bool:
-    return isinstance(placement, Shard | _StridedShard)
+def _cuts(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts this dim of a tensor."""
+    return isinstance(placement, Shard | _StridedShard) and placement.dim == dim
 
 
-_Runs = tuple[tuple[int, int], ...]
-"""Rows of a tensor as runs: first row and number of rows."""
+_Rows = NDArray[np.int64]
+"""Numbers of rows of a tensor, in the order in which they lie."""
 
 
 @lru_cache(maxsize=4096)
 def _reads_alike(
     rows: int, left_to_right: tuple[tuple[int, int], ...], order: tuple[int, ...], sizes: tuple[int, ...]
 ) -> bool:
-    """Whether two ways to cut rows over some dims of a mesh agree on every rank.
+    """Whether two ways to cut rows over some dims of a mesh give every rank the same rows.
 
     Args:
-        rows: The number of rows.
-        left_to_right: As DTensor does it: dims of the mesh with their split factors.
-        order: The same dims in the order they are cut.
-        sizes: Sizes of the dims, from the left.
+        rows: Number of rows.
+        left_to_right: DTensor's way: the dims of the mesh from the left, with their split factors.
+        order: Our way: the same dims in the order in which they cut.
+        sizes: Sizes of these dims, from the left.
     """
-    size_of = dict(zip(sorted(order), sizes, strict=True))
-    total = 1
-    for size in sizes:
-        total *= size
-    if rows % total == 0:
+    if rows % prod(sizes) == 0:
         return True
-    for coordinates in product(*(range(size) for size in sizes)):
-        rank_on = dict(zip(sorted(order), coordinates, strict=True))
-        read: _Runs = ((0, rows),)
+    dims, whole = sorted(order), np.arange(rows)
+    size_of = dict(zip(dims, sizes, strict=True))
+    for coordinates in product(*map(range, sizes)):
+        rank_on = dict(zip(dims, coordinates, strict=True))
+        read = cut = whole
         for at, factor in left_to_right:
-            read = _strided(read, size_of[at], rank_on[at], factor)
-        cut: _Runs = ((0, rows),)
+            read = _part(read, size_of[at], rank_on[at], factor)
         for at in order:
-            cut = _strided(cut, size_of[at], rank_on[at], 1)
-        if read != cut:
+            cut = _part(cut, size_of[at], rank_on[at], 1)
+        if not np.array_equal(read, cut):
             return False
     return True
 
 
-def _strided(runs: _Runs, size: int, rank: int, factor: int) -> _Runs:
-    """What `rank` of `size` holds of the rows in `runs`, cut into `factor` pieces that are each cut over the ranks."""
-    total = sum(count for _, count in runs)
-    piece = -(-total // factor)
-    found: list[tuple[int, int]] = []
-    for i in range(factor):
-        start = min(i * piece, total)
-        own = min(piece, total - start)
-        part = -(-own // size)
-        first = min(rank * part, own)
-        found += _between(runs, start + first, min(part, own - first))
-    return _merged(found)
+def _part(rows: _Rows, size: int, rank: int, factor: int) -> _Rows:
+    """The rows of `rank` of `size` where they are cut into `factor` pieces, and each piece over the ranks."""
+    pieces = (_chunk(rows, factor, piece) for piece in range(factor))
+    return np.concatenate([_chunk(piece, size, rank) for piece in pieces])
 
 
-def _between(runs: _Runs, start: int, count: int) -> list[tuple[int, int]]:
-    found = []
-    for first, length in runs:
-        low, high = max(start, 0), min(start + count, length)
-        if low < high:
-            found.append((first + low, high - low))
-        start -= length
-    return found
-
-
-def _merged(runs: list[tuple[int, int]]) -> _Runs:
-    merged: list[tuple[int, int]] = []
-    for first, count in runs:
-        if merged and sum(merged[-1]) == first:
-            merged[-1] = (merged[-1][0], merged[-1][1] + count)
-        else:
-            merged.append((first, count))
-    return tuple(merged)
+def _chunk(rows: _Rows, chunks: int, number: int) -> _Rows:
+    """One of the chunks that `torch.chunk` cuts rows into; empty beyond its last."""
+    most = -(-len(rows) // chunks)
+    return rows[number * most : (number + 1) * most]

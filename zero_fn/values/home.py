@@ -24,6 +24,7 @@ from enum import IntEnum
 import torch
 
 from zero_fn.errors import LayoutError
+from zero_fn.values.agreed import agreed
 from zero_fn.values.tiers import IN_MEMORY, Tiers
 
 __all__ = ["Home", "ReshardAfter", "Sharded"]
@@ -39,18 +40,17 @@ class Sharded(IntEnum):
 
 
 class ReshardAfter(IntEnum):
-    """When gathered parameters that are sharded, or rest in another tier, are freed; a later one is fewer gathers and more
-    memory."""
+    """When gathered parameters are freed, if they rest sharded or in another tier. Later: fewer gathers, more memory."""
 
     FORWARD = 0
     BACKWARD = 1
 
     @classmethod
     def named(cls, moment: str) -> ReshardAfter:
-        """The member that users call "forward" or "backward".
+        """The member for the `reshard_after=` of a user: "forward" or "backward".
 
         Raises:
-            LayoutError: It is neither.
+            LayoutError: `moment` is neither.
         """
         if moment not in ("forward", "backward"):
             raise LayoutError(
@@ -65,11 +65,11 @@ class Home:
 
     Attributes:
         sharded: How much of the state is sharded over the axis.
-        compute: Dtype of the gathered parameter; None is the dtype at rest.
-        reduce: Dtype in which gradients are summed over ranks and microbatches; None is float32 for
-            16-bit gradients and their own dtype otherwise.
+        compute: Dtype of the gathered parameter; None: the dtype at rest.
+        reduce: Dtype in which gradients are summed over ranks and microbatches; None: float32 for gradients of 16 bits or
+            less, their own dtype for others.
         reshard_after: When the gathered parameter is freed.
-        tiers: The kinds of memory in which P, G and O rest.
+        tiers: The tiers in which P, G and O rest.
     """
 
     sharded: Sharded = Sharded.NOTHING
@@ -79,37 +79,31 @@ class Home:
     tiers: Tiers = IN_MEMORY
 
     def join(self, other: Home) -> Home:
-        """The least home that satisfies both.
+        """The least home that gives both what they ask for.
 
         Raises:
             LayoutError: The two ask for different dtypes or tiers.
         """
         return Home(
             max(self.sharded, other.sharded),
-            _agreed("compute", self.compute, other.compute),
-            _agreed("reduce", self.reduce, other.reduce),
+            _dtype("compute", self.compute, other.compute),
+            _dtype("reduce", self.reduce, other.reduce),
             max(self.reshard_after, other.reshard_after),
             self.tiers.join(other.tiers),
         )
 
     def compute_dtype(self, resting: torch.dtype) -> torch.dtype:
-        """The dtype in flight of a parameter with this `resting` dtype; only floating point is ever cast."""
+        """The dtype of the gathered parameter, for one that rests in the dtype `resting`. Only floating point is cast."""
         return self.compute if self.compute is not None and resting.is_floating_point else resting
 
     def sum_dtype(self, resting: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients of this parameter are summed."""
+        """The dtype in which gradients are summed, for a parameter that rests in the dtype `resting`."""
         computed = self.compute_dtype(resting)
         if self.reduce is not None and resting.is_floating_point:
             return self.reduce
         return torch.float32 if computed.is_floating_point and computed.itemsize < 4 else computed
 
 
-def _agreed(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
-    if one is not None and other is not None and one != other:
-        raise LayoutError(
-            f"Two transforms ask for different {name} dtypes of the same parameter.",
-            first=one,
-            second=other,
-            fix=f"pass one precision(model, {name}=...) per parameter; select parameters with where=",
-        )
-    return one if one is not None else other
+def _dtype(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
+    fix = f"pass one precision(model, {name}=...) per parameter; select parameters with where="
+    return agreed(one, other, f"{name} dtypes of the same parameter", fix=fix)

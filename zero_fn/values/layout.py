@@ -35,11 +35,11 @@ __all__ = [
 ]
 
 ALIGNMENT_NBYTES = 128
-"""Every shard and segment starts on this boundary: NCCL loses a factor of ten on a 4-byte misalignment
-(pytorch#195450) and vectorised CPU kernels like a cache line."""
+"""Every shard and every segment of a buffer starts on this boundary. NCCL is ten times slower on memory that is aligned to
+4 bytes (pytorch#195450), and vectorised CPU kernels are faster on whole cache lines."""
 
 TOLERATED_PADDING_NUMEL = 2**18
-"""Elements of a gathered parameter, padded or resting whole, for which its strides are not given up."""
+"""Most elements of padding, or of a parameter that rests whole instead, for which a parameter keeps its strides."""
 
 Shape = tuple[int, ...]
 
@@ -126,21 +126,21 @@ class ShardLayout:
 
 
 def is_shardable(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape has rows to cut: scalars and empty tensors rest replicated."""
+    """Whether a tensor of this shape has rows to cut. Scalars and empty tensors have none, and rest replicated."""
     return len(shape) > 0 and prod(shape) > 0
 
 
 def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> ShardLayout:
-    """How to cut a parameter so that most of it is cut evenly and its memory order survives.
+    """How to cut a parameter.
 
-    The sharded dim is the outermost in memory and the order of dims in memory is kept, so every parameter comes back
-    with its strides: a kernel may round differently on others. Only where the outermost dim has fewer rows than there are
-    ranks and the padding would be large (stacked experts) another dim is cut and becomes the outermost: the largest, but not
-    the innermost if another has rows enough.
+    The sharded dim is the outermost in memory, and the other dims keep their order. So a gathered parameter has the strides
+    that it had: with others a kernel may round differently. One case is cut otherwise: if the outermost dim has fewer rows
+    than there are ranks and the padding would be large (stacked experts), another dim is cut and becomes the outermost. That
+    is the largest dim, but the innermost only if no other has enough rows.
 
     Args:
-        shape: Shape of the parameter; `is_shardable`.
-        stride: The strides of the tensor, in elements.
+        shape: Shape of the parameter, for which `is_shardable` holds.
+        stride: Strides of the parameter, in elements.
         shards: Number of ranks.
     """
     order = list(range(len(shape)))
@@ -159,7 +159,7 @@ def shard_layout(shape: Sequence[int], stride: Sequence[int], shards: int) -> Sh
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int]) -> bool:
-    """Whether the elements fill one range of memory, each once, in this order of dims."""
+    """Whether the elements fill one range of memory without gaps or overlaps, with the dims in this order."""
     step = 1
     for dim in reversed(order):
         if shape[dim] > 1 and stride[dim] != step:
@@ -169,7 +169,7 @@ def _is_dense(shape: Sequence[int], stride: Sequence[int], order: Sequence[int])
 
 
 def aligned_offsets(numels: Sequence[int], itemsize: int) -> tuple[int, ...]:
-    """Start of each range, in elements, when ranges lie back to back on aligned boundaries; one more entry: the end.
+    """Where ranges start that lie back to back on aligned boundaries, in elements. One more entry at the end: the total.
 
     Args:
         numels: Elements of each range.

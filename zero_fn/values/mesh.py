@@ -1,6 +1,6 @@
-"""One mesh axis: the only thing a transform needs to know about a `DeviceMesh`; and where axes lie in the mesh they are of.
+"""One axis of a `DeviceMesh`, which is all that a transform needs of it; and where the axes of one mesh lie in that mesh.
 
-The one file that asks torch which mesh a submesh was cut from, and that puts submeshes together: both ways are private.
+Only this file asks torch which mesh a submesh was cut from, and joins submeshes: torch's functions for both are private.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import MeshError
@@ -46,7 +45,7 @@ class Axis:
 
     @property
     def backend(self) -> str:
-        """The backend that moves its bytes: "gloo", "nccl", ... A group may have one for each type of device."""
+        """The backend that moves the bytes: "gloo", "nccl", ... A process group may have one for each type of device."""
         named = str(dist.get_backend(self.group))
         by_device = dict(pair.split(":", 1) for pair in named.split(",") if ":" in pair)
         return by_device.get(self.device_type, named)
@@ -56,7 +55,7 @@ class Axis:
 
 
 def mesh_axis(mesh: object, *, verb: str) -> Axis:
-    """The single axis that `mesh` is.
+    """A mesh of one axis, as an `Axis`.
 
     Args:
         mesh: A 1-D `DeviceMesh`: `mesh["dp"]`, or a mesh that has one axis only.
@@ -99,17 +98,14 @@ def mesh_axis(mesh: object, *, verb: str) -> Axis:
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `mesh` was cut from; itself if it was not cut."""
-    if hasattr(mesh, "_get_root_mesh"):
-        return mesh._get_root_mesh()
-    root: DeviceMesh = device_mesh._mesh_resources.get_root_mesh(mesh)  # older torch
-    return root
+    """The mesh that `mesh` was cut from; `mesh` itself if it was not cut."""
+    return mesh._get_root_mesh()
 
 
 def cut_from(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
-    """The submesh of `root` that `mesh` is, or is equal to; None if there is none.
+    """The submesh of `root` that is `mesh` or equal to it; None if there is none.
 
-    DTensor gives a tensor the first of all equal meshes that it met in the process, and that may be cut from another root.
+    A DTensor holds the first of all equal meshes that DTensor met in the process. That one may be cut from another root.
     """
     names = mesh.mesh_dim_names
     if names is None or root_of(mesh) == root:
@@ -122,7 +118,7 @@ def cut_from(root: DeviceMesh, mesh: DeviceMesh) -> DeviceMesh | None:
 
 
 def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
-    """The dims of `root` that the ranks of a submesh spread over; of a flattened axis all those it was flattened from."""
+    """The dims of `root` over which the ranks of a submesh spread; for a flattened axis, all dims that it was made of."""
     names, known = mesh.mesh_dim_names or (), root.mesh_dim_names or ()
     if mesh is root or (names and all(name in known for name in names)):
         return frozenset(range(root.ndim)) if mesh is root else frozenset(known.index(name) for name in names)
@@ -131,16 +127,14 @@ def dims_in(root: DeviceMesh, mesh: DeviceMesh) -> frozenset[int]:
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh over the axes of several submeshes of one mesh, in this order."""
+    """The mesh whose axes are those of several submeshes of one mesh, in this order."""
     if len(meshes) == 1:
         return meshes[0]
     root = root_of(meshes[0])
     names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
     if names == root.mesh_dim_names:
         return root
-    if hasattr(DeviceMesh, "_concatenate"):
-        return DeviceMesh._concatenate(list(meshes))
-    return root[names]  # older torch
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def axes_text(mesh: DeviceMesh) -> str:

@@ -1,15 +1,16 @@
 """A step as a list of events: pure values, the same on every rank.
 
-A *trace* is what the model did: the brackets `Enter(use)` and `Exit(use)` of its units, in order, nested as modules
-nest. From a trace the functions below make the events that move bytes around those brackets::
+A *trace* is what a forward of the model did: `Enter(use)` where the forward of a unit began and `Exit(use)` where it ended,
+called brackets, nested as modules nest. From a trace the functions below make a *schedule*, in which events that gather, free
+and reduce stand around the brackets::
 
     forward     Unshard(a) Await(a) Enter(a) .. Exit(a) Reshard(a) ...
     backward    the trace reversed; after the last Exit of a unit: Reshard(unit) Reduce(unit)
 
-`prefetch`, `fetch_ahead` and `limit_reductions` map schedules to schedules. The runtime only interprets them; because
-they are values computed from what all ranks share, every rank issues the same collectives in the same order.
+`prefetch`, `fetch_ahead` and `limit_reductions` take a schedule and return another. The runtime does what the schedule says.
+A schedule is computed from what all ranks share, so every rank issues the same collectives in the same order.
 
-A unit may be used several times in a pass (a shared block), so brackets name a use: a unit and a number.
+A unit may run several times in a pass (a shared block), so a bracket names a use: a unit and a number.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Begin to bring the resting parameters of a unit from their tier."""
+    """Begin to read the resting parameters of a unit from their tier."""
 
     unit: int
 
@@ -77,21 +78,21 @@ class Await:
 
 @dataclass(frozen=True, slots=True)
 class Enter:
-    """Compute of this use begins."""
+    """The computation of a use begins."""
 
     use: Use
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """Compute of this use has ended; in backward, its gradients are complete."""
+    """The computation of a use has ended; in backward, the gradients of the use are complete."""
 
     use: Use
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Drop the gathered parameters of a unit."""
+    """Free the gathered parameters of a unit."""
 
     unit: int
 
@@ -120,38 +121,52 @@ Trace = tuple[Enter | Exit, ...]
 
 
 def forward_schedule(trace: Trace, *, keeps_last: bool) -> tuple[Event, ...]:
-    """Gather before each use, free after it.
+    """The schedule of a forward: a unit is gathered before each use and freed after it.
 
     Args:
-        trace: Brackets of a forward pass.
-        keeps_last: A backward follows: units after whose last Exit nothing else begins (the last block and the
-            modules around it) are needed next and stay gathered.
+        trace: Brackets of the forward.
+        keeps_last: Whether a backward follows. Then units that end after the last Enter (the last block and the modules
+            around it) stay gathered: the backward begins with them.
+    """
+    last_enter = max((i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1)
+    return _around(trace, stays=lambda i: keeps_last and i > last_enter, reduces=lambda unit: False)
+
+
+def _around(trace: Trace, *, stays: Callable[[int], bool], reduces: Callable[[int], bool]) -> tuple[Event, ...]:
+    """The brackets of a trace with the events around them.
+
+    Args:
+        trace: The brackets.
+        stays: Whether a unit stays gathered after the bracket of this number.
+        reduces: Whether the gradients of a unit are reduced after its last Exit.
     """
     events: list[Event] = []
-    open_units: list[int] = []
-    last_enter = max((i for i, bracket in enumerate(trace) if isinstance(bracket, Enter)), default=-1)
+    running: list[int] = []  # units that were entered and not left, once for each use
+    last_exit = {bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)}
     for i, bracket in enumerate(trace):
         unit = bracket.use.unit
         if isinstance(bracket, Enter):
-            if unit not in open_units:
+            if unit not in running:
                 events += (Unshard(unit), Await(unit))
-            open_units.append(unit)
+            running.append(unit)
             events.append(bracket)
         else:
             events.append(bracket)
-            open_units.remove(unit)
-            if unit not in open_units and not (keeps_last and i > last_enter):
+            running.remove(unit)
+            if unit not in running and not stays(i):
                 events.append(Reshard(unit))
+            if i == last_exit[unit] and reduces(unit):
+                events.append(Reduce(unit))
     return tuple(events)
 
 
 class Leg(NamedTuple):
-    """One bracket of a schedule with the events around it.
+    """One bracket of a schedule, with the events around it.
 
     Attributes:
-        before: What runs before the bracket and did not follow the one before it.
+        before: The events before the bracket that are not in `after` of the previous one.
         bracket: The bracket.
-        after: What runs right after the bracket, up to the first event that waits.
+        after: The events right after the bracket, up to the first that waits.
     """
 
     before: tuple[Action, ...]
@@ -160,7 +175,7 @@ class Leg(NamedTuple):
 
 
 def legs(events: Sequence[Event]) -> tuple[Leg, ...]:
-    """A schedule by its brackets. What comes before the first bracket belongs to it."""
+    """A schedule cut into legs, one for each bracket. Events before the first bracket belong to that."""
     at = [i for i, event in enumerate(events) if isinstance(event, Enter | Exit)]
     found: list[Leg] = []
     start = 0
@@ -185,30 +200,13 @@ def backward_trace(trace: Trace) -> Trace:
 
 
 def backward_schedule(trace: Trace, *, reduces: Callable[[int], bool]) -> tuple[Event, ...]:
-    """Gather before each use, then free and reduce after the last use of a unit.
+    """The schedule of a backward: a unit is gathered before each use, freed after it, and reduced after its last use.
 
     Args:
-        trace: Brackets of a backward pass.
-        reduces: Whether the gradients of a unit are reduced in this pass (not while accumulating, not if frozen).
+        trace: Brackets of the backward.
+        reduces: Whether the gradients of a unit are reduced in this backward (not while accumulating, not if frozen).
     """
-    events: list[Event] = []
-    open_units: list[int] = []
-    last_exit = {bracket.use.unit: i for i, bracket in enumerate(trace) if isinstance(bracket, Exit)}
-    for i, bracket in enumerate(trace):
-        unit = bracket.use.unit
-        if isinstance(bracket, Enter):
-            if unit not in open_units:
-                events += (Unshard(unit), Await(unit))
-            open_units.append(unit)
-            events.append(bracket)
-            continue
-        events.append(bracket)
-        open_units.remove(unit)
-        if unit not in open_units:
-            events.append(Reshard(unit))
-        if last_exit[unit] == i and reduces(unit):
-            events.append(Reduce(unit))
-    return tuple(events)
+    return _around(trace, stays=lambda i: False, reduces=reduces)
 
 
 def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
@@ -236,13 +234,13 @@ def prefetch(events: Sequence[Event], *, depth: int) -> tuple[Event, ...]:
 
 
 def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], depth: int) -> tuple[Event, ...]:
-    """Begins to fetch what rests in another tier before the `depth` Enters that precede its Unshard, or at once.
+    """Adds a Fetch for each Unshard of a unit that rests in another tier, before the `depth` Enters that precede the Unshard.
 
-    A Fetch does not come before a Reshard of the same unit, and not before the Unshard of the unit that was fetched before
-    it: at most one unit is on its way from the tier while another is being gathered.
+    A Fetch is not put before a Reshard of the same unit, nor before the Unshard of the unit that was fetched before. So at
+    most one unit is read from its tier while another is gathered.
     """
     fetched: list[Event] = []
-    latest = 0  # the place after the Unshard of the last unit that was fetched
+    latest = 0  # the place after the Unshard of the unit that was fetched last
     for event in events:
         if not isinstance(event, Unshard) or not is_away(event.unit):
             fetched.append(event)
@@ -261,7 +259,7 @@ def fetch_ahead(events: Sequence[Event], *, is_away: Callable[[int], bool], dept
 
 
 def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...]:
-    """Settles the oldest reduction before a new one would make more than `limit`, and the rest at the end."""
+    """Adds a Settle for each Reduce: as late as at most `limit` reductions may be under way, or at the end."""
     assert limit > 0, "a reduction needs room for itself"
     bounded: list[Event] = []
     under_way: list[int] = []
@@ -275,7 +273,7 @@ def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...
 
 
 def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
-    """One event a line, as golden tests and `describe` show a schedule."""
+    """A schedule as text, an event a line, as `describe` prints it."""
     lines = []
     indent = 0
     for event in events:

@@ -1,9 +1,9 @@
-"""Kinds of memory in which training state can rest, as values.
+"""Tiers: the kinds of memory, beside that of the device, in which training state can rest.
 
-    cpu()              memory of the host, pinned where there is an accelerator to copy to
-    nvme("/scratch")   files on a disk, or on several, unnamed, read and written past the page cache
+    cpu()              host memory, pinned if there is an accelerator
+    nvme("/scratch")   unnamed files on one or several disks, read and written past the page cache
 
-A tier says where and how much; making the memory or the file is the business of `storage`.
+A tier is a value: it says where bytes rest, and how many may. `zero_fn.storage` makes the memory or the file.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import os
 import re
 from dataclasses import dataclass
 
-from zero_fn.errors import LayoutError, TierError
+from zero_fn.errors import TierError
+from zero_fn.values.agreed import agreed
 
 __all__ = [
     "IN_MEMORY",
@@ -33,11 +34,11 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """Memory of the host.
+    """Host memory.
 
     Attributes:
-        pinned: Register it with the accelerator, if there is one.
-        limit_nbytes: The most that may be taken on this rank; None is what is available.
+        pinned: Whether the memory is registered with the accelerator, if there is one.
+        limit_nbytes: Most bytes that this rank may take; None: all that is available.
     """
 
     pinned: bool
@@ -54,7 +55,7 @@ class Nvme:
 
     Attributes:
         paths: The folders, one on each disk.
-        limit_nbytes: The most that may be taken by this rank, on all of them; None is what is free.
+        limit_nbytes: Most bytes that this rank may take, on all disks together; None: all that is free.
     """
 
     paths: tuple[str, ...]
@@ -76,7 +77,7 @@ class Tiers:
         params: Where the resting parameter is between uses.
         grads: Where its gradient is from backward to the step.
         optim: Where the states of its optimizer are between steps.
-        fraction: Of the bytes of those states, how much is in that tier; the rest stays on the device.
+        fraction: The part of the bytes of those states that is in that tier; the rest stays on the device.
     """
 
     params: Tier | None = None
@@ -85,49 +86,44 @@ class Tiers:
     fraction: float = 1.0
 
     def join(self, other: Tiers) -> Tiers:
-        """The tiers that satisfy both.
+        """The tiers that both ask for.
 
         Raises:
-            LayoutError: The two ask for different tiers of the same state.
+            LayoutError: The two ask for different tiers, or different fractions, of the same state.
         """
-        for name in ("params", "grads", "optim"):
-            one, two = getattr(self, name), getattr(other, name)
-            if one is not None and two is not None and (one != two or self._differs(name, other)):
-                raise LayoutError(
-                    f"Two transforms ask for different tiers of {name}.",
-                    first=one,
-                    second=two,
-                    fix=f"pass one offload(model, {name}=...) per parameter; select parameters with where=",
-                )
-        return Tiers(
-            self.params or other.params,
-            self.grads or other.grads,
-            self.optim or other.optim,
-            self.fraction if self.optim is not None else other.fraction,
+        params, grads, optim = (
+            agreed(
+                getattr(self, state),
+                getattr(other, state),
+                f"tiers of {state}",
+                fix=f"pass one offload(model, {state}=...) per parameter; select parameters with where=",
+            )
+            for state in ("params", "grads", "optim")
         )
+        fraction = agreed(
+            None if self.optim is None else self.fraction,
+            None if other.optim is None else other.fraction,
+            "fractions of the optimizer states",
+            fix="pass one offload(model, optim=..., fraction=...) per parameter; select parameters with where=",
+        )
+        return Tiers(params, grads, optim, 1.0 if fraction is None else fraction)
 
     def __str__(self) -> str:
         part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
         named = ((name, getattr(self, name)) for name in ("params", "grads", "optim"))
         return ", ".join(f"{name} in {tier}" for name, tier in named if tier is not None) + part
 
-    def _differs(self, name: str, other: Tiers) -> bool:
-        return name == "optim" and self.fraction != other.fraction
-
 
 IN_MEMORY = Tiers()
 
 
 def is_away(tier: Tier | None, device_type: str) -> bool:
-    """Whether what rests in a tier is elsewhere than in the memory of a device of this type.
-
-    Where a model computes on the CPU, `cpu()` is that memory.
-    """
+    """Whether a tier is other memory than that of a device of this type. `cpu()` is not, for a model that computes there."""
     return tier is not None and (is_accelerator(device_type) or not isinstance(tier, Cpu))
 
 
 def is_accelerator(device_type: str) -> bool:
-    """Whether devices of this type have memory that is not the host's."""
+    """Whether devices of this type have memory of their own, beside the host's."""
     return device_type not in ("cpu", "meta")
 
 
@@ -138,9 +134,9 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
 
     Args:
         pinned: Register the memory with the accelerator, so that copies run beside computation. Without an accelerator
-            there is nothing to register with, and memory stays as it is.
-        limit: The most bytes this rank may take for each of what it holds there (parameters, gradients, the states of an
-            optimizer), as a number or as text: `"4GiB"`, `"500MB"`. None: what is available.
+            this does nothing.
+        limit: Most bytes that this rank may take for each of parameters, gradients and the states of an optimizer, as a
+            number or as text: `"4GiB"`, `"500MB"`. None: all that is available.
 
     Returns:
         A value; no memory is taken.
@@ -154,15 +150,15 @@ def cpu(*, pinned: bool = True, limit: int | str | None = None) -> Cpu:
 def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int | str | None = None) -> Nvme:
     """A folder of a local disk as a tier; with more paths, folders of several disks that are used as one.
 
-    Files in it have no name, so that jobs cannot meet in one, nobody else can open them, and any death of the process
-    frees them.
+    Files in the folder have no name: two jobs never share a file, no other process can open one, and the disk is freed
+    when the process ends, however it ends.
 
     Args:
         path: An existing folder on a local disk; on a network file system it works, slowly.
-        *more: Folders of other disks. What rests in the tier is cut into stripes of 2 MiB that lie on the disks in turn and
-            are read and written at once (RAID-0), so the tier is as large as the smallest of them times their number.
-        limit: The most bytes this rank may take on all disks, with all tiers that are equal to this one together, as a number
-            or as text: `"200GiB"`. None: what is free.
+        *more: Folders of other disks. The bytes of the tier are cut into stripes of 2 MiB that lie on the disks in turn and
+            are read and written at once (RAID-0). So the tier holds as many bytes as the smallest disk, times their number.
+        limit: Most bytes that this rank may take on all disks, in this tier and in all that are equal to it, as a number or
+            as text: `"200GiB"`. None: all that is free.
 
     Returns:
         A value; no file is made.
@@ -182,11 +178,14 @@ def nvme(path: str | os.PathLike[str], *more: str | os.PathLike[str], limit: int
 
 
 def nbytes_of_text(size: int | str, name: str) -> int:
-    """Bytes of a size given as a number or as text such as `"4GiB"`, `"500 MB"`, `"1.5G"`. `name` is the argument's,
-    for errors.
+    """Bytes of a size that is given as a number, or as text such as `"4GiB"`, `"500 MB"`, `"1.5G"`.
+
+    Args:
+        size: The size.
+        name: The name of the argument that holds it, for the error.
 
     Raises:
-        TierError: It is not a positive size.
+        TierError: `size` is not a positive size.
     """
     nbytes = 0
     if isinstance(size, str):

@@ -1,10 +1,10 @@
-"""Modules that run in parts, so that the weight never exists whole: what `zf.tile` puts in place of huge ones.
+"""Linears and embeddings that run in parts, so that their weight is never gathered whole. `zf.tile` puts them into a model.
 
-    nn.Linear       weight "(parts rows) in"    each part computes its rows of the output, which are concatenated
+    nn.Linear       weight "(parts rows) in"    each part computes its features of the output, which are concatenated
     nn.Embedding    weight "(parts rows) dim"   each part looks up the tokens that are in its rows
 
-A part is a module of the ordinary kind, a *tile*, and always a unit of its own: it is gathered before it runs and freed
-after, forward and backward, by the same schedule as any other unit.
+A part is called a *tile*. It is an ordinary linear or embedding, and always a unit of its own: like any other unit it is
+gathered before it runs and freed after, in forward and backward.
 
 Source: ZeRO-Infinity, Rajbhandari et al. 2021, section 5.1.3 (memory-centric tiling).
 """
@@ -33,12 +33,12 @@ class EmbeddingTile(nn.Embedding):
 
 
 def is_tile(module: nn.Module) -> bool:
-    """Whether a module is a part of a tiled one."""
+    """Whether a module is a part of a tiled module."""
     return isinstance(module, LinearTile | EmbeddingTile)
 
 
 class Tiled(nn.Module):
-    """A module whose parameters are cut by rows into those of its parts.
+    """A module that holds its parameters in parts, cut by rows.
 
     Attributes:
         tiles: The parts, in the order of their rows.
@@ -64,11 +64,11 @@ class Tiled(nn.Module):
         return {name: (total, *own.shape[1:]) for name, own in first.named_parameters(recurse=False)}
 
     def split_entries(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Replaces entries of the module that was not tiled by those of its parts, as views. No copies.
+        """Replaces the entries of the whole module, as it was before `zf.tile`, by entries of the tiles. These are views.
 
         Args:
-            state_dict: Changed in place. Entries whose shape is another one are left.
-            prefix: What the names of this module's entries begin with.
+            state_dict: Changed in place. Entries of other shapes are left as they are.
+            prefix: The beginning of the names of this module's entries.
         """
         for attribute, shape in self.whole_shapes().items():
             entry = state_dict.get(f"{prefix}{attribute}")
@@ -94,7 +94,7 @@ class Tiled(nn.Module):
 
 
 class TiledLinear(Tiled):
-    """A linear in parts of its output."""
+    """A linear in tiles, each of which computes some features of the output."""
 
     def __init__(self, linear: nn.Linear, sizes: list[int]) -> None:
         super().__init__(
@@ -112,7 +112,7 @@ class TiledLinear(Tiled):
 
 
 class TiledEmbedding(Tiled):
-    """An embedding in parts of its rows. Every part runs whatever the tokens are, so that all ranks do the same."""
+    """An embedding in tiles, each of which holds some rows. All tiles run for any tokens, so that all ranks do the same."""
 
     def __init__(self, embedding: nn.Embedding, sizes: list[int]) -> None:
         tiles: list[nn.Module] = []
@@ -131,7 +131,7 @@ class TiledEmbedding(Tiled):
         for tile, start, count in self.rows():
             own = input - start
             inside = ((own >= 0) & (own < count)).unsqueeze(-1)
-            # Tokens before the first row and beyond the last are left, and are errors as in `nn.Embedding`.
+            # Tokens below the first row and above the last of the whole are not clamped: errors, as in `nn.Embedding`.
             lowest, highest = (0 if start else None), (count - 1 if start + count < self.num_embeddings else None)
             found = tile(own.clamp(lowest, highest))
             output = found if output is None else torch.where(inside, found, output)
@@ -144,10 +144,10 @@ class TiledEmbedding(Tiled):
 
 
 def _of_whole_width(output: Tensor, tile: nn.Module) -> Tensor:
-    """The output of a part, if it has all of its features.
+    """The output of a tile, if it has all features of the tile.
 
     Raises:
-        PlacementError: An axis has cut it: concatenated, features would be in another order than in the whole.
+        PlacementError: The output is cut over an axis. Outputs of tiles could not be concatenated in order.
     """
     if output.shape[-1] != tile.out_features:
         raise PlacementError(

@@ -1,13 +1,13 @@
-"""Which parameters are gathered, freed and reduced together.
+"""Units: which parameters are gathered, freed and reduced together (FSDP's wrap groups).
 
-A *unit* belongs to a module, its anchor: the unit is gathered when the anchor's forward begins. Parameters outside every
-chosen module belong to the unit of the root. A parameter that several modules share belongs to the innermost unit
-that contains all of them, so ties work within and across units.
+A *unit* belongs to a module, its *anchor*, and is gathered when the anchor's forward begins. A parameter belongs to the
+innermost anchor around it, or to the root. If several modules share a parameter, it belongs to the innermost anchor around
+all of them; so weights may be tied within a unit and across units.
 
-By default the anchors are the repeated blocks of the model: the members of `ModuleList`, `Sequential` and `ModuleDict`
-containers with at least two members that have parameters; nested containers are looked through, blocks are not. A large
-module beside them (`LARGE_NBYTES`: token tables, output heads) is a unit of its own, for the unit of the root stays gathered
-from the first forward to the last backward. Parts of a tiled module (`tiled.py`) are units beside whatever was chosen.
+By default the anchors are the repeated blocks of the model: the members of each `ModuleList`, `Sequential` or `ModuleDict`
+that has at least two members with parameters. Containers inside containers are searched, blocks are not. A large module
+beside the blocks (`LARGE_NBYTES`: a token table, an output head) is an anchor too, because the unit of the root stays
+gathered from the first forward to the last backward. The parts of a tiled module (`tiled.py`) are always anchors.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 LARGE_NBYTES = 64 * 2**20
-"""A module beside the repeated blocks is a unit of its own if its parameters take more bytes than these at rest."""
+"""A module beside the repeated blocks is a unit of its own if its whole parameters take more bytes than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,7 @@ modules beside them."""
 
 
 def by_size(*, nbytes: int) -> BySize:
-    """A rule for `units=`: each innermost module whose parameters, outside smaller units, take at least `nbytes` bytes is a
-    unit."""
+    """A rule for `units=`: a module is a unit if its parameters outside smaller units take at least `nbytes` bytes."""
     if nbytes <= 0:
         raise UnitError("by_size needs a positive number of bytes.", nbytes=nbytes, fix="by_size(nbytes=40_000_000)")
     return BySize(nbytes)
@@ -63,11 +62,11 @@ def by_size(*, nbytes: int) -> BySize:
 
 @dataclass(frozen=True, slots=True)
 class NamedParameter:
-    """One parameter and every place that holds it.
+    """One parameter, and every place of a model that holds it.
 
     Attributes:
         parameter: The parameter.
-        places: `(module name, attribute)` of each place, in registration order; several where weights are tied.
+        places: The name of the module and the attribute, for each place in registration order. A tied weight has several.
     """
 
     parameter: nn.Parameter
@@ -75,21 +74,21 @@ class NamedParameter:
 
     @property
     def fqn(self) -> str:
-        """The first name, the one `named_parameters` gives."""
+        """The name that `named_parameters` gives: that of the first place."""
         module, attribute = self.places[0]
         return f"{module}.{attribute}" if module else attribute
 
 
 def distinct_parameters(module: nn.Module, *, takes_subclasses: bool = False) -> list[NamedParameter]:
-    """The distinct parameters of a module in registration order, with all their places.
+    """The distinct parameters of a module in registration order, each with all its places.
 
     Args:
         module: Any module.
-        takes_subclasses: Do not refuse parameters whose class is more than their memory.
+        takes_subclasses: Also take parameters of tensor subclasses; else they are refused.
 
     Raises:
         LayoutError: A parameter has no shape yet, or belongs to a scripted module.
-        PlacementError: The gradient of a parameter would be sparse, or it is of a class that shards would lose.
+        PlacementError: A parameter would get a sparse gradient, or is of a tensor subclass.
     """
     places: dict[int, list[tuple[str, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
@@ -125,9 +124,9 @@ _KEPT_FROM = ("zero_fn.", "torch.distributed.", "torch._subclasses.")  # resting
 
 
 def subclass_of(tensor: Tensor) -> type | None:
-    """The class of a tensor, or of the local tensor in it, that is more than its memory; None if there is none.
+    """The tensor subclass of a tensor, or of the local tensor in it; None for a plain tensor, and for DTensors of plain ones.
 
-    A tensor of another class computes in its own way, or keeps more than one memory: quantized weights, several parts.
+    A subclass may compute in its own way or keep several tensors (quantized weights), so plain shards would not stand for it.
     """
     for each in (tensor, getattr(tensor, "_local_tensor", None)):
         kind = type(each)
@@ -253,24 +252,22 @@ def _large_beside(blocks: Set[str], module: nn.Module) -> Iterator[str]:
     return (name for name in beside if nbytes[name] > LARGE_NBYTES)
 
 
-def _of_size(module: nn.Module, nbytes: int) -> Iterator[str]:
+def _of_size(module: nn.Module, nbytes: int) -> list[str]:
+    """Names of the units of `by_size`."""
+    found: list[str] = []
     seen: set[int] = set()
 
-    def visit(name: str, child: nn.Module) -> Iterator[str]:
-        # Yields the units below, and returns through `loose` what they leave to their parent.
-        own = 0
-        for grandchild_name, grandchild in child.named_children():
-            path = f"{name}.{grandchild_name}" if name else grandchild_name
-            yield from visit(path, grandchild)
-            own += loose.pop(path)
+    def visit(name: str, child: nn.Module) -> int:
+        """Finds the units in a module. Returns the bytes of its parameters outside them."""
+        left = sum(visit(f"{name}.{below}" if name else below, part) for below, part in child.named_children())
         for parameter in child._parameters.values():
             if parameter is not None and id(parameter) not in seen:
                 seen.add(id(parameter))
-                own += parameter.numel() * parameter.element_size()
-        is_unit = is_tile(child) or (own >= nbytes and type(child) not in (nn.ModuleList, nn.ModuleDict))
-        loose[name] = 0 if is_unit else own
-        if is_unit:
-            yield name
+                left += parameter.numel() * parameter.element_size()
+        if not is_tile(child) and (left < nbytes or type(child) in (nn.ModuleList, nn.ModuleDict)):
+            return left
+        found.append(name)
+        return 0
 
-    loose: dict[str, int] = {}
-    yield from visit("", module)
+    visit("", module)
+    return found
