@@ -28,6 +28,9 @@ _PARTS = int(_parts or 1)
 SIZES = (2,) if PROFILE == "dev" else (2, 3)
 """Numbers of gloo ranks of a test that asks for several: what is right on 3 is seldom wrong on 2, where less can go wrong."""
 
+UNEVEN = (3,) if PROFILE == "dev" else (2, 3, 4)
+"""Numbers of gloo ranks of a test of uneven shards: 3 divides few shapes, and leaves ranks without a row of small ones."""
+
 
 def load_profile() -> None:
     """Makes PROFILE the profile of tests that ask for no number of examples."""

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-__all__ = ["Layer", "Sizes", "Stack", "several", "sizes"]
+from tests.profiles import PROFILE
+
+__all__ = ["Layer", "Sizes", "Stack", "batches", "several", "sizes"]
+
+T = TypeVar("T")
 
 several = settings(max_examples=2, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 """Each example is a list of random models. A failure names its model: shrinking would take minutes of ranks."""
+
+
+def batches(one: st.SearchStrategy[T]) -> st.SearchStrategy[list[T]]:
+    """Lists of random models for `several`. The first list that Hypothesis draws has only the simplest: it may be short."""
+    least, most = (1, 5) if PROFILE == "dev" else (4, 6)
+    return st.lists(one, min_size=least, max_size=most)
 
 
 class Layer(nn.Module):

@@ -128,7 +128,7 @@ def differences(
     build: Callable[[], nn.Module],
     program: Program,
     *,
-    steps: int = 3,
+    steps: int = 2,
     optimizer: str = "sgd",
     stages: Sequence[str] = tuple(STAGES),
     options: Mapping[str, object] | None = None,
@@ -140,7 +140,7 @@ def differences(
     Args:
         build: Makes the plain model; seeded before each call.
         program: What to run in each step; its results are compared too.
-        steps: Optimizer steps.
+        steps: Optimizer steps: the second starts from states, and follows the order that the first has recorded.
         optimizer: A name in `OPTIMIZERS`.
         stages: Names in `STAGES`.
         options: Of each stage.

@@ -8,19 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 import zero_fn as zf
-from tests.acceptance.models import Sizes, Stack, several, sizes
+from tests.acceptance.models import Sizes, Stack, batches, several, sizes
 from tests.acceptance.oracle import Program, Run, differences, noise
 from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.wholes import full, fulls
-
-batches = st.lists(sizes, min_size=4, max_size=6)
 
 
 def backward(model: Any, run: Run, seed: int, width: int = 6) -> None:
@@ -38,7 +35,7 @@ def checked(batch: list[Sizes], program: Callable[[Sizes], Program]) -> list[str
 
 @pytest.mark.parametrize("n", SIZES)
 @several
-@given(batch=batches)
+@given(batch=batches(sizes))
 def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
     def program(size: Sizes) -> Program:
         def step(model: Any, run: Run, number: int) -> None:
@@ -53,7 +50,7 @@ def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, bat
 
 @pytest.mark.parametrize("n", SIZES)
 @several
-@given(batch=batches)
+@given(batch=batches(sizes))
 def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: list[Sizes]) -> None:
     def program(size: Sizes) -> Program:
         def step(model: Any, run: Run, number: int) -> None:
@@ -65,7 +62,7 @@ def test_g02_gradients_reduced_each_time_add_up(ranks: Ranks, n: int, batch: lis
     assert ranks(n).run(checked, batch, program) == [[]] * n
 
 
-WAYS = [(set_to_none, by_model) for set_to_none in (True, False) for by_model in (True, False)]
+WAYS = [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -80,7 +77,7 @@ def test_g03_zero_grad_drops_pending_gradients(ranks: Ranks, n: int, set_to_none
                 backward(model, run, 10 * number + 3)
                 backward(model, run, 10 * number + 4)
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
 
 
 class Fork(Stack):
@@ -140,7 +137,7 @@ def test_g03_a_parameter_frozen_in_a_block_keeps_what_it_has(ranks: Ranks, n: in
         model.requires_grad_(True)
         with run.accumulate():
             backward(model, run, 10 * number)
-            model.layers[number % 3].first.requires_grad_(False)
+            model.layers[number].first.requires_grad_(False)
             model.enter.bias.requires_grad_(False)
             backward(model, run, 10 * number + 1)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.acceptance.models import Layer, Stack, several
+from tests.acceptance.models import Layer, Stack, batches, several
 from tests.acceptance.oracle import Run, differences, noise
-from tests.profiles import SIZES
+from tests.profiles import SIZES, UNEVEN
 from tests.ranks import Ranks
 
 
@@ -41,7 +41,7 @@ calls = st.lists(st.tuples(st.sampled_from(NAMES), st.booleans()), min_size=1, m
 
 @pytest.mark.parametrize("n", SIZES)
 @several
-@given(orders=st.lists(calls, min_size=4, max_size=6), units=st.sampled_from([None, "*", "stacks.*"]))
+@given(orders=batches(calls), units=st.sampled_from([None, "*", "stacks.*"]))
 def test_g16_any_module_is_an_entry_in_any_order(
     ranks: Ranks, n: int, orders: list[list[tuple[str, bool]]], units: str | None
 ) -> None:
@@ -63,7 +63,7 @@ def test_g16_any_module_is_an_entry_in_any_order(
                 return outputs
 
             options = {} if units is None else {"units": units}
-            found += [f"{order}: {line}" for line in differences(Nested, program, steps=2, options=options)]
+            found += [f"{order}: {line}" for line in differences(Nested, program, options=options)]
         return found
 
     assert ranks(n).run(case) == [[]] * n
@@ -77,7 +77,7 @@ def test_g16_the_first_call_of_all_may_be_a_child(ranks: Ranks, n: int) -> None:
         run.backward(child(noise(3, 6, seed=number)).square().mean())
         run.backward(model(noise(3, 6, seed=number)).square().mean())
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
 
 
 def forward(model: Any, number: int) -> Tensor:
@@ -107,7 +107,7 @@ def test_g18_two_forwards_then_one_backward(ranks: Ranks, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0)])
 def test_g18_several_forwards_then_a_backward_each(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         losses = [forward(model, 10 * number + i) for i in range(3)]
@@ -151,7 +151,7 @@ class Exact(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", UNEVEN)
 @several
 @given(parts=st.lists(st.integers(1, 5), min_size=1, max_size=4), accumulates=st.booleans())
 def test_g18_any_number_of_forwards_share_a_backward(ranks: Ranks, n: int, parts: list[int], accumulates: bool) -> None:
@@ -177,7 +177,7 @@ class Heads(Stack):
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("chosen", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)])
+@pytest.mark.parametrize("chosen", [(0,), (2,), (1, 2)])
 def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         outputs = model(noise(3, 6, seed=number))
@@ -187,7 +187,7 @@ def test_g19_backward_of_part_of_the_outputs(ranks: Ranks, n: int, chosen: tuple
 
 
 @pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 1, 0), (2, 2, 2)])
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 1, 0)])
 def test_g19_a_retained_graph_is_backed_through_again(ranks: Ranks, n: int, order: tuple[int, ...]) -> None:
     def program(model: Any, run: Run, number: int) -> None:
         outputs = model(noise(3, 6, seed=number))

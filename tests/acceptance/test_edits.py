@@ -185,8 +185,9 @@ def _late_in_stages(case: str, twin: bool) -> None:
         _late(case, twin, stage)
 
 
-@pytest.mark.parametrize("twin", [False, True], ids=["", "deepcopy"])
-@pytest.mark.parametrize("case", LATE)
+@pytest.mark.parametrize(
+    ("case", "twin"), [*((case, False) for case in LATE), ("a parameter of a block", True), ("append", True)]
+)
 def test_g34_what_comes_late_is_refused_by_the_next_forward_and_by_check(ranks: Ranks, case: str, twin: bool) -> None:
     ranks(2).run(_late_in_stages, case, twin)
 
@@ -305,8 +306,16 @@ def _cast_with_states(stage: str, moment: str) -> None:
     optimizer.step()  # the way back is open
 
 
-@pytest.mark.parametrize("moment", ["before the forward", "before the step"])
-@pytest.mark.parametrize("stage", ALL)
+@pytest.mark.parametrize(
+    ("stage", "moment"),
+    [
+        ("replicate", "before the step"),
+        ("zero1", "before the forward"),
+        ("zero2", "before the step"),
+        ("zero3", "before the forward"),
+        ("zero3", "before the step"),
+    ],
+)
 def test_g35_a_cast_under_states_raises_before_any_update(ranks: Ranks, stage: str, moment: str) -> None:
     ranks(2).run(_cast_with_states, stage, moment)
 

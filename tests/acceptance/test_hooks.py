@@ -84,7 +84,7 @@ def test_g23_hooks_come_and_go_at_any_time(ranks: Ranks, n: int) -> None:
         if number == 1:
             run.backward(loss_of(model, 7))
 
-    assert ranks(n).run(differences, Stack, program) == [[]] * n
+    assert ranks(n).run(differences, Stack, program, steps=3) == [[]] * n
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -224,8 +224,10 @@ def _train_from_hooks(model: Any, optimizer_of: Callable[[list[nn.Parameter]], O
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("where", ["memory", "disk"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "where"),
+    [("replicate", "memory"), ("zero1", "disk"), ("zero2", "memory"), ("zero3", "memory"), ("zero3", "disk")],
+)
 def test_g23_optimizers_may_step_in_hooks_while_backward_runs(
     ranks: Ranks, tmp_path: Path, stage: str, where: str
 ) -> None:
@@ -351,7 +353,7 @@ def test_g23_an_exception_in_a_hook_before_a_forward_leaves_nothing_behind(ranks
         run.backward(model(noise(4, 6, seed=number)).square().mean())
         fail(model, 2)  # the next forward comes after a step
 
-    assert ranks(2).run(differences, Reparametrized, program) == [[]] * 2
+    assert ranks(2).run(differences, Reparametrized, program, steps=3) == [[]] * 2
 
 
 def test_g23_a_transformed_model_can_be_transformed_with_its_hooks(ranks: Ranks) -> None:

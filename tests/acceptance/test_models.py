@@ -183,8 +183,10 @@ def _values_of_one_replica(case: str, name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("edit", EDITS)
-@pytest.mark.parametrize("case", REPLICAS)
+@pytest.mark.parametrize(
+    ("case", "edit"),
+    [*(("hybrid", edit) for edit in EDITS), *zip([case for case in REPLICAS if case != "hybrid"], EDITS, strict=False)],
+)
 def test_g38_replicas_that_differ_at_the_first_forward_raise_on_every_rank(ranks: Ranks, case: str, edit: str) -> None:
     """Of two axes, ranks 0 and 2 hold alike what rank 3 has nothing to do with; they are told, too."""
     (message,) = set(ranks(4).run(_values_of_one_replica, case, edit))

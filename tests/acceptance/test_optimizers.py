@@ -135,8 +135,7 @@ def _norms(p: float, foreach: bool) -> None:
             assert torch.all((one - other).abs() <= (bound + 4 * unit) * one.abs()), stage
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["one by one", "foreach"])
-@pytest.mark.parametrize("p", NORMS)
+@pytest.mark.parametrize(("p", "foreach"), [*((p, True) for p in NORMS), (2.0, False), (math.inf, False)])
 @pytest.mark.parametrize("n", SIZES)
 def test_g40_the_clipped_norm_is_that_of_replicas(ranks: Ranks, n: int, p: float, foreach: bool) -> None:
     ranks(n).run(_norms, p, foreach)
@@ -345,5 +344,5 @@ def _elementwise(world: World) -> None:
 
 
 def test_n5_elementwise_optimizers_of_torch_are_exact(ranks: Ranks) -> None:
-    for found in ranks(3).run(differences, _elementwise):
+    for found in ranks(2).run(differences, _elementwise):
         assert found == []
