@@ -1,4 +1,4 @@
-"""A checkpoint of another library: its tensors are places in files of `torch.save`."""
+"""A checkpoint of another library: its tensors lie in files of `torch.save`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.boxes import Box, spans, strides_of, whole_box
+from zero_fn.checkpoint.boxes import spans, whole_box
 from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, disk
 from zero_fn.checkpoint.pickles import ByteRange, Inert, PlacedTensor, require_checksum
@@ -20,35 +20,25 @@ from zero_fn.errors import CheckpointError
 __all__ = ["Foreign"]
 
 _OF_THE_IMPLEMENTATION = ("params", "param_names", "step", "foreach", "fused", "capturable", "differentiable")
-"""Of what a group of an optimizer says: what the one that is loaded decides for itself."""
+"""Options of a group that the optimizer to be loaded decides for itself."""
 
 
 class Foreign(Contents):
     """A checkpoint that `zf.save` has not written.
 
     Attributes:
-        extra: What it has beside the model and the optimizer, as it was written.
+        extra: What the checkpoint has beside the model and the optimizer, as it was written.
 
-    The checksums in files of `torch.save` are of whole storages: where one is read from first, it is verified whole.
+    The checksums in files of `torch.save` are of whole storages: a storage is verified whole before the first read from it.
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
-        """One of which nothing is known yet.
-
-        Args:
-            path: Its folder.
-            rename: What names in the checkpoint are in the model.
-        """
         super().__init__(path, rename)
         self.extra: dict[str, Any] = {}
-        self._openers: dict[ByteRange, Callable[[], TensorReader]] = {}
+        self._openers: dict[PlacedTensor, Callable[[], TensorReader]] = {}
         self._verified: set[ByteRange] = set()
 
-    # -- what the readers of each library say --------------------------------------------------------------------------
-
-    def add_model(self, name: str, tensor: PlacedTensor) -> None:
-        """A whole parameter or buffer."""
-        self.add("model", name, "", tensor.shape, tensor)
+    # -- what the reader of each format adds ---------------------------------------------------------------------------
 
     def add(
         self,
@@ -58,43 +48,35 @@ class Foreign(Contents):
         shape: tuple[int, ...],
         tensor: PlacedTensor,
         *,
-        box: Box | None = None,
         run: tuple[int, int, int] | None = None,
     ) -> None:
-        """A part of a tensor.
+        """Adds a parameter, a buffer or a state of an optimizer, or some of its elements.
 
         Args:
             kind: "model" or "optimizer".
-            name: Of the parameter or buffer.
-            state: Of the optimizer, or nothing.
-            shape: Of the whole tensor.
+            name: The name of the parameter or buffer.
+            state: The name of the state, or nothing.
+            shape: The shape of the whole.
             tensor: What the file has.
-            box: Which box of the whole that is; None: the whole.
-            run: Instead of a box: from which element of the whole on, how many in the order of rows, and from which element
-                of what the file has.
+            run: Which elements of the whole, in the order of rows: the first, how many, and the first of them in `tensor`.
+                None: all.
 
         Raises:
-            CheckpointError: There is less in the file.
+            CheckpointError: The file has fewer elements.
         """
-        at, count, first = run or (0, prod(tensor.shape), 0)
-        size, is_in_rows = prod(tensor.shape), tensor.strides == strides_of(tensor.shape)
-        if first + count > size or (run is None and count != (box.numel if box else prod(shape))):
+        at, count, first = run or (0, prod(shape), 0)
+        if first + count > prod(tensor.shape) or (run is None and count != prod(tensor.shape)):
             raise damaged(
                 tensor.span.path, tensor=name, why=f"{list(tensor.shape)} are fewer elements than it should have"
             )
-        if is_in_rows:
-            opened = self._openers.setdefault(tensor.span, partial(self._opened, tensor.span, tensor.span.offset))
-            offset = tensor.offset - tensor.span.offset
-        else:  # its elements are in another order: it passes through memory
-            opened, offset = partial(self.open_tensor, tensor), 0
-        boxes = (box or whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count)
-        for part in boxes:
-            begin = offset + first * tensor.dtype.itemsize
-            self.add_box(kind, state, StoredBox(name, tensor.dtype, shape, part, begin, open=opened))
-            first += part.numel
+        opened = self._openers.setdefault(tensor, partial(self.open_tensor, tensor))
+        for box in (whole_box(shape),) if run is None or 0 in shape else spans(shape, at, at + count):
+            offset = first * tensor.dtype.itemsize
+            self.add_box(kind, state, StoredBox(name, tensor.dtype, shape, box, offset, open=opened))
+            first += box.numel
 
     def add_state(self, name: str, state: str, value: Any) -> None:
-        """A state of a parameter that is a number."""
+        """Adds a state of a parameter that is a number."""
         if isinstance(value, PlacedTensor):
             value = self.read(value)
         elif state == "step":  # torch counts steps in tensors
@@ -106,10 +88,10 @@ class Foreign(Contents):
             self.values.setdefault(self.rename(name), (0, {}))[1][state] = value
 
     def add_group(self, names: list[str], group: Mapping[str, Any]) -> None:
-        """What the optimizer says of a group of parameters.
+        """Adds the options of a group of parameters.
 
         Raises:
-            CheckpointError: It steps in a way that no optimizer of torch does.
+            CheckpointError: The optimizer steps in a way that no optimizer of torch does.
         """
         options = {name: self.value(0, value) for name, value in group.items() if name not in _OF_THE_IMPLEMENTATION}
         if not options.pop("bias_correction", True):
@@ -122,18 +104,18 @@ class Foreign(Contents):
             self.options[self.rename(name)] = (0, options)
 
     def add_box(self, kind: str, state: str, piece: StoredBox) -> None:
-        """A box of a tensor.
+        """Adds a box of a tensor.
 
         Raises:
-            CheckpointError: Other boxes of it have other shapes or dtypes.
+            CheckpointError: Another box of the tensor has another shape or dtype.
         """
         if self.add_piece(kind, piece.name, state, piece) is not None:
             raise damaged(self.path, tensor=piece.name, why="its parts have other shapes or dtypes")
 
-    # -- what is read of them ----------------------------------------------------------------------------------------------
+    # -- what is read --------------------------------------------------------------------------------------------------
 
     def value(self, rank: int, encoded: Any) -> Any:
-        """A value as it was saved; what was of a class is a dict of its attributes."""
+        """A value as it was saved; an instance of a class becomes a dict of its attributes."""
         if isinstance(encoded, PlacedTensor):
             return self.read(encoded)
         if isinstance(encoded, Inert):
@@ -145,40 +127,35 @@ class Foreign(Contents):
         return encoded
 
     def said(self, rank: int, what: str) -> dict[str, Any]:
-        """What it has beside the model and the optimizer."""
+        """What the checkpoint has beside the model and the optimizer."""
         return self.extra if what == "extra" else {}
-
-    def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
-        """Opens the bytes of a tensor, from its first element on."""
-        is_in_rows = tensor.strides == strides_of(tensor.shape)
-        return self._opened(tensor.span, tensor.offset) if is_in_rows else _InMemory(self.read(tensor))
-
-    def _opened(self, span: ByteRange, begin: int) -> TensorReader:
-        self._verify(span)
-        with disk(span.path, "Reading a checkpoint"):
-            nbytes = span.path.stat().st_size
-        return TensorReader(span.path, begin, nbytes)
 
     def read(self, tensor: PlacedTensor) -> Tensor:
         """A whole tensor, in memory.
 
         Raises:
-            CheckpointError: It is not what was written.
+            CheckpointError: The bytes are not those that were written.
             StorageError: The disk refused.
         """
-        self._verify(tensor.span)
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.strides, strict=True))
-        count = 0 if 0 in tensor.shape else last + 1
-        with disk(tensor.span.path, "Reading a checkpoint"), tensor.span.path.open("rb") as file:
-            file.seek(tensor.offset)
-            found = bytearray(file.read(count * tensor.dtype.itemsize))
-        flat = torch.frombuffer(found, dtype=tensor.dtype) if found else torch.empty(0, dtype=tensor.dtype)
+        flat = torch.empty(tensor.spanned, dtype=tensor.dtype)
+        reader = self._opened(tensor)
+        try:
+            reader.read(StoredBox("", flat.dtype, tuple(flat.shape), whole_box(flat.shape)), 0, flat.numel(), flat)
+        finally:
+            reader.close()
         return flat.as_strided(tensor.shape, tensor.strides).contiguous()
 
-    def _verify(self, span: ByteRange) -> None:
-        if span not in self._verified:
-            require_checksum(span)
-            self._verified.add(span)
+    def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
+        """Opens a tensor from its first element on; in memory, where its elements are not in the order of rows."""
+        return self._opened(tensor) if tensor.is_in_rows else _InMemory(self.read(tensor))
+
+    def _opened(self, tensor: PlacedTensor) -> TensorReader:
+        if tensor.span not in self._verified:
+            require_checksum(tensor.span)
+            self._verified.add(tensor.span)
+        with disk(tensor.span.path, "Reading a checkpoint"):
+            nbytes = tensor.span.path.stat().st_size
+        return TensorReader(tensor.span.path, tensor.offset, nbytes)
 
 
 class _InMemory(TensorReader):
@@ -188,7 +165,7 @@ class _InMemory(TensorReader):
         self._values = values.reshape(-1)
 
     def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
-        """Some of its elements."""
+        """Copies some of its elements."""
         if out is not None:
             out.copy_(self._values[first:last])
 

@@ -1,14 +1,14 @@
 """Folders of DeepSpeed: of ZeRO-1, 2 and 3, and universal ones.
 
     global_step2/                                               ZeRO-1 and 2                      ZeRO-3
-        mp_rank_00_model_states.pt                              names, buffers, what is frozen    -
+        mp_rank_00_model_states.pt                              names, buffers, frozen tensors    -
         zero_pp_rank_0_mp_rank_00_model_states.pt               -                                 the same, of rank 0
         zero_pp_rank_0_mp_rank_00_optim_states.pt               parameters and moments of rank 0  the same
     latest                                                      "global_step2"
 
 ZeRO-1 and 2 lay all parameters of a group one after the other, and cut that at the ranks. ZeRO-3 cuts each parameter at the
-ranks, and lays the parts of a rank one after the other. A universal folder has a file for each parameter and state. All of
-them are ranges of the elements of a parameter, which is all that is needed to read them anywhere.
+ranks, and lays the parts of a rank one after the other. A universal folder has a file for each parameter and state. In each
+case a file holds ranges of the elements of parameters, so any rank can read them.
 
 [Note: the order in a group] It is that of `param_shapes`. `param_slice_mappings` says so, too, but not with
 `round_robin_gradients`: DeepSpeed 0.19 then names parameters in another order than they lie in, and `ds_to_universal` gives
@@ -40,10 +40,12 @@ _OWN = {
     "data_sampler", "random_ltd", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config",
     "ds_version", "universal_checkpoint_info",
 }  # fmt: skip
-"""What DeepSpeed says of a model beside what the user has asked it to keep."""
+"""Entries of a file of the model that are DeepSpeed's own; the others are what the user has asked it to keep."""
+
+Shapes = dict[str, tuple[int, ...]]
 
 Fragment = tuple[int, str, int, int, int]
-"""The number of a flat group; a parameter, and from which of its elements on how many there are; from which of the group."""
+"""A group's number; a parameter's name, the first of its elements and how many; the first of these in the group."""
 
 
 def deepspeed_folder(folder: Path) -> Path | None:
@@ -67,39 +69,34 @@ class DeepSpeedFolder(Foreign):
     """A checkpoint that DeepSpeed has written."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
-        """Reads what is in it, but for the elements of tensors.
+        """Reads what is in the checkpoint, but for the elements of tensors.
 
         Args:
             path: The folder with the files, not that with `latest`.
-            rename: What names in the checkpoint are in the model.
+            rename: The name in the model for a name in the checkpoint.
             has_states: Whether states of the optimizer are wanted.
 
         Raises:
-            CheckpointError: It is damaged, or of a kind that is not read.
+            CheckpointError: The checkpoint is damaged, or of a kind that is not read.
             StorageError: The disk refused.
         """
         super().__init__(path, rename)
         self._has_states = has_states
-        with understood(path, "it says what DeepSpeed 0.19 does not say"):
-            self._list(path)
-
-    def _list(self, path: Path) -> None:
         with disk(path, "Reading a checkpoint"):
             names = sorted(found.name for found in path.iterdir())
-        is_universal = "zero" in names
-        models = self._by_rank(_MODEL, names, is_universal=is_universal)
-        said = read_pickle(models[0])
-        shapes: list[dict[str, tuple[int, ...]]] = [dict(each) for each in said["param_shapes"] or ()]
-        shared: dict[str, str] = said["shared_params"] or {}
-        self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
-        self._add_rest(said, models, {name for each in shapes for name in each} | shared.keys())
-        self.extra = {name: value for name, value in said.items() if name not in _OWN}
-        if is_universal:
-            self._add_universal(path / "zero", shapes)
-            return
-        optimizers = self._by_rank(_OPTIMIZER, names)
-        if optimizers:
-            self._add_optimizers(optimizers, shapes)
+        with understood(path, "it says what DeepSpeed 0.19 does not say"):
+            models = self._by_rank(_MODEL, names, is_universal="zero" in names)
+            said = read_pickle(models[0])
+            self._groups: list[Shapes] = [dict(each) for each in said["param_shapes"] or ()]
+            self._shapes: Shapes = {name: shape for each in self._groups for name, shape in each.items()}
+            shared: dict[str, str] = said["shared_params"] or {}
+            self.aliases |= {self.rename(alias): self.rename(name) for alias, name in shared.items()}
+            self.extra = {name: value for name, value in said.items() if name not in _OWN}
+            self._add_untrained(said, models, self._shapes.keys() | shared.keys())
+            if "zero" in names:
+                self._add_universal(path / "zero")
+            else:
+                self._add_optimizers(self._by_rank(_OPTIMIZER, names))
 
     def _by_rank(self, pattern: re.Pattern[str], names: list[str], *, is_universal: bool = False) -> list[Path]:
         """The files of all ranks.
@@ -109,11 +106,12 @@ class DeepSpeedFolder(Foreign):
         """
         found = [match for match in map(pattern.fullmatch, names) if match]
         others = [name for name in names if "expert" in name or "expp_rank" in name or name.startswith("layer_")]
-        if others or (not is_universal and any(int(match["part"]) for match in found)):
+        others += [match.string for match in found if int(match["part"]) and not is_universal]
+        if others:
             raise CheckpointError(
                 "DeepSpeed has cut this model in other ways than by ZeRO, and its files do not say how.",
                 checkpoint=self.path,
-                found=", ".join(others[:3] or [match.string for match in found if int(match["part"])][:3]),
+                found=", ".join(others[:3]),
                 fix="python -m deepspeed.checkpoint.ds_to_universal makes a folder of whole parameters of it",
             )
         ranks = {int(match["rank"] or 0): self.path / match.string for match in reversed(found)}
@@ -121,13 +119,13 @@ class DeepSpeedFolder(Foreign):
             raise damaged(self.path, why=f"there are files of ranks {sorted(ranks)}, and none of those between")
         return [ranks[rank] for rank in range(len(ranks))]
 
-    def _add_rest(self, said: dict[str, Any], models: list[Path], trained: set[str]) -> None:
-        """Buffers, and what is frozen: what the optimizer does not step."""
+    def _add_untrained(self, said: dict[str, Any], models: list[Path], trained: set[str]) -> None:
+        """Adds buffers and frozen parameters: what the optimizer does not step."""
         frozen = said.get("frozen_param_shapes") or {}
         is_cut = models[0].name.startswith("zero_pp_rank")
         for name, tensor in (said["module"] or {}).items():
             if name in said["buffer_names"] or not (is_cut or name in trained):
-                self.add_model(name, tensor)
+                self.add("model", name, "", tensor.shape, tensor)
         if is_cut and frozen:
             parts = [said, *map(read_pickle, models[1:])]
             for name, shape in frozen.items():
@@ -135,8 +133,8 @@ class DeepSpeedFolder(Foreign):
                     at, count = _part(prod(shape), rank, len(parts))
                     self.add("model", name, "", shape, part["frozen_param_fragments"][name], run=(at, count, 0))
 
-    def _add_optimizers(self, paths: list[Path], shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        every: dict[str, tuple[int, ...]] = {name: shape for each in shapes for name, shape in each.items()}
+    def _add_optimizers(self, paths: list[Path]) -> None:
+        """Adds parameters and states of ZeRO: each rank has some elements of each group."""
         begins: Counter[int] = Counter()
         for rank, path in enumerate(paths):
             said = read_pickle(path)["optimizer_state_dict"]
@@ -153,34 +151,34 @@ class DeepSpeedFolder(Foreign):
             if any(count != len(paths) for count in (counts if isinstance(counts, list) else [counts])):
                 raise damaged(path, why=f"{counts} ranks have written states, and there are files of {len(paths)}")
             values = said["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"]
-            paddings = said.get("param_alignment_paddings") or [[0] * len(each) for each in shapes]
+            gaps = said.get("param_alignment_paddings") or [[0] * len(each) for each in self._groups]
             for group, name, at, count, first in (
-                _cut_each(shapes, rank, len(paths)) if is_cut else _cut_all(shapes, paddings, values, begins)
+                _cut_each(self._groups, rank, len(paths)) if is_cut else _cut_all(self._groups, gaps, values, begins)
             ):
-                run, shape = (at, count, first), every[name]
-                self.add("model", name, "", shape, values[group], run=run)
-                for state, value in base["state"].get(group, {}).items() if self._has_states else ():
-                    if isinstance(value, PlacedTensor) and value.shape:
-                        self.add("optimizer", name, state, shape, value, run=run)
+                states = base["state"].get(group, {}) if self._has_states else {}
+                self.add("model", name, "", self._shapes[name], values[group], run=(at, count, first))
+                for state, value in states.items():
+                    if _is_of_elements(value):
+                        self.add("optimizer", name, state, self._shapes[name], value, run=(at, count, first))
             if rank == 0 and self._has_states:
-                self._add_groups(base, shapes)
+                self._add_groups(base)
 
-    def _add_groups(self, base: dict[str, Any], shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        """Options of groups, and states that are numbers: the same for all parameters of a flat group."""
+    def _add_groups(self, base: dict[str, Any]) -> None:
+        """Adds options of groups, and states that are numbers: the same for all parameters of a flat group."""
         for group in base["param_groups"]:
-            self.add_group([name for flat in group["params"] for name in shapes[flat]], group)
+            self.add_group([name for flat in group["params"] for name in self._groups[flat]], group)
             for flat in group["params"]:
-                states = base.get("state", {}).get(flat, {})
                 numbers = {"step": group["step"]} if "step" in group else {}
-                numbers |= {n: v for n, v in states.items() if not (isinstance(v, PlacedTensor) and v.shape)}
-                for name in shapes[flat]:
+                states = base.get("state", {}).get(flat, {})
+                numbers |= {state: value for state, value in states.items() if not _is_of_elements(value)}
+                for name in self._groups[flat]:
                     for state, value in numbers.items():
                         if ("optimizer", f"{self.rename(name)}/{state}") not in self.pieces:
                             self.add_state(name, state, value)
 
-    def _add_universal(self, path: Path, shapes: list[dict[str, tuple[int, ...]]]) -> None:
-        every = {name: shape for each in shapes for name, shape in each.items()}
-        for name, shape in every.items():
+    def _add_universal(self, path: Path) -> None:
+        """Adds parameters and states of a universal folder: a file for each."""
+        for name, shape in self._shapes.items():
             with disk(path / name, "Reading a checkpoint"):
                 files = sorted((path / name).glob("*.pt"))
             for file in files:
@@ -188,44 +186,46 @@ class DeepSpeedFolder(Foreign):
                 value = found["param"] if isinstance(found, dict) else found
                 if file.stem == "fp32":
                     self.add("model", name, "", shape, value)
-                elif isinstance(value, PlacedTensor) and value.shape:
+                elif _is_of_elements(value):
                     self.add("optimizer", name, file.stem, shape, value)
                 else:
                     self.add_state(name, file.stem, value)
         if self._has_states:
             said = read_pickle(path / "optimizer_state.pt")
-            self._add_groups(said.get("optimizer_state_dict", said), shapes)
+            self._add_groups(said.get("optimizer_state_dict", said))
+
+
+def _is_of_elements(state: Any) -> bool:
+    """Whether a state has a number for each element, and is not one number."""
+    return isinstance(state, PlacedTensor) and bool(state.shape)
 
 
 def _cut_all(
-    shapes: list[dict[str, tuple[int, ...]]],
-    paddings: list[list[int]],
-    values: list[PlacedTensor],
-    begins: Counter[int],
+    groups: list[Shapes], gaps: list[list[int]], values: list[PlacedTensor], begins: Counter[int]
 ) -> Iterator[Fragment]:
     """What a rank has of groups that were cut as wholes; `begins` is how much of each group the ranks before have."""
-    for group, (each, gaps, tensor) in enumerate(zip(shapes, paddings, values, strict=True)):
+    for group, (shapes, paddings, tensor) in enumerate(zip(groups, gaps, values, strict=True)):
         begin, end, start = begins[group], begins[group] + prod(tensor.shape), 0
-        for (name, shape), gap in zip(each.items(), gaps, strict=True):
+        for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
             low, high = max(start, begin), min(start + prod(shape), end)
             if low < high:
                 yield group, name, low - start, high - low, low - begin
-            start += prod(shape) + gap
+            start += prod(shape) + padding
         begins[group] = end
 
 
-def _cut_each(shapes: list[dict[str, tuple[int, ...]]], rank: int, ranks: int) -> Iterator[Fragment]:
+def _cut_each(groups: list[Shapes], rank: int, ranks: int) -> Iterator[Fragment]:
     """What a rank has of groups of which each parameter was cut."""
-    for group, each in enumerate(shapes):
+    for group, shapes in enumerate(groups):
         first = 0
-        for name, shape in each.items():
+        for name, shape in shapes.items():
             at, count = _part(prod(shape), rank, ranks)
             yield group, name, at, count, first
             first += -(-prod(shape) // ranks)
 
 
 def _part(numel: int, rank: int, ranks: int) -> tuple[int, int]:
-    """From which element on a rank has how many of a parameter that ZeRO-3 has cut."""
+    """The first element that a rank has of a parameter that ZeRO-3 has cut, and how many."""
     size = -(-numel // ranks)
     at = min(rank * size, numel)
     return at, min(size, numel - at)

@@ -1,11 +1,14 @@
-"""Files of `torch.save` as values, without running what is in them.
+"""Reads files of `torch.save` as values, without running the code that they name.
 
-A pickle is a program that calls what it names. Here it can name nothing but what `_ADMITTED` lists: tensors, which become
-the places of their elements in the file, and a few classes, which become records of what they were given. Anything else is
+A pickle is a program that calls what it names. Here it may name only what `_ADMITTED` lists. Tensors become `PlacedTensor`:
+where their elements lie in the file. Instances of a few classes become `Inert`: what they were made with. Any other name is
 refused before it is called.
 
-[Note: classes that cannot be changed] The opcode BUILD sets attributes of any object. So whatever a pickle can reach is a
-class whose attributes cannot be set, a tuple, or an instance whose `__setstate__` only keeps what it is given.
+`torch.load(weights_only=True)` does not serve: it reads no `.metadata` of torch.distributed.checkpoint (pickle protocol 4),
+compares no checksums (a flipped bit in a tensor is loaded), and does not say where in the file a tensor lies.
+
+[Note: what a pickle cannot change] The opcode BUILD sets attributes of any object on its stack, but calls `__setstate__`
+where the object has one. So everything that a pickle can reach is immutable, or has a `__setstate__` of ours.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import torch
 
+from zero_fn.checkpoint.boxes import strides_of
 from zero_fn.checkpoint.files import damaged, disk
 from zero_fn.errors import CheckpointError, ZeroError
 
@@ -31,11 +35,11 @@ _BLOCK_NBYTES = 1 << 20
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file under one checksum.
+    """Bytes of a file under one checksum: a storage, as `torch.save` writes it.
 
     Attributes:
         path: The file.
-        offset, nbytes: Where they are.
+        offset, nbytes: Where the bytes are in the file.
         crc32: Their checksum.
     """
 
@@ -46,12 +50,12 @@ class ByteRange(NamedTuple):
 
 
 class PlacedTensor(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file, whose elements have not been read.
 
     Attributes:
-        span: The bytes that it is in.
-        offset: Its first byte, from the beginning of the file.
-        dtype, shape, strides: Of the tensor, in elements.
+        span: The storage of the tensor.
+        offset: The first byte of the tensor, from the beginning of the file.
+        dtype, shape, strides: Of the tensor; strides in elements.
     """
 
     span: ByteRange
@@ -60,19 +64,24 @@ class PlacedTensor(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
+    @property
+    def is_in_rows(self) -> bool:
+        """Whether the elements lie in the order of rows, without gaps."""
+        return self.strides == strides_of(self.shape)
 
-class _Unchangeable(type):
-    """Classes of which nothing can be set. [Note: classes that cannot be changed]"""
+    @property
+    def spanned(self) -> int:
+        """Elements of the storage from the first of the tensor to its last."""
+        if 0 in self.shape:
+            return 0
+        return sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True)) + 1
 
-    def __setattr__(cls, name: str, value: object) -> None:
-        raise pickle.UnpicklingError(f"it sets {name} of a class")
 
-
-class Inert(metaclass=_Unchangeable):
-    """An object of a class that is not looked for: what it was made with.
+class Inert:
+    """An instance of a class that is not imported. [Note: what a pickle cannot change]
 
     Attributes:
-        args: Of its constructor.
+        args: The arguments of its constructor.
         state: What its class would have restored.
     """
 
@@ -82,7 +91,6 @@ class Inert(metaclass=_Unchangeable):
     state: Any
 
     def __new__(cls, *args: Any) -> Inert:
-        """Made by a call, or by the opcode that calls this alone."""
         self = super().__new__(cls)
         self.args, self.state = args, {}
         return self
@@ -91,8 +99,8 @@ class Inert(metaclass=_Unchangeable):
         self.state = state
 
 
-class _Dict(dict[Any, Any], metaclass=_Unchangeable):
-    """An `OrderedDict`, which may have attributes: they are dropped."""
+class _Dict(dict[Any, Any]):
+    """An `OrderedDict` without its attributes. [Note: what a pickle cannot change]"""
 
     __slots__ = ()
 
@@ -100,55 +108,46 @@ class _Dict(dict[Any, Any], metaclass=_Unchangeable):
         pass
 
 
-class _Text(metaclass=_Unchangeable):
-    """Bytes, as old protocols write them: `_codecs.encode(text, "latin1")`."""
+class _Function:
+    """A function that a pickle may call. [Note: what a pickle cannot change]"""
 
-    __slots__ = ()
+    __slots__ = ("_function",)
 
-    def __new__(cls, text: str, _: str) -> Any:
-        return text.encode("latin1")
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
-class _View(metaclass=_Unchangeable):
-    """`_rebuild_tensor_v2` and `_rebuild_tensor_v3`: a tensor in a storage."""
-
-    __slots__ = ()
-
-    def __new__(cls, storage: _Storage, first: int, shape: Any, strides: Any, *others: Any) -> Any:
-        dtype = next((other for other in others if isinstance(other, torch.dtype)), storage.dtype)
-        shape, strides = tuple(shape), tuple(strides)
-        if len(shape) != len(strides) or min((first, *shape, *strides)) < 0:
-            raise pickle.UnpicklingError("a tensor has a shape that no tensor has")
-        last = first + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        if 0 not in shape and (last + 1) * dtype.itemsize > storage.span.nbytes:
-            raise pickle.UnpicklingError("a tensor is larger than its bytes")
-        return PlacedTensor(storage.span, storage.span.offset + first * dtype.itemsize, dtype, shape, strides)
-
-
-class _OfParameter(metaclass=_Unchangeable):
-    """`_rebuild_parameter`: the tensor in it."""
-
-    __slots__ = ()
-
-    def __new__(cls, values: Any, *_: Any) -> Any:
-        return values
-
-
-class _OfType(metaclass=_Unchangeable):
-    """`_rebuild_from_type_v2`: the tensor that a function makes, which may have attributes."""
-
-    __slots__ = ()
-
-    def __new__(cls, make: Any, kind: Any, args: Any, _: Any) -> Any:
-        if make is not _View:
-            raise pickle.UnpicklingError("a tensor is made in a way of its own")
-        return make(*args)
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it sets attributes of a function")
 
 
 class _Storage(NamedTuple):
     span: ByteRange
     dtype: torch.dtype
 
+
+def _placed(storage: _Storage, first: int, shape: Any, strides: Any, *others: Any) -> PlacedTensor:
+    """`_rebuild_tensor_v2` and `_rebuild_tensor_v3`: a tensor in a storage."""
+    dtype = next((other for other in others if isinstance(other, torch.dtype)), storage.dtype)
+    shape, strides = tuple(shape), tuple(strides)
+    if len(shape) != len(strides) or min((first, *shape, *strides)) < 0:
+        raise pickle.UnpicklingError("a tensor has a shape that no tensor has")
+    found = PlacedTensor(storage.span, storage.span.offset + first * dtype.itemsize, dtype, shape, strides)
+    if found.spanned and (first + found.spanned) * dtype.itemsize > storage.span.nbytes:
+        raise pickle.UnpicklingError("a tensor is larger than its bytes")
+    return found
+
+
+def _of_type(make: Any, kind: Any, args: Any, _: Any) -> PlacedTensor:
+    """`_rebuild_from_type_v2`: a tensor that a function makes, without its attributes."""
+    if make is not _PLACED:
+        raise pickle.UnpicklingError("a tensor is made in a way of its own")
+    return _placed(*args)
+
+
+_PLACED = _Function(_placed)
 
 _STORAGES = {
     "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
@@ -161,14 +160,14 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): _Dict,
     ("builtins", "set"): set,
     ("__builtin__", "set"): set,
-    ("_codecs", "encode"): _Text,
+    ("_codecs", "encode"): _Function(lambda text, _: text.encode("latin1")),  # bytes, as old protocols write them
     ("torch", "Size"): tuple,
     ("torch", "Tensor"): Inert,
     ("torch", "device"): Inert,
-    ("torch._utils", "_rebuild_tensor_v2"): _View,
-    ("torch._utils", "_rebuild_tensor_v3"): _View,
-    ("torch._utils", "_rebuild_parameter"): _OfParameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _OfType,
+    ("torch._utils", "_rebuild_tensor_v2"): _PLACED,
+    ("torch._utils", "_rebuild_tensor_v3"): _PLACED,
+    ("torch._utils", "_rebuild_parameter"): _Function(lambda values, *_: values),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_of_type),
     ("torch.storage", "UntypedStorage"): torch.uint8,
     ("torch.serialization", "_get_layout"): Inert,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
@@ -186,21 +185,21 @@ _ADMITTED: dict[tuple[str, str], Any] = {
     **{("deepspeed.runtime.fp16.loss_scaler", name): Inert for name in ("LossScaler", "DynamicLossScaler")},
     ("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"): Inert,
 }  # fmt: skip
-"""What a pickle may name, and what stands for it."""
+"""What a pickle may name, and what stands for each name."""
 
 
 class _Reader(pickle.Unpickler):
     """Reads a pickle in which nothing is called but what stands in `_ADMITTED`."""
 
-    def __init__(self, file: IO[bytes], path: Path, records: _Records | None = None) -> None:
+    def __init__(self, file: IO[bytes], path: Path, archive: _Archive | None = None) -> None:
         super().__init__(file)
-        self._path, self._records = path, records
+        self._path, self._archive = path, archive
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a name.
 
         Raises:
-            CheckpointError: Nothing does.
+            CheckpointError: The name is not admitted.
         """
         try:
             return _ADMITTED[module, name]
@@ -217,58 +216,37 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> _Storage:
         """Where the bytes of a storage are."""
         kind, dtype, key, *_ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype) or self._records is None:
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or self._archive is None:
             raise pickle.UnpicklingError(f"it refers to {pid!r}")
-        return _Storage(self._records.span(f"data/{key}"), dtype)
+        return _Storage(self._archive.span(f"data/{key}"), dtype)
 
 
-class _Records:
-    """The records of an archive of `torch.save`: a zip file without compression."""
+class _Archive:
+    """What `torch.save` writes, in some bytes of a file: a zip archive without compression."""
 
-    def __init__(self, path: Path, offset: int, nbytes: int | None) -> None:
-        """Reads where they are; the archive is the bytes of a file from `offset` on."""
-        self.path, self._offset = path, offset
-        self._file: IO[bytes] = open(path, "rb")  # noqa: SIM115
-        size = os.fstat(self._file.fileno()).st_size
-        self._window = _Excerpt(self._file, offset, size - offset if nbytes is None else nbytes)
-        try:
-            self._archive = zipfile.ZipFile(self._window)
-            inside = next(name for name in self._archive.namelist() if name.endswith("data.pkl"))
-        except BaseException:
-            self._file.close()
-            raise
-        self._prefix = inside.removesuffix("data.pkl")
-
-    def __enter__(self) -> _Records:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._archive.close()
-        self._file.close()
+    def __init__(self, file: IO[bytes], path: Path, offset: int, nbytes: int) -> None:
+        self._path, self._offset, self._bytes = path, offset, _Excerpt(file, offset, nbytes)
+        self._zip = zipfile.ZipFile(self._bytes)
+        self._prefix = next(n for n in self._zip.namelist() if n.endswith("data.pkl")).removesuffix("data.pkl")
 
     def value(self) -> Any:
-        """What was saved, with places of tensors.
-
-        Raises:
-            CheckpointError: It is damaged, or names what is not admitted.
-        """
-        names = self._archive.namelist()
-        if f"{self._prefix}byteorder" in names and self._archive.read(f"{self._prefix}byteorder") != b"little":
+        """The object that was saved, with a `PlacedTensor` for each tensor."""
+        order = f"{self._prefix}byteorder"
+        if order in self._zip.namelist() and self._zip.read(order) != b"little":
             raise pickle.UnpicklingError("its numbers begin with their highest byte")
-        return _Reader(io.BytesIO(self._archive.read(f"{self._prefix}data.pkl")), self.path, self).load()
+        return _Reader(io.BytesIO(self._zip.read(f"{self._prefix}data.pkl")), self._path, self).load()
 
     def span(self, name: str) -> ByteRange:
-        """Where a record is."""
-        found = self._archive.getinfo(self._prefix + name)
+        """Where a record of the archive lies in the file."""
+        found = self._zip.getinfo(self._prefix + name)
         if found.compress_type != zipfile.ZIP_STORED or found.file_size != found.compress_size:
             raise pickle.UnpicklingError("its tensors are compressed")
-        self._window.seek(found.header_offset)
-        header = self._window.read(30)
-        before = 30 + int.from_bytes(header[26:28], "little") + int.from_bytes(header[28:30], "little")
-        first = found.header_offset + before
-        if header[:4] != b"PK\3\4" or first + found.file_size > self._window.nbytes:
+        self._bytes.seek(found.header_offset)
+        header = self._bytes.read(30)  # its last 4 bytes are the lengths of what follows it
+        first = found.header_offset + 30 + sum(int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        if header[:4] != b"PK\3\4" or first + found.file_size > self._bytes.nbytes:
             raise pickle.UnpicklingError("a tensor is not where its archive says")
-        return ByteRange(self.path, self._offset + first, found.file_size, found.CRC)
+        return ByteRange(self._path, self._offset + first, found.file_size, found.CRC)
 
 
 class _Excerpt(io.RawIOBase):
@@ -296,41 +274,42 @@ class _Excerpt(io.RawIOBase):
 
 
 def read_pickle(path: Path, offset: int = 0, nbytes: int | None = None) -> Any:
-    """What `torch.save` has written into a file, or into some bytes of it. Elements of tensors are not read.
+    """The object that `torch.save` has written into a file, or into some bytes of it. Elements of tensors are not read.
 
     Args:
         path: The file.
-        offset: Its first byte.
-        nbytes: How many there are; None: all.
+        offset: The first byte that `torch.save` has written.
+        nbytes: How many bytes it has written; None: all from `offset` on.
 
     Returns:
         The object, with `PlacedTensor` in place of tensors, and `Inert` in place of instances of classes.
 
     Raises:
-        CheckpointError: It is damaged, or names what is not read; nothing of it was run.
+        CheckpointError: The file is damaged, or names what is not read; none of its code was run.
         StorageError: The disk refused.
     """
-    with _told(path), _Records(path, offset, nbytes) as records:
-        return records.value()
+    with _opened(path) as file:
+        size = os.fstat(file.fileno()).st_size - offset if nbytes is None else nbytes
+        return _Archive(file, path, offset, size).value()
 
 
 def read_lone_pickle(path: Path) -> Any:
-    """What `pickle.dump` has written into a file, as `read_pickle`.
+    """The object that `pickle.dump` has written into a file; see `read_pickle`.
 
     Raises:
-        CheckpointError: It is damaged, or names what is not read; nothing of it was run.
+        CheckpointError: The file is damaged, or names what is not read; none of its code was run.
         StorageError: The disk refused.
     """
-    with _told(path), path.open("rb") as file:
+    with _opened(path) as file:
         return _Reader(file, path).load()
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """Errors of files that were tampered with, as ours."""
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a file; inside, whatever a file that was tampered with leads to is a `CheckpointError`."""
     try:
-        with disk(path, "Reading a checkpoint"):
-            yield
+        with disk(path, "Reading a checkpoint"), path.open("rb") as file:
+            yield file
     except ZeroError:
         raise
     except Exception as error:  # whatever a pickle or a zip file may lead to
@@ -338,20 +317,18 @@ def _told(path: Path) -> Iterator[None]:
 
 
 def require_checksum(span: ByteRange) -> None:
-    """Reads bytes and compares them with their checksum.
+    """Reads bytes of a file and compares them with their checksum.
 
     Raises:
-        CheckpointError: They are not what was written.
+        CheckpointError: The bytes are not those that were written.
         StorageError: The disk refused.
     """
-    found, at = 0, 0
-    with disk(span.path, "Reading a checkpoint"), open(span.path, "rb", buffering=0) as file:
-        while at < span.nbytes:
-            block = os.pread(file.fileno(), min(_BLOCK_NBYTES, span.nbytes - at), span.offset + at)
-            if not block:
-                break
-            found, at = zlib.crc32(block, found), at + len(block)
-    if at < span.nbytes or found != span.crc32:
+    found, left = 0, span.nbytes
+    with disk(span.path, "Reading a checkpoint"), span.path.open("rb") as file:
+        file.seek(span.offset)
+        while left and (block := file.read(min(_BLOCK_NBYTES, left))):
+            found, left = zlib.crc32(block, found), left - len(block)
+    if left or found != span.crc32:
         raise damaged(
             span.path,
             where=f"bytes {span.offset} to {span.offset + span.nbytes}",
