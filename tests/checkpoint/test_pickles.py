@@ -135,7 +135,7 @@ def test_tensors_are_read_as_they_were(name: str, tmp_path: Path) -> None:
     assert isinstance(found, PlacedTensor)
     source = _OneFile(tmp_path, lambda name: name)
     source.add("model", "x", "", found.shape, found)
-    for read in (source.read(found), source.whole(("model", "x"))):
+    for read in (source.read_tensor(found), source.whole(("model", "x"))):
         assert read.dtype == VIEWS[name].dtype
         assert torch.equal(read.float(), VIEWS[name].float())
     source.close()

@@ -16,8 +16,7 @@ converting one checkpoint written anew in another format
 command    `python -m zero_fn checkpoint`
 opening    which checkpoint a folder means, and who can read it
 passing    states of streamed optimizers
-fit        how tensors in files fit a model
-whole_fit  how a checkpoint of ours fits a model, an optimizer and anything else
+fit        how files fit a model, an optimizer and anything else
 saving     `save` and `save_async`
 loading    `load`
 pretrained `load_pretrained`: folders of Hugging Face

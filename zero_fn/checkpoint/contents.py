@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero_fn.checkpoint.boxes import Box, spans, strides_of, whole_box
-from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged
+from zero_fn.checkpoint.boxes import Box, ranges, spans, strides_of, whole_box
+from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
 
 __all__ = ["Contents", "Key"]
 
@@ -124,27 +124,49 @@ class Contents:
                 self.read_all()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
-    def fill(self, key: Key, box: Box, first: int, out: Tensor, *, keeps: bool = True) -> None:
+    def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first element, and the values."""
+        dtype = self.first(key).dtype
+        for first, last in ranges(box.sizes, BUFFER_NBYTES // parts // dtype.itemsize):
+            values = torch.empty(last - first, dtype=dtype)
+            self.fill(key, box, first, values)
+            yield first, values
+
+    def verify(self, key: Key, box: Box) -> None:
+        """Reads a box of a tensor, and compares the blocks that have digests with these.
+
+        Raises:
+            CheckpointError: A block is not what was written.
+            StorageError: The disk refused.
+        """
+        dtype = self.first(key).dtype
+        for first, last in ranges(box.sizes, BUFFER_NBYTES // dtype.itemsize):
+            self.fill(key, box, first, torch.empty(last - first, dtype=dtype, device="meta"))
+
+    def fill(self, key: Key, box: Box, first: int, out: Tensor) -> None:
         """Reads elements of a box of a tensor, row by row.
 
         Args:
             key: Which tensor.
             box: Which box of it.
             first: The number of the first element in the box.
-            out: Where to: flat, on the host, of the dtype in the checkpoint.
-            keeps: False: elements are only verified, and `out` is not written.
+            out: Where to: flat, on the host. On meta: blocks are only compared with their digests.
 
         Raises:
             CheckpointError: A block is not what was written.
             StorageError: The disk refused.
         """
+        dtype = self.first(key).dtype
+        values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
         at = 0
         for part in spans(box.sizes, first, first + out.numel()):
             region = box.around(part)
-            room = out[at : at + part.numel].view(part.sizes)
+            room = values[at : at + part.numel].view(part.sizes)
             at += part.numel
             for piece, meet in self._meeting(key, region):
-                self._read(piece, meet, meet.within(region).of(room) if keeps else None)
+                self._read(piece, meet, None if out.is_meta else meet.within(region).of(room))
+        if values is not out:
+            out.copy_(values)
 
     def _meeting(self, key: Key, box: Box) -> Iterator[tuple[StoredBox, Box]]:
         for piece in self.pieces[key].values():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,9 +22,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from zero_fn.checkpoint.boxes import ranges, whole_box
+from zero_fn.checkpoint.boxes import whole_box
 from zero_fn.checkpoint.contents import Contents, Key
-from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, disk, require_dtype, write_json
+from zero_fn.checkpoint.files import StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.pretrained import packed, weights_name, write_index
 from zero_fn.checkpoint.values import encoded
@@ -51,7 +52,12 @@ def verify(source: Contents, tell: Tell) -> int:
     """
     total = 0
     for key in source.pieces:
-        total += sum(values.nbytes for _, values in _read(source, key, None, tell, keeps=False))
+        first = source.first(key)
+        source.require_all(key, whole_box(first.shape))
+        source.verify(key, whole_box(first.shape))
+        nbytes = prod(first.shape) * first.dtype.itemsize
+        tell(nbytes)
+        total += nbytes
     return total
 
 
@@ -100,17 +106,13 @@ def _dtype_of(key: Key, dtype: torch.dtype, wanted: torch.dtype | None) -> torch
     return wanted if wanted is not None and key[0] == "model" and dtype.is_floating_point else dtype
 
 
-def _read(
-    source: Contents, key: Key, dtype: torch.dtype | None, tell: Tell, *, keeps: bool = True
-) -> Iterator[tuple[int, Tensor]]:
-    """The elements of a tensor in their order, a buffer at a time, with the number of the first."""
-    piece = source.first(key)
-    source.require_all(key, whole_box(piece.shape))
-    for first, last in ranges(piece.shape, BUFFER_NBYTES // piece.dtype.itemsize):
-        values = torch.empty(last - first, dtype=piece.dtype, device="cpu" if keeps else "meta")
-        source.fill(key, whole_box(piece.shape), first, values, keeps=keeps)
-        yield first, values.to(dtype or piece.dtype)
-        tell(values.numel() * piece.dtype.itemsize)
+def _read(source: Contents, key: Key, dtype: torch.dtype, tell: Tell) -> Iterator[tuple[int, Tensor]]:
+    """The elements of a tensor in this dtype, a buffer at a time, with the number of the first."""
+    whole = whole_box(source.first(key).shape)
+    source.require_all(key, whole)
+    for first, values in source.read(key, whole):
+        yield first, values.to(dtype)
+        tell(values.nbytes)
 
 
 def _read_piece(source: Contents, kind: str, tell: Tell, piece: StoredBox) -> Iterator[Tensor]:

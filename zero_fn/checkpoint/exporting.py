@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,10 @@ from torch.distributed.tensor import DTensor
 from zero_fn.checkpoint.boxes import whole_box
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, sync_folder
 from zero_fn.checkpoint.folders import Draft
-from zero_fn.checkpoint.leaves import named_tensors
+from zero_fn.checkpoint.leaves import Named
 from zero_fn.checkpoint.pretrained import INDEX, WEIGHTS, packed, rewrite_index, weights_name, write_index
 from zero_fn.checkpoint.saving import SAVING, wait_for_saving
-from zero_fn.checkpoint.together import Together
+from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.values.tiers import nbytes_of_text
@@ -91,11 +91,8 @@ def export(
     """
     wait_for_saving()
     together, target = Together(), Path(os.path.abspath(folder))
-    draft, plan, failure = _WeightsDraft(target, replaces=replaces), _Export([], [], {}), None
-    try:
-        plan = _planned(model, dtype, nbytes_of_text(max_shard, "max_shard"), convert)
-    except Exception as error:
-        failure = error
+    draft, plan = _WeightsDraft(target, replaces=replaces), _Export(dtype, convert)
+    failure = failure_of(lambda: plan.add(model, nbytes_of_text(max_shard, "max_shard")))
     names = [[piece.name, piece.dtype, piece.shape] for pieces in plan.files for piece in pieces]
     same = (str(target), dtype, max_shard, replaces)
     try:
@@ -106,7 +103,7 @@ def export(
                 why="stages of a pipeline, or experts under names of their own",
                 fix="zf.save(folder, model), which each rank writes for itself",
             )
-        failure = _write(model, plan, draft, together, dtype, convert)
+        failure = _write(model, plan, draft, together)
         together.agree(SAVING, failure, draft.commit, waits_for_disks=True)
     except BaseException:
         draft.drop()
@@ -172,88 +169,76 @@ class _Export:
     """What is written.
 
     Attributes:
-        names: Of tensors of the model, in the order in which they are gathered, with those that make up each: more than one
-            of what `zf.tile` has cut.
-        files: What each file has.
-        homes: By the name in files, the number of the file.
+        dtype, convert: See `export`.
+        names: Names of tensors of the model, in the order in which they are gathered, with the parts of each: `zf.tile` has
+            cut it into more than one.
+        files: The tensors of each file.
     """
 
-    names: list[tuple[str, list[Tensor]]]
-    files: list[list[StoredBox]]
-    homes: dict[str, int]
+    dtype: torch.dtype | None
+    convert: Convert | None
+    names: dict[str, list[Tensor]] = field(default_factory=dict)
+    files: list[list[StoredBox]] = field(default_factory=list)
+
+    def add(self, model: nn.Module, most: int) -> None:
+        """Adds the tensors of a model, in files of at most `most` bytes."""
+        if hasattr(model, "peft_config"):
+            raise CheckpointError(
+                "A model with adapters is not what from_pretrained loads.",
+                model=type(model).__name__,
+                fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: "
+                "model.merge_and_unload()",
+            )
+        named = Named()
+        named.add(model, None)
+        by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        pieces: list[StoredBox] = []
+        for key, leaf in named.parameters.items():
+            parts = self.names.setdefault(leaf.name, [])
+            parts.append(by_id[key])
+            if len(parts) == 1:
+                whole = torch.empty(leaf.place.shape, dtype=leaf.dtype, device="meta")
+                for name, tensor in self.in_files(leaf.name, whole).items():
+                    require_dtype(name, tensor.dtype)
+                    pieces.append(StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape)))
+        self.files = packed(pieces, most)
+
+    def in_files(self, name: str, whole: Tensor) -> Mapping[str, Tensor]:
+        """What files have in place of a tensor of the model."""
+        whole = whole.to(self.dtype) if self.dtype is not None and whole.is_floating_point() else whole
+        return {name: whole} if self.convert is None else self.convert({name: whole})
 
 
-def _planned(model: nn.Module, dtype: torch.dtype | None, most: int, convert: Convert | None) -> _Export:
-    if hasattr(model, "peft_config"):
-        raise CheckpointError(
-            "A model with adapters is not what from_pretrained loads.",
-            model=type(model).__name__,
-            fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: model.merge_and_unload()",
-        )
-    named = named_tensors(model, None)
-    by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    parts: dict[str, list[Tensor]] = {}
-    pieces: list[StoredBox] = []
-    for key, leaf in named.parameters.items():
-        parts.setdefault(leaf.name, []).append(by_id[key])
-        if len(parts[leaf.name]) == 1:
-            own = torch.empty(leaf.place.shape, dtype=leaf.dtype, device="meta")
-            for name, tensor in _in_files(leaf.name, own, dtype, convert).items():
-                require_dtype(name, tensor.dtype)
-                pieces.append(StoredBox(name, tensor.dtype, tuple(tensor.shape), whole_box(tensor.shape)))
-    files = packed(pieces, most)
-    homes = {piece.name: number for number, each in enumerate(files) for piece in each}
-    return _Export(list(parts.items()), files, homes)
-
-
-def _in_files(name: str, whole: Tensor, dtype: torch.dtype | None, convert: Convert | None) -> Mapping[str, Tensor]:
-    whole = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
-    return {name: whole} if convert is None else convert({name: whole})
-
-
-def _write(
-    model: nn.Module,
-    plan: _Export,
-    draft: Draft,
-    together: Together,
-    dtype: torch.dtype | None,
-    convert: Convert | None,
-) -> Exception | None:
+def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) -> Exception | None:
     """Takes part in every gather, and writes the files of this rank. Returns what went wrong on it."""
-    files: dict[int, TensorFile] = {}
-    failure: Exception | None = None
-    pieces = {piece.name: piece for each in plan.files for piece in each}
-    try:
-        with torch.no_grad(), torch.device("cpu"):
-            for number in range(together.rank, len(plan.files), together.size):
-                path = draft.path / weights_name(number, len(plan.files))
-                files[number] = TensorFile(path, plan.files[number], "")
-            if together.rank == 0:
-                _write_beside(model, plan, draft.path, dtype)
-    except Exception as error:
-        failure = error
-    for name, parts in plan.names:
-        try:
-            with torch.no_grad(), torch.device("cpu"):
-                wholes = [_whole(part, together) for part in parts]
-        except Exception as error:  # of a tier, on every rank of the mesh, or a rank is lost
-            failure = failure or error
+    files: list[TensorFile] = []
+    own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
+
+    def begin() -> None:
+        for number in range(together.rank, len(plan.files), together.size):
+            files.append(TensorFile(draft.path / weights_name(number, len(plan.files)), plan.files[number], ""))
+            own.update({piece.name: (piece, files[-1]) for piece in plan.files[number]})
+        if together.rank == 0:
+            _write_beside(model, plan, draft.path)
+
+    def append(name: str, wholes: list[Tensor]) -> None:
+        if plan.convert is None and name not in own:
+            return
+        whole = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
+        for stored, values in plan.in_files(name, whole).items():
+            if stored in own:
+                _append(*own[stored], values)
+
+    failure = failure_of(begin)
+    for name, parts in plan.names.items():
+        wholes: list[Tensor] = []
+        lost = failure_of(lambda: wholes.extend(_whole(part, together) for part in parts))  # noqa: B023
+        if lost is not None:  # a tier failed, on every rank of the mesh, or a rank is lost
+            failure = failure or lost
             break
-        try:
-            with torch.no_grad(), torch.device("cpu"):
-                if failure is None and together.rank in _writers(plan, together, name, convert):
-                    whole = wholes[0] if len(wholes) == 1 else torch.cat(wholes)
-                    for stored, values in _in_files(name, whole, dtype, convert).items():
-                        if plan.homes[stored] in files:
-                            _append(files[plan.homes[stored]], pieces[stored], values)
-        except Exception as error:
-            failure = error
-    for file in files.values():
-        try:
-            if failure is None:
-                file.finish()
-        except Exception as error:
-            failure = error
+        failure = failure or failure_of(lambda: append(name, wholes))  # noqa: B023
+    for file in files:
+        failure = failure or failure_of(file.finish)
         file.close()
     return failure
 
@@ -264,26 +249,21 @@ def _whole(part: Tensor, together: Together) -> Tensor:
     return together.from_first(in_memory(part))
 
 
-def _writers(plan: _Export, together: Together, name: str, convert: Convert | None) -> set[int]:
-    """Ranks that write some of a tensor; all may, where it is converted."""
-    return set(range(together.size)) if convert is not None else {plan.homes[name] % together.size}
-
-
-def _append(file: TensorFile, piece: StoredBox, values: Tensor) -> None:
+def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:
     flat = values.reshape(-1)
     step = BUFFER_NBYTES // values.element_size()
     for first in range(0, flat.numel(), step):
         file.append(piece, flat[first : first + step].cpu())
 
 
-def _write_beside(model: nn.Module, plan: _Export, folder: Path, dtype: torch.dtype | None) -> None:
+def _write_beside(model: nn.Module, plan: _Export, folder: Path) -> None:
     """The index, and what a model of transformers says of itself."""
     write_index(folder, plan.files)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)
         config.architectures = [type(model).__name__]
-        config.dtype = dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        config.dtype = plan.dtype or next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         config.save_pretrained(folder)
         generation: Any = getattr(model, "generation_config", None)
         if hasattr(generation, "save_pretrained"):

@@ -78,7 +78,7 @@ class Foreign(Contents):
     def add_state(self, name: str, state: str, value: Any) -> None:
         """Adds a state of a parameter that is a number."""
         if isinstance(value, PlacedTensor):
-            value = self.read(value)
+            value = self.read_tensor(value)
         elif state == "step":  # torch counts steps in tensors
             value = torch.tensor(float(value))
         if isinstance(value, Tensor):
@@ -117,7 +117,7 @@ class Foreign(Contents):
     def value(self, rank: int, encoded: Any) -> Any:
         """A value as it was saved; an instance of a class becomes a dict of its attributes."""
         if isinstance(encoded, PlacedTensor):
-            return self.read(encoded)
+            return self.read_tensor(encoded)
         if isinstance(encoded, Inert):
             return self.value(rank, encoded.state or encoded.args)
         if isinstance(encoded, dict):
@@ -130,7 +130,7 @@ class Foreign(Contents):
         """What the checkpoint has beside the model and the optimizer."""
         return self.extra if what == "extra" else {}
 
-    def read(self, tensor: PlacedTensor) -> Tensor:
+    def read_tensor(self, tensor: PlacedTensor) -> Tensor:
         """A whole tensor, in memory.
 
         Raises:
@@ -147,7 +147,7 @@ class Foreign(Contents):
 
     def open_tensor(self, tensor: PlacedTensor) -> TensorReader:
         """Opens a tensor from its first element on; in memory, where its elements are not in the order of rows."""
-        return self._opened(tensor) if tensor.is_in_rows else _InMemory(self.read(tensor))
+        return self._opened(tensor) if tensor.is_in_rows else _InMemory(self.read_tensor(tensor))
 
     def _opened(self, tensor: PlacedTensor) -> TensorReader:
         if tensor.span not in self._verified:

@@ -8,17 +8,16 @@ ParcelWindow    what rests in another tier, a parcel of it at a time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero_fn.checkpoint.boxes import Box, Holding, holding_of, holding_of_state, spans
-from zero_fn.checkpoint.files import require_dtype
+from zero_fn.checkpoint.boxes import Box, Holding, holding_of, holding_of_state, ranges, spans
+from zero_fn.checkpoint.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.record import Parcel, Record, record_of
@@ -27,7 +26,7 @@ from zero_fn.storage import Ring, wait_all
 from zero_fn.transforms.selection import Where
 from zero_fn.values.tiled import Tiled
 
-__all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "named_tensors", "options_of", "state_leaf"]
+__all__ = ["Leaf", "Named", "ParcelWindow", "leaves_of_groups", "state_leaf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +64,31 @@ class Leaf:
         parts = [box.of(local).reshape(-1) for box in spans(self.place.box.sizes, first, last)]
         return torch.cat(parts).cpu()
 
-    def room(self, first: int, last: int, dtype: torch.dtype) -> Tensor | None:
-        """The memory itself of these elements, if that is on the host, in order and of this dtype."""
-        local = self.local
-        if local is None or isinstance(local, TierTensor) or not local.is_contiguous():
-            return None
-        return local.view(-1)[first:last] if local.device.type == "cpu" and local.dtype == dtype else None
+    def fill(self, dtype: torch.dtype, read: Callable[[int, Tensor], None], window: ParcelWindow) -> None:
+        """Fills what this rank holds, a buffer at a time.
 
-    def write(self, first: int, values: Tensor, window: ParcelWindow) -> None:
-        """Puts elements where this rank holds them, from the number `first` on."""
+        Args:
+            dtype: The dtype of the elements that are read.
+            read: Called as `read(first, values)`: fills flat memory on the host with the elements from `first` on.
+            window: Through which elements go to another tier.
+        """
         local = self.local
-        assert local is not None, "the states of a streamed optimizer go by themselves"
-        if isinstance(local, TierTensor) and self.is_away:
-            window.write(local, first, values)
-            return
-        at = 0
-        for box in spans(self.place.box.sizes, first, first + values.numel()):
-            box.of(local).copy_(values[at : at + box.numel].view(box.sizes))
-            at += box.numel
+        assert local is not None, "a pass of the streamed optimizer fills its states"
+        is_direct = not isinstance(local, TierTensor) and local.is_contiguous() and local.device.type == "cpu"
+        for first, last in ranges(self.place.box.sizes, BUFFER_NBYTES // dtype.itemsize):
+            if is_direct:
+                read(first, local.view(-1)[first:last])
+                torch.autograd.graph.increment_version(local)  # it was written behind the back of torch
+                continue
+            values = torch.empty(last - first, dtype=dtype)
+            read(first, values)
+            if isinstance(local, TierTensor) and self.is_away:
+                window.write(local, first, values)
+                continue
+            at = 0
+            for box in spans(self.place.box.sizes, first, last):
+                box.of(local).copy_(values[at : at + box.numel].view(box.sizes))
+                at += box.numel
 
 
 class ParcelWindow:
@@ -171,65 +177,58 @@ class Named:
         aliases: Further names of tied parameters, and the names they are saved by.
     """
 
-    leaves: list[Leaf]
-    parameters: dict[int, Leaf]
-    aliases: dict[str, str]
+    leaves: list[Leaf] = field(default_factory=list)
+    parameters: dict[int, Leaf] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
 
+    def add(self, module: nn.Module, where: Where, *, on_meta: bool = False) -> None:
+        """Adds the parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
 
-def name_in_file(name: str) -> str:
-    """A name without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "")
+        Args:
+            module: Any.
+            where: See `save`.
+            on_meta: Whether they may lack memory.
 
-
-def named_tensors(module: nn.Module, where: Where, *, on_meta: bool = False) -> Named:
-    """Parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
-
-    Args:
-        module: Any.
-        where: See `save`.
-        on_meta: Whether they may lack memory.
-
-    Raises:
-        CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files lack.
-    """
-    found = Named([], {}, {})
-    tiles: dict[str, tuple[str, int, Tiled]] = {}
-    known: dict[int, str] = {}
-    seen: set[int] = set()
-    keys = set(module.state_dict(keep_vars=True))
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        if isinstance(child, Tiled):  # [Note: names of tiles]
-            for number, (_, start, _) in enumerate(child.rows()):
-                tiles[f"{prefix}.tiles.{number}".lstrip(".")] = (prefix, start, child)
-        persistent = ((k, b) for k, b in child._buffers.items() if k not in child._non_persistent_buffers_set)
-        for is_buffer, (attribute, tensor) in (
-            *((False, item) for item in child._parameters.items()),
-            *((True, item) for item in persistent),
-        ):
-            key = f"{prefix}.{attribute}".lstrip(".")
-            keys.discard(key)
-            if tensor is None or not _is_selected(where, key, tensor):
-                continue
-            tile = tiles.get(prefix)
-            name = name_in_file(key if tile is None else f"{tile[0]}.{attribute}".lstrip("."))
-            if known.setdefault(id(tensor), name) != name:
-                found.aliases[name] = known[id(tensor)]
-            leaf = None if id(tensor) in seen else _leaf_of(name, tensor, is_buffer=is_buffer, on_meta=on_meta)
-            seen.add(id(tensor))
-            if leaf is None:
-                continue
-            if tile is not None:
-                leaf = _in_whole(leaf, tile[1], tile[2].whole_shapes()[attribute])
-            found.leaves.append(leaf)
-            found.parameters[id(tensor)] = leaf
-    for key in sorted(keys):
-        owner = module.get_submodule(key.rpartition(".")[0])
-        raise CheckpointError(
-            f"{type(owner).__name__} writes {key!r} into its state_dict in its own way.",
-            why="a checkpoint has parameters and buffers under their names, and would lose it",
-            fix="register a buffer for what it adds, or save its state_dict as extra=",
-        )
-    return found
+        Raises:
+            CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files
+                lack.
+        """
+        tiles: dict[str, tuple[str, int, Tiled]] = {}
+        known: dict[int, str] = {}
+        seen: set[int] = set()
+        keys = set(module.state_dict(keep_vars=True))
+        for prefix, child in module.named_modules(remove_duplicate=False):
+            if isinstance(child, Tiled):  # [Note: names of tiles]
+                for number, (_, start, _) in enumerate(child.rows()):
+                    tiles[f"{prefix}.tiles.{number}".lstrip(".")] = (prefix, start, child)
+            for attribute, tensor in (*child._parameters.items(), *child._buffers.items()):
+                if attribute in child._non_persistent_buffers_set:
+                    continue
+                key = f"{prefix}.{attribute}".lstrip(".")
+                keys.discard(key)
+                if tensor is None or not _is_selected(where, key, tensor):
+                    continue
+                tile = tiles.get(prefix)
+                name = key if tile is None else f"{tile[0]}.{attribute}".lstrip(".")
+                name = name.replace("_orig_mod.", "")  # what `torch.compile` puts before it
+                if known.setdefault(id(tensor), name) != name:
+                    self.aliases[name] = known[id(tensor)]
+                if id(tensor) in seen:
+                    continue
+                seen.add(id(tensor))
+                leaf = _leaf_of(name, tensor, is_buffer=attribute in child._buffers, on_meta=on_meta)
+                if leaf is not None:
+                    if tile is not None:
+                        leaf = _in_whole(leaf, tile[1], tile[2].whole_shapes()[attribute])
+                    self.leaves.append(leaf)
+                    self.parameters[id(tensor)] = leaf
+        for key in sorted(keys):
+            owner = module.get_submodule(key.rpartition(".")[0])
+            raise CheckpointError(
+                f"{type(owner).__name__} writes {key!r} into its state_dict in its own way.",
+                why="a checkpoint has parameters and buffers under their names, and would lose it",
+                fix="register a buffer for what it adds, or save its state_dict as extra=",
+            )
 
 
 def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> Leaf | None:
@@ -287,8 +286,3 @@ def leaves_of_groups(optimizer: Optimizer, named: Named) -> list[list[Leaf]]:
                 )
             groups[-1].append(leaf)
     return groups
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group says beside its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}

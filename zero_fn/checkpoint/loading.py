@@ -15,18 +15,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import KINDS
-from zero_fn.checkpoint.leaves import Named, named_tensors
+from zero_fn.checkpoint.leaves import Named
 from zero_fn.checkpoint.opening import chosen, opened
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.together import Together
-from zero_fn.checkpoint.whole_fit import WholeFit
+from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import LayoutError
 from zero_fn.transforms.selection import Where
 
@@ -96,32 +94,29 @@ def load(
             fix='verify="first", only=("model", "optimizer")',
         )
     together = Together()
-    path, named, failure = Path(os.path.abspath(folder)), Named([], {}, {}), None
-    try:
-        if model is not None:
-            named = named_tensors(model, where)
-    except Exception as error:
-        failure = error
+    path, named = Path(os.path.abspath(folder)), Named()
+    failure = None if model is None else failure_of(lambda: named.add(model, where))
     names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
     same = (str(path), kinds, strict, verify)
     agreed = together.agree(LOADING, failure, lambda: str(chosen(path).relative_to(path)), same=same, kind=names)
-    fit = WholeFit(named, model if "model" in kinds else None, optimizer=optimizer if "optimizer" in kinds else None)
+    fit = Fit(named, model if "model" in kinds else None, optimizer if "optimizer" in kinds else None)
 
     def match() -> Contents:
-        source = opened(
-            path / agreed.text,
-            renamed_by(rename),
-            has_states=fit.optimizer is not None,
-            reader=(together.rank, together.size),
-        )
-        fit.match(source, together, dict(extra or {}) if "extra" in kinds else None, is_strict=strict)
+        reader = (together.rank, together.size)
+        source = opened(path / agreed.text, renamed_by(rename), has_states=fit.optimizer is not None, reader=reader)
+        if fit.model is not None:
+            fit.match_model(source, is_strict=strict)
+            fit.match_local_buffers(source, together)
+        if fit.optimizer is not None:
+            fit.match_optimizer(source, fit.optimizer, is_strict=strict)
+        if "extra" in kinds:
+            fit.match_extra(source, together, extra or {}, is_strict=strict)
         return source
 
     fill_together(
         together,
         fit,
         match,
-        fit.put,
         is_of_one_kind=agreed.is_of_one_kind,
         is_strict=strict and where is None,
         verifies=verify == "first",
@@ -133,7 +128,7 @@ def fill_together(
     together: Together,
     fit: Fit,
     match: Callable[[], Contents],
-    put: Callable[[Contents], None],
+    allocate: Callable[[], None] = lambda: None,
     *,
     is_of_one_kind: bool,
     is_strict: bool,
@@ -145,7 +140,7 @@ def fill_together(
         together: The ranks.
         fit: What is to be filled.
         match: Opens the files and notes in `fit` what does not fit.
-        put: Writes elements where they rest.
+        allocate: Gives memory to what has none, once all fits.
         is_of_one_kind: Whether all ranks have tensors of the same names.
         is_strict: Whether what is in the files and on no rank is an error.
         verifies: Whether everything is read once before anything changes.
@@ -153,45 +148,38 @@ def fill_together(
     Raises:
         ZeroError: Something does not fit, or failed, on any rank: on every rank.
     """
-    source: Contents | None = None
-    failure: Exception | None = None
+    sources: list[Contents] = []
 
     def check() -> None:
-        nonlocal source
-        source = match()
-        if is_strict and is_of_one_kind:
-            fit.note_unexpected(fit.missed(source))
-        fit.require(source.path)
+        sources.append(match())
+        if is_of_one_kind and is_strict:
+            fit.note_unexpected(fit.missed(sources[0]))
+        fit.require(sources[0].path)
         if is_of_one_kind:
-            fit.verify(source, everything=verifies)
+            fit.verify(sources[0], everything=verifies)
+
+    def check_with_others() -> None:
+        fit.require_wanted(sources[0], together, is_strict=is_strict)
+        fit.verify(sources[0], everything=verifies)
+
+    def put() -> None:
+        allocate()
+        fit.put(sources[0])
 
     try:
-        together.agree(LOADING, _failure_of(check))
-        assert source is not None, "ranks have agreed that all is well"
+        together.agree(LOADING, failure_of(check))
         if not is_of_one_kind:
-            failure = _failure_of(lambda: fit.require_wanted(source, together, is_strict=is_strict))
-            failure = failure or _failure_of(lambda: fit.verify(source, everything=verifies))
-            together.agree(LOADING, failure)
-        failure = _failure_of(lambda: put(source))
+            together.agree(LOADING, failure_of(check_with_others))
+        consequence = "the model is partly loaded: load a checkpoint before training goes on"
+        failure = failure_of(put)
         if failure is not None:
             failure.add_note(
                 "The model and the optimizer are partly loaded: load a checkpoint before training goes on."
             )
-        together.agree(
-            LOADING, failure, consequence="the model is partly loaded: load a checkpoint before training goes on"
-        )
+        together.agree(LOADING, failure, consequence=consequence)
     finally:
-        if source is not None:
+        for source in sources:
             source.close()
-
-
-def _failure_of(act: Callable[[], None]) -> Exception | None:
-    try:
-        with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
-            act()
-    except Exception as error:
-        return error
-    return None
 
 
 def renamed_by(rename: Rename) -> Callable[[str], str]:

@@ -22,10 +22,10 @@ from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header, understood
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import MANIFEST
-from zero_fn.checkpoint.leaves import Named, named_tensors
+from zero_fn.checkpoint.leaves import Named
 from zero_fn.checkpoint.loading import LOADING, Rename, fill_together, renamed_by
 from zero_fn.checkpoint.saving import wait_for_saving
-from zero_fn.checkpoint.together import Together
+from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.registry import slot_of
@@ -83,12 +83,13 @@ def load_pretrained(
     """
     wait_for_saving()
     together, path = Together(), Path(os.path.abspath(folder))
-    named, failure = Named([], {}, {}), None
-    try:
-        named = named_tensors(model, None, on_meta=True)
+    named = Named()
+
+    def prepare() -> None:
+        named.add(model, None, on_meta=True)
         _require_transformed(model)
-    except Exception as error:
-        failure = error
+
+    failure = failure_of(prepare)
     names = [(leaf.name, leaf.place.shape) for leaf in named.leaves]
     agreed = together.agree(LOADING, failure, same=(str(path), strict, "pretrained"), kind=names)
     fit = Fit(named, model, rounds=True)
@@ -100,17 +101,18 @@ def load_pretrained(
             require_ways(model, _is_filled_by(fit))
         return source
 
-    def put(source: Contents) -> None:
+    def give_memory() -> None:
         if any(leaf.local is not None and leaf.local.is_meta for leaf in named.leaves):
             allocate(model, device, _is_filled_by(fit))
-            fit.follow(named_tensors(model, None))
-        fit.put_tensors(source)
+            there = Named()
+            there.add(model, None)
+            fit.follow(there)
 
     fill_together(
         together,
         fit,
         match,
-        put,
+        give_memory,
         is_of_one_kind=agreed.is_of_one_kind,
         is_strict=strict,
         verifies=False,

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,9 @@ from zero_fn.checkpoint.boxes import Box, Holding, ranges, whole_box
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorFile, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, Draft, part_name, prune, tensors_name, write_manifest
-from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, named_tensors, options_of, state_leaf
+from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import each_state, leaf_in_chunks, states_in_chunks
-from zero_fn.checkpoint.together import Together
+from zero_fn.checkpoint.together import Agreed, Together, failure_of
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
@@ -177,14 +176,14 @@ def wait_for_saving() -> None:
 
 
 @dataclass
-class _Inventory:
+class _Plan:
     """What this rank has to save.
 
     Attributes:
         leaves: Tensors, by kind.
-        says: What its part of the manifest says beside them.
-        streamed: The optimizer whose states come by themselves.
-        chunks: Those of each parameter, by its identity and the name of the state.
+        says: What the rank's part of the manifest says beside the tensors.
+        streamed: The optimizer whose states come in chunks, if it is a streamed one.
+        chunks: Its states, by the identity of the parameter and the name of the state.
     """
 
     leaves: dict[str, list[Leaf]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
@@ -192,31 +191,49 @@ class _Inventory:
     streamed: Streamed | None = None
     chunks: dict[tuple[int, str], Leaf] = field(default_factory=dict)
 
+    def add(self, model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> None:
+        """Adds everything that was given to `save`."""
+        named, tensors = Named(), dict[str, Tensor]()
+        if model is not None:
+            named.add(model, where)
+            self.leaves["model"] = named.leaves
+            self.says["aliases"] = named.aliases
+            self.says["homes"] = _homes(model, named)
+            if any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
+                own = {leaf.name: leaf.local for leaf in named.leaves if leaf.is_buffer and leaf.place.alike is None}
+                self.says["buffers"] = encoded(own, "buffers", tensors)
+        if optimizer is not None:
+            self._add_optimizer(optimizer, named, tensors)
+        states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
+        self.says["extra"] = encoded(states, "extra", tensors)
+        for path, tensor in tensors.items():
+            require_dtype(path, tensor.dtype)
+            place = Holding(tuple(tensor.shape), whole_box(tensor.shape))
+            self.leaves["extra"].append(Leaf(path, tensor.dtype, place, tensor))
 
-def _planned(
-    model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where
-) -> _Inventory:
-    plan = _Inventory()
-    tensors: dict[str, Tensor] = {}
-    named = Named([], {}, {})
-    if model is not None:
-        named = named_tensors(model, where)
-        plan.leaves["model"] = named.leaves
-        plan.says["aliases"] = named.aliases
-        plan.says["homes"] = _homes(model, named)
-        if any(run_of(unit).module.assignment.buffers == "local" for unit in units_of(model)):
-            own = {leaf.name: leaf.local for leaf in named.leaves if leaf.is_buffer and leaf.place.alike is None}
-            plan.says["buffers"] = encoded(own, "buffers", tensors)
-    if optimizer is not None:
-        _add_states(plan, optimizer, named, tensors)
-    states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in extra.items()}
-    plan.says["extra"] = encoded(states, "extra", tensors)
-    for path, tensor in tensors.items():
-        require_dtype(path, tensor.dtype)
-        plan.leaves["extra"].append(
-            Leaf(path, tensor.dtype, Holding(tuple(tensor.shape), whole_box(tensor.shape)), tensor)
-        )
-    return plan
+    def _add_optimizer(self, optimizer: Optimizer, named: Named, tensors: dict[str, Tensor]) -> None:
+        self.streamed = optimizer if isinstance(optimizer, Streamed) else None
+        in_chunks = {} if self.streamed is None else states_in_chunks(self.streamed)
+        says, values = self.says, dict[str, dict[str, Any]]()
+        says["groups"], says["values"] = [], values
+        groups = zip(optimizer.param_groups, leaves_of_groups(optimizer, named), strict=True)
+        for number, (group, leaves) in enumerate(groups):
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            options = encoded(options, f"optimizer.param_groups[{number}]", tensors)
+            says["groups"].append({"params": [leaf.name for leaf in leaves], "options": options})
+            for parameter, own in zip(group["params"], leaves, strict=True):
+                states = {} if self.streamed is not None else optimizer.state.get(parameter, {})
+                dtypes, states = in_chunks.get(id(parameter), ({}, states))
+                for name, dtype in dtypes.items():
+                    self.chunks[id(parameter), name] = leaf_in_chunks(own, name, dtype)
+                    self.leaves["optimizer"].append(self.chunks[id(parameter), name])
+                for name, value in states.items():
+                    if isinstance(value, Tensor):
+                        leaf = state_leaf(name, value, parameter, own)
+                        self.leaves["optimizer"] += [] if leaf is None else [leaf]
+                    else:
+                        path = f"optimizer.state[{own.name!r}][{name!r}]"
+                        values.setdefault(own.name, {})[name] = encoded(value, path, tensors)
 
 
 def _homes(model: nn.Module, named: Named) -> dict[str, str]:
@@ -229,59 +246,37 @@ def _homes(model: nn.Module, named: Named) -> dict[str, str]:
     return found
 
 
-def _add_states(plan: _Inventory, optimizer: Optimizer, named: Named, tensors: dict[str, Tensor]) -> None:
-    groups = leaves_of_groups(optimizer, named)
-    chunks = states_in_chunks(optimizer) if isinstance(optimizer, Streamed) else {}
-    plan.streamed = optimizer if isinstance(optimizer, Streamed) else None
-    values: dict[str, dict[str, Any]] = {}
-    says = plan.says["groups"] = []
-    for number, (group, leaves) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-        options = encoded(options_of(group), f"optimizer.param_groups[{number}]", tensors)
-        says.append({"params": [leaf.name for leaf in leaves], "options": options})
-        for parameter, own in zip(group["params"], leaves, strict=True):
-            dtypes: dict[str, torch.dtype] = {}
-            if plan.streamed is None:
-                states = dict(optimizer.state.get(parameter, {}))
-            else:
-                dtypes, states = chunks.get(id(parameter), ({}, {}))
-            here = {(id(parameter), name): leaf_in_chunks(own, name, dtype) for name, dtype in dtypes.items()}
-            plan.chunks |= here
-            found: list[Leaf | None] = list(here.values())
-            for name, value in states.items():
-                if isinstance(value, Tensor):
-                    found.append(state_leaf(name, value, parameter, own))
-                else:
-                    path = f"optimizer.state[{own.name!r}][{name!r}]"
-                    values.setdefault(own.name, {})[name] = encoded(value, path, tensors)
-            plan.leaves["optimizer"] += [leaf for leaf in found if leaf is not None]
-    plan.says["values"] = values
-
-
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
-class _Own:
+class _Share:
     """What this rank writes of a leaf.
 
     Attributes:
-        piece: As it is in the file.
-        leaf: Where it comes from.
-        first: Its first element in what this rank holds.
-        file: Where it goes to.
-        copy: A copy of it on the host.
+        piece: The box of the tensor, as it is in the file.
+        leaf: What holds the elements.
+        first: The first of them in what the leaf holds.
+        file: The file that they go to.
+        is_written: Whether they are there.
     """
 
     piece: StoredBox
     leaf: Leaf
     first: int
     file: TensorFile | None = None
-    copy: Tensor | None = None
+    is_written: bool = False
 
     def append(self, values: Tensor) -> None:
         """Writes the next elements."""
         assert self.file is not None, "no file was made"
         self.file.append(self.piece, values)
+
+    def write(self, window: ParcelWindow) -> None:
+        """Writes all elements, a buffer at a time."""
+        for first, last in ranges(self.piece.box.sizes, BUFFER_NBYTES // self.piece.dtype.itemsize):
+            self.append(self.leaf.read(self.first + first, self.first + last, window))
+        self.is_written = True
 
 
 def _begun(
@@ -295,36 +290,35 @@ def _begun(
     *,
     copies: bool,
 ) -> _Writing:
-    """A save whose ranks have agreed to it, and which has taken copies if it is to."""
-    together, target = Together(), Path(os.path.abspath(folder))
-    draft, plan, failure = Draft(target), _Inventory(), None
-    try:
-        if (keep is not None and keep < 1) or (keep_every is not None and keep_every < 1):
+    """Begins a save: ranks have agreed to it, and, with `copies`, values in memory are copied."""
+    together, draft, plan = Together(), Draft(Path(os.path.abspath(folder))), _Plan()
+
+    def prepare() -> None:
+        if any(each is not None and each < 1 for each in (keep, keep_every)):
             raise CheckpointError(
                 "keep and keep_every are numbers from 1 on.", keep=keep, keep_every=keep_every, fix="keep=3"
             )
-        plan = _planned(model, optimizer, extra or {}, where)
-    except Exception as error:
-        failure = error
+        plan.add(model, optimizer, extra or {}, where)
+
+    failure = failure_of(prepare)
     names = [(kind, leaf.name, leaf.dtype, leaf.place.shape) for kind in KINDS[:2] for leaf in plan.leaves[kind]]
-    same = (str(target), model is None, optimizer is None, keep, keep_every, copies)
+    same = (str(draft.target), model is None, optimizer is None, keep, keep_every, copies)
     try:
         agreed = together.agree(SAVING, failure, draft.make, same=same, kind=names)
     except BaseException:
         draft.drop()
         raise
-    own = _shared_out(plan, (agreed.number, agreed.alike))
-    prune_after = partial(prune, target, keep, keep_every)
-    writing = _Writing(together, draft, plan, own, agreed.text, agreed.is_of_one_kind, prune_after)
-    writing.attempt(lambda: writing.begin(copies=copies))
+    shares = _shared_out(plan, (agreed.number, agreed.alike))
+    writing = _Writing(together, draft, plan, agreed, shares, (keep, keep_every))
+    writing.failure = failure_of(lambda: writing.begin(copies=copies))
     return writing
 
 
-def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[_Own]]]:
+def _shared_out(plan: _Plan, kind: tuple[int, int]) -> dict[str, list[list[_Share]]]:
     """What this rank writes, by kind and file: a file has one piece of each name."""
-    found: dict[str, list[list[_Own]]] = {}
+    found: dict[str, list[list[_Share]]] = {}
     for folder, leaves in plan.leaves.items():
-        files: list[list[_Own]] = found.setdefault(folder, [])
+        files: list[list[_Share]] = found.setdefault(folder, [])
         taken: Counter[str] = Counter()
         for ordinal, leaf in enumerate(leaves):
             place = leaf.place
@@ -342,7 +336,7 @@ def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[
                 files.append([])
             row = place.box.numel // place.box.sizes[0] if place.box.numel and place.box.sizes else 0
             first = (box.starts[0] - place.box.starts[0]) * row if row else 0
-            files[number].append(_Own(StoredBox(leaf.name, leaf.dtype, place.shape, box), leaf, first))
+            files[number].append(_Share(StoredBox(leaf.name, leaf.dtype, place.shape, box), leaf, first))
     return found
 
 
@@ -354,80 +348,53 @@ class _Writing:
         together: The ranks.
         draft: The folder.
         plan: What this rank has.
-        own: What it writes of that, by kind and file.
-        id: Of this save.
-        is_of_one_kind: Whether all ranks have tensors of the same names.
-        prune: What to do after the commit, on rank 0.
+        agreed: What the ranks have agreed on; its text is the number of the save.
+        files: What this rank writes of that, by kind and file.
+        keep: How many checkpoints stay, and of which steps; see `save`.
         failure: What went wrong on this rank: the others hear of it when they meet.
     """
 
     together: Together
     draft: Draft
-    plan: _Inventory
-    own: dict[str, list[list[_Own]]]
-    id: str
-    is_of_one_kind: bool
-    prune: Callable[[], None]
+    plan: _Plan
+    agreed: Agreed
+    files: dict[str, list[list[_Share]]]
+    keep: tuple[int | None, int | None]
     failure: Exception | None = None
-    files: dict[str, list[TensorFile]] = field(default_factory=lambda: defaultdict(list))
-
-    def attempt(self, act: Callable[[], None]) -> None:
-        """Does something unless something else has failed."""
-        if self.failure is None:
-            try:
-                with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
-                    act()
-            except Exception as error:
-                self.failure = error
 
     def begin(self, *, copies: bool) -> None:
-        """Makes the files, and writes everything; or, of what is in memory, copies it to the host."""
-        for kind, files in self.own.items():
-            for number, each in enumerate(files):
+        """Makes the files, and writes everything; or, with `copies`, copies what is in memory to the host."""
+        for kind, files in self.files.items():
+            for number, shares in enumerate(files):
                 path = self.draft.path / tensors_name(kind, self.together.rank, number)
-                file = TensorFile(path, [one.piece for one in each], self.id)
-                self.files[kind].append(file)
-                for one in each:
-                    one.file = file
+                file = TensorFile(path, [share.piece for share in shares], self.agreed.text)
+                for share in shares:
+                    share.file = file
         copied = []
         with ParcelWindow() as window:
-            for one in self._each():
-                if copies and one.leaf.local is not None and not one.leaf.is_away:
-                    copied.append(one)
-                elif one.leaf.local is not None:
-                    self._write(one, window)
+            for share in self._each():
+                if share.leaf.local is not None and copies and not share.leaf.is_away:
+                    copied.append(share)
+                elif share.leaf.local is not None:
+                    share.write(window)
         if self.plan.streamed is not None:
             self._write_chunks(self.plan.streamed)
-        self._copy(copied)
+        _copy(copied)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
-        by_leaf = {id(one.leaf): one for one in self._each()}
+        by_leaf = {id(share.leaf): share for share in self._each() if share.leaf.local is None}
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
-            one = by_leaf.get(id(self.plan.chunks[id(parameter), name]))
-            if one is None:  # another rank writes it
+            share = by_leaf.get(id(self.plan.chunks[id(parameter), name]))
+            if share is None:  # another rank writes it
                 return
-            low, high = max(first, one.first), min(first + values.numel(), one.first + one.piece.box.numel)
+            low, high = max(first, share.first), min(first + values.numel(), share.first + share.piece.box.numel)
             if low < high:
-                one.append(values[low - first : high - first])
+                share.append(values[low - first : high - first])
 
         each_state(optimizer, take)
-
-    def _copy(self, owns: list[_Own]) -> None:
-        sizes = [-(-one.piece.nbytes // 64) * 64 for one in owns]
-        is_on_device = any(one.leaf.local is not None and one.leaf.local.device.type != "cpu" for one in owns)
-        if not sum(sizes):
-            return
-        memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False).memory
-        for one, part in zip(owns, torch.split(memory[: sum(sizes)], sizes), strict=True):
-            one.copy = part[: one.piece.nbytes].view(one.piece.dtype)
-            local, count = one.leaf.local, one.piece.box.numel
-            if local is not None and local.is_contiguous() and local.device.type != "cpu":
-                one.copy.copy_(local.view(-1)[one.first : one.first + count], non_blocking=True)
-            else:
-                one.copy.copy_(one.leaf.read(one.first, one.first + count, ParcelWindow()))
-        if is_on_device:
-            torch.accelerator.synchronize()
+        for share in by_leaf.values():
+            share.is_written = True
 
     def finish(self) -> None:
         """Writes the rest, and commits.
@@ -435,38 +402,63 @@ class _Writing:
         Raises:
             ZeroError: It failed on some rank: on every rank.
         """
-        self.attempt(self._write_rest)
-        for files in self.files.values():
-            for file in files:
-                file.close()
+        self.failure = self.failure or failure_of(self._write_rest)
+        for share in self._each():
+            if share.file is not None:
+                share.file.close()
         try:
             self.together.agree(SAVING, self.failure, self._commit, waits_for_disks=True)
         except BaseException:
             self.draft.drop()
             raise
         if self.together.rank == 0:
-            self.prune()
+            prune(self.draft.target, *self.keep)
 
-    def _each(self) -> list[_Own]:
+    def _each(self) -> list[_Share]:
         """In the order of files."""
-        return [one for files in self.own.values() for each in files for one in each]
-
-    def _write(self, one: _Own, window: ParcelWindow) -> None:
-        for first, last in ranges(one.piece.box.sizes, BUFFER_NBYTES // one.piece.dtype.itemsize):
-            one.append(one.leaf.read(one.first + first, one.first + last, window))
+        return [share for files in self.files.values() for shares in files for share in shares]
 
     def _write_rest(self) -> None:
-        for one in self._each():
-            if one.copy is not None:
-                one.append(one.copy)
-        files = {kind: [file.finish() for file in files] for kind, files in self.files.items()}
-        says = {"id": self.id, "rank": self.together.rank, "files": files, **self.plan.says}
+        with ParcelWindow() as window:
+            for share in self._each():
+                if not share.is_written:
+                    share.write(window)
+        written = {kind: [_finished(shares) for shares in files] for kind, files in self.files.items()}
+        says = {"id": self.agreed.text, "rank": self.together.rank, "files": written, **self.plan.says}
         write_json(self.draft.path / part_name(self.together.rank), says)
 
     def _commit(self) -> str:
         """What rank 0 does once every rank has written."""
         names = {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
-        write_manifest(self.draft.path, self.id, self.together.size, names if self.is_of_one_kind else None)
-        if not self.is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
+        is_of_one_kind = self.agreed.is_of_one_kind
+        write_manifest(self.draft.path, self.agreed.text, self.together.size, names if is_of_one_kind else None)
+        if not is_of_one_kind:  # stages of a pipeline: no two may give one name to different tensors
             Catalog(self.draft.path, lambda name: name)
         return self.draft.commit()
+
+
+def _finished(shares: list[_Share]) -> dict[str, Any]:
+    """Makes sure that a file is on the disk; what the manifest says of it."""
+    file = shares[0].file
+    assert file is not None, "no file was made"
+    return file.finish()
+
+
+def _copy(shares: list[_Share]) -> None:
+    """Copies what is to be written into memory of the host, from where it will be written."""
+    sizes = [-(-share.piece.nbytes // 64) * 64 for share in shares]
+    if not sum(sizes):
+        return
+    memory = Slab(sum(sizes), Cpu(True, None), "copies of what is saved", forked=False, huge=False).memory
+    is_on_device = False
+    for share, part in zip(shares, torch.split(memory[: sum(sizes)], sizes), strict=True):
+        copy = part[: share.piece.nbytes].view(share.piece.dtype)
+        local, first, last = share.leaf.local, share.first, share.first + share.piece.box.numel
+        if local is not None and local.is_contiguous() and local.device.type != "cpu":
+            copy.copy_(local.view(-1)[first:last], non_blocking=True)
+            is_on_device = True
+        else:
+            copy.copy_(share.leaf.read(first, last, ParcelWindow()))
+        share.leaf, share.first = replace(share.leaf, local=copy), 0
+    if is_on_device:
+        torch.accelerator.synchronize()

@@ -16,7 +16,7 @@ from zero_fn.transport.agreement import digest
 from zero_fn.transport.meeting import LONGEST_S, broadcast, gather, meeting_group, scatter
 from zero_fn.transport.waiting import deadline
 
-__all__ = ["Agreed", "Together"]
+__all__ = ["Agreed", "Together", "failure_of"]
 
 _MESSAGE_NBYTES = 640
 
@@ -129,6 +129,16 @@ class Together:
         if self.rank == 0:
             rows = rows.amax(0).repeat(self.size, 1)
         return [bool(bit) for bit in scatter(self._group, rows, 2 * deadline()).tolist()]
+
+
+def failure_of(act: Callable[[], object]) -> Exception | None:
+    """Does something on this rank, and returns what went wrong: the others hear of it when they agree."""
+    try:
+        with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
+            act()
+    except Exception as error:
+        return error
+    return None
 
 
 def _digest(values: object) -> bytes:
