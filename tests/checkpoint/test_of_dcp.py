@@ -162,6 +162,24 @@ def test_metadata_that_runs_code_is_refused(saved: tuple[Path, dict[str, Any], d
     assert CALLED == []
 
 
+@pytest.mark.parametrize("what", ["another offset", "more bytes"])
+def test_an_entry_that_reaches_into_another_is_found(
+    what: str, saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    """It would give a tensor the values of another of its shape: their checksums are right, and `.metadata` has none."""
+    copy = Path(shutil.copytree(saved[0] / "lone", tmp_path / "copy"))
+    said = dcp.FileSystemReader(copy).read_metadata()
+    stored = {index.fqn: entry for index, entry in said.storage_data.items() if entry.relative_path == "__0_0.distcp"}
+    weight, bias = stored["1.weight"], stored["1.bias"]
+    if what == "another offset":
+        weight.offset, weight.length = bias.offset, bias.length
+    else:
+        weight.length = bias.offset + bias.length - weight.offset
+    (copy / ".metadata").write_bytes(pickle.dumps(said))
+    with pytest.raises(CheckpointError, match="overlap"):
+        zf.load(copy, _built(5))
+
+
 def test_every_flipped_bit_is_found_or_harmless(
     saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:

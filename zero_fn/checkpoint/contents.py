@@ -1,12 +1,11 @@
-"""A checkpoint that is read, whoever has written it: tensors, each made up of boxes, and values.
+"""What is in a checkpoint, whoever has written it: tensors, each made up of boxes, and values.
 
-Readers of each format fill a `Contents`: where the boxes are, options of groups, other values. Whatever is done with a
-checkpoint, loading or writing it anew, is done with a `Contents`.
+The reader of each format fills a `Contents`. Loading and converting use it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,57 +25,52 @@ Key = tuple[str, str]
 
 
 class Contents:
-    """What is in files: of Hugging Face as it stands here; those of checkpoints know more.
+    """What is in files. As it stands here, of safetensors of Hugging Face; readers of checkpoints know of values, too.
 
     Attributes:
         path: The folder.
-        rename: What names in the files are in the model.
-        ranks: How many have written it.
-        pieces: Of each tensor, by kind and name, by their box: those with the same elements once.
-        aliases: Further names of tied parameters, and those they were saved by.
-        options: Of the group of each parameter, with the rank that says so.
-        values: States of each parameter that are no tensors, with the rank that says so.
+        rename: The name in the model for a name in the files.
+        ranks: How many ranks have written the files.
+        pieces: For each tensor, by kind and name, its boxes. A box that several ranks have written stands once.
+        aliases: Further names of tied parameters, and the names that they were saved by.
+        states: For each parameter, the names and keys of its states that are tensors.
+        values: For each parameter, its states that are no tensors, with the rank that says so.
+        options: For each parameter, the options of its group, with the rank that says so.
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
         self.path, self.rename, self.ranks = path, rename, 1
         self.pieces: dict[Key, dict[Box, StoredBox]] = {}
         self.aliases: dict[str, str] = {}
-        self.options: dict[str, tuple[int, Any]] = {}
+        self.states: dict[str, list[tuple[str, Key]]] = {}
         self.values: dict[str, tuple[int, Any]] = {}
-        self._states: dict[str, list[tuple[str, Key]]] = {}
+        self.options: dict[str, tuple[int, Any]] = {}
         self._readers: dict[Callable[[], TensorReader], TensorReader] = {}
 
-    # -- what readers of a format say ----------------------------------------------------------------------------------
-
     def add_piece(self, kind: str, name: str, state: str, piece: StoredBox) -> StoredBox | None:
-        """Notes a box of a tensor, of a parameter or of one of its states.
+        """Adds a box of a tensor: of a parameter or buffer, or of one of its states.
 
         Returns:
-            One that it contradicts: of another shape or dtype, or with the same elements and other digests.
+            A box that contradicts it: of another shape or dtype, or with the same elements and other digests.
         """
         name = name if kind.startswith("extra") else self.rename(name)
         key = (kind, f"{name}/{state}" if kind == "optimizer" else name)
         if kind == "optimizer" and key not in self.pieces:
-            self._states.setdefault(name, []).append((state, key))
+            self.states.setdefault(name, []).append((state, key))
         known = self.pieces.setdefault(key, {})
         same = known.setdefault(piece.box, piece)
-        first = next(iter(known.values()))
-        if same.digests != piece.digests or (same.shape, same.dtype) != (piece.shape, piece.dtype):
-            return same
-        return first if (first.shape, first.dtype) != (piece.shape, piece.dtype) else None
+        for other in (same, next(iter(known.values()))):
+            if (other.shape, other.dtype) != (piece.shape, piece.dtype):
+                return other
+        return None if same.digests == piece.digests else same
 
-    # -- what it has ---------------------------------------------------------------------------------------------------
+    # -- values --------------------------------------------------------------------------------------------------------
 
     def read_all(self) -> None:
         """Reads what every rank says, where only some were read."""
 
-    def states_of(self, parameter: str) -> list[tuple[str, Key]]:
-        """The states of a parameter that are tensors: their names and keys."""
-        return self._states.get(parameter, [])
-
     def values_of(self, parameter: str) -> dict[str, Any]:
-        """The states of a parameter that are none."""
+        """The states of a parameter that are no tensors."""
         rank, values = self.values.get(parameter, (0, {}))
         return {name: self.value(rank, value) for name, value in values.items()}
 
@@ -95,33 +89,32 @@ class Contents:
     # -- elements ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Lets go of all files."""
+        """Closes all files."""
         while self._readers:
             self._readers.popitem()[1].close()
 
     def first(self, key: Key) -> StoredBox:
-        """One piece of a tensor: all have its dtype and shape."""
+        """One box of a tensor: all have its dtype and shape."""
         return next(iter(self.pieces[key].values()))
 
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
-        piece = self.first(key)
-        out = torch.empty(piece.shape, dtype=piece.dtype)
-        self.require_all(key, whole_box(piece.shape))
-        self.fill(key, whole_box(piece.shape), 0, out.view(-1))
+        first = self.first(key)
+        out = torch.empty(first.shape, dtype=first.dtype)
+        self.require_all(key, whole_box(first.shape))
+        self.fill(key, whole_box(first.shape), 0, out.view(-1))
         return out
 
     def require_all(self, key: Key, box: Box) -> None:
-        """For a box of a tensor that is to be read.
+        """Requires that the files have each element of a box of a tensor once.
 
         Raises:
-            CheckpointError: Not all of it is there, or some of it twice.
+            CheckpointError: They do not.
         """
-        for is_last in (False, True):
-            if sum(meet.numel for _, meet in self._meeting(key, box)) == box.numel:
+        for read_more in (self.read_all, lambda: None):
+            if sum(meet.numel for _, meet in _meeting(self.pieces[key].values(), box)) == box.numel:
                 return
-            if not is_last:
-                self.read_all()
+            read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
 
     def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
@@ -133,7 +126,7 @@ class Contents:
             yield first, values
 
     def verify(self, key: Key, box: Box) -> None:
-        """Reads a box of a tensor, and compares the blocks that have digests with these.
+        """Reads a box of a tensor, and compares its blocks with their digests, if they have some.
 
         Raises:
             CheckpointError: A block is not what was written.
@@ -148,7 +141,7 @@ class Contents:
 
         Args:
             key: Which tensor.
-            box: Which box of it.
+            box: Which box of the tensor.
             first: The number of the first element in the box.
             out: Where to: flat, on the host. On meta: blocks are only compared with their digests.
 
@@ -156,26 +149,19 @@ class Contents:
             CheckpointError: A block is not what was written.
             StorageError: The disk refused.
         """
-        dtype = self.first(key).dtype
+        dtype, at = self.first(key).dtype, 0
         values = out if out.dtype == dtype else torch.empty(out.numel(), dtype=dtype)
-        at = 0
         for part in spans(box.sizes, first, first + out.numel()):
             region = box.around(part)
             room = values[at : at + part.numel].view(part.sizes)
             at += part.numel
-            for piece, meet in self._meeting(key, region):
+            for piece, meet in _meeting(self.pieces[key].values(), region):
                 self._read(piece, meet, None if out.is_meta else meet.within(region).of(room))
         if values is not out:
             out.copy_(values)
 
-    def _meeting(self, key: Key, box: Box) -> Iterator[tuple[StoredBox, Box]]:
-        for piece in self.pieces[key].values():
-            meet = piece.box.meet(box)
-            if meet is not None:
-                yield piece, meet
-
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
-        """Reads a box of a piece into a view of its shape."""
+        """Reads elements of a piece into a view of their shape; None: only compares digests."""
         assert piece.open is not None, "it is being written"
         if piece.open not in self._readers:
             if len(self._readers) == _OPEN_FILES:
@@ -193,15 +179,23 @@ class Contents:
             target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
 
 
+def _meeting(pieces: Iterable[StoredBox], box: Box) -> Iterator[tuple[StoredBox, Box]]:
+    """The pieces that have elements of a box, and which elements."""
+    for piece in pieces:
+        meet = piece.box.meet(box)
+        if meet is not None:
+            yield piece, meet
+
+
 _RUN_NUMEL = 4 << 20
-"""Elements that are read at once where rows of a file are longer than those that are wanted."""
+"""How many elements are read at once where rows of a file are longer than the wanted parts of them."""
 
 _SEEK_NBYTES = 16 << 10
-"""From so many bytes on, a part of a row is read alone, where what lies between need not be read."""
+"""A part of a row that has so many bytes is read alone, where what lies between need not be read."""
 
 
 def _runs(box: Box, sizes: tuple[int, ...], itemsize: int, *, leaves_gaps: bool) -> Iterator[tuple[int, int, Box]]:
-    """Ranges of the elements of a tensor of these sizes that have a box of it: their ends, and the part of the box."""
+    """The ranges of elements to be read for a box of a tensor of these sizes: their ends, and the part of the box."""
     outer = next((dim for dim in reversed(range(len(sizes))) if box.sizes[dim] != sizes[dim]), -1)
     if all(size == 1 for size in box.sizes[: max(outer, 0)]):  # one range without gaps
         yield *_range(box, sizes), box

@@ -142,7 +142,7 @@ class Fit:
         self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
     ) -> None:
         found = dict(source.values_of(own.name))
-        for name, key in source.states_of(own.name):
+        for name, key in source.states.get(own.name, []):
             piece, old = source.first(key), optimizer.state.get(parameter, {}).get(name)
             follows = piece.shape == own.place.shape and name != "step"
             if follows and isinstance(old, Tensor) and old.dtype == piece.dtype and old.shape == parameter.shape:
@@ -277,7 +277,7 @@ class _Chunks:
         """Finds the states of a parameter; `own` is the leaf of the parameter, by its name in the files."""
         room, wrong = self._rooms.get(id(parameter), {}), self._fit.wrong
         dtypes, others = self._found[id(parameter)] = {}, dict(source.values_of(own.name))
-        for name, key in source.states_of(own.name):
+        for name, key in source.states.get(own.name, []):
             piece = source.first(key)
             if name in room and piece.shape == own.place.shape:
                 self._fit.todo.append((key, leaf_in_chunks(own, name, room[name])))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,6 +64,9 @@ class DcpFolder(Foreign):
                 (index.state["fqn"], tuple(index.state.get("offset") or ())): self._entry(info.state)
                 for index, info in said["storage_data"].items()
             }
+            for one, other in pairwise(sorted(self._entries.values())):  # the offsets have no checksum
+                if one.path == other.path and one.offset + one.nbytes > other.offset:
+                    raise ValueError(f"entries of {one.path.name} overlap at byte {other.offset}")
             self._tensors: dict[str, dict[str, Any]] = {
                 n: each.state for n, each in said["state_dict_metadata"].items()
             }

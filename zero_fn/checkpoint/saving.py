@@ -176,7 +176,7 @@ def wait_for_saving() -> None:
 
 
 @dataclass
-class _Plan:
+class _Inventory:
     """What this rank has to save.
 
     Attributes:
@@ -291,7 +291,7 @@ def _begun(
     copies: bool,
 ) -> _Writing:
     """Begins a save: ranks have agreed to it, and, with `copies`, values in memory are copied."""
-    together, draft, plan = Together(), Draft(Path(os.path.abspath(folder))), _Plan()
+    together, draft, plan = Together(), Draft(Path(os.path.abspath(folder))), _Inventory()
 
     def prepare() -> None:
         if any(each is not None and each < 1 for each in (keep, keep_every)):
@@ -314,7 +314,7 @@ def _begun(
     return writing
 
 
-def _shared_out(plan: _Plan, kind: tuple[int, int]) -> dict[str, list[list[_Share]]]:
+def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[_Share]]]:
     """What this rank writes, by kind and file: a file has one piece of each name."""
     found: dict[str, list[list[_Share]]] = {}
     for folder, leaves in plan.leaves.items():
@@ -356,7 +356,7 @@ class _Writing:
 
     together: Together
     draft: Draft
-    plan: _Plan
+    plan: _Inventory
     agreed: Agreed
     files: dict[str, list[list[_Share]]]
     keep: tuple[int | None, int | None]
