@@ -80,6 +80,10 @@ SNAPSHOTS = Path(__file__).parent / "snapshots"
 PACKAGE = Path(__file__).parents[2] / "zero_fn"
 
 
+class Opaque(Tensor):
+    """Like quantized weights that keep what they were quantised with as an attribute."""
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -777,6 +781,11 @@ class Peeking(Model):
     def forward(self, x: Tensor) -> Tensor:
         weight: Any = self.layers[0].weight
         return super().forward(x @ (weight.full_tensor() if self.gathers else weight).T)
+
+
+def weight_is_asked_for_its_storage() -> object:
+    with pretended(2) as mesh:
+        return zf.shard_params(Model(), mesh).head.weight.storage()
 
 
 def weight_is_made_whole_in_a_forward() -> object:
@@ -1493,6 +1502,19 @@ def pretrained_is_there_already() -> object:
         return zf.save_pretrained(nn.Linear(2, 2), folder)
 
 
+def pretrained_is_quantised() -> object:
+    model = nn.Linear(2, 2)
+    model.__dict__["is_quantized"] = True
+    with a_folder() as folder:
+        return zf.save_pretrained(model, folder)
+
+
+def subclass_says_not_what_it_is_made_of() -> object:
+    model = nn.Linear(2, 2)
+    model.weight = nn.Parameter(model.weight.detach().as_subclass(Opaque), requires_grad=False)
+    return zf.flatten_subclasses(model)
+
+
 def pretrained_with_adapters() -> object:
     model = nn.Linear(2, 2)
     model.__dict__["peft_config"] = {}
@@ -1753,7 +1775,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         tiled_forward_is_its_own,
     ),
     PlacementError: (
-        parameter_is_of_a_subclass, subclass_is_trained, product_of_another_shape,
+        parameter_is_of_a_subclass, subclass_is_trained, subclass_says_not_what_it_is_made_of, product_of_another_shape,
         evicted_states_share_memory, streamed_optimizer_cannot_wait,
         parameters_share_memory, buffer_in_the_memory_of_a_parameter, part_of_a_unit_is_taken_out,
         trunk_of_a_transformed_model, closure_over_a_parameter, streamed_optimizer_that_clips,
@@ -1777,7 +1799,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         entry_of_another_shape, entry_that_would_lose_bits, entry_on_another_mesh, entry_sharded_of_a_buffer,
         checkpoint_is_nowhere, checkpoint_is_damaged, checkpoint_is_of_a_later_version, checkpoint_does_not_fit,
         checkpoint_of_two_values_for_a_tie, pretrained_of_another_kind, pretrained_onto_meta,
-        pretrained_is_there_already, pretrained_of_two_stages, pretrained_with_adapters,
+        pretrained_is_there_already, pretrained_of_two_stages, pretrained_with_adapters, pretrained_is_quantised,
         checkpoint_of_two_tensors_of_one_name, checkpoint_is_there_already, checkpoint_is_being_saved,
         checkpoint_without_a_name, checkpoint_keeps_none, checkpoint_of_what_has_no_form, checkpoint_of_an_odd_dtype,
         checkpoint_of_meta, checkpoint_of_another_optimizer, checkpoint_of_a_state_of_its_own,
@@ -1828,7 +1850,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     DisagreementError: (checkpoint_of_ranks_that_differ,),
     LostRankError: (checkpoint_lost_a_rank,),
     ShardedAccessError: (
-        weight_is_made_whole_in_a_forward,
+        weight_is_asked_for_its_storage, weight_is_made_whole_in_a_forward,
         resting_parameter_is_drawn, row_of_a_resting_parameter_is_written,
         gradient_of_a_plain_loss_in_shards,
     ),

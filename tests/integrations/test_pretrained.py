@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -70,6 +71,83 @@ def test_a_placed_model_is_the_one_that_is_loaded_whole(
 
 def test_a_placed_model_may_rest_in_another_dtype_than_its_files(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_loaded, str(tmp_path), llama, "zero3", torch.bfloat16)
+
+
+def _quantised_by_torchao(folder: str) -> None:
+    """Weights that are quantised as they are read, and a folder that was saved quantised; then adapters over them."""
+    from peft import LoraConfig, get_peft_model
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import AutoModelForCausalLM, TorchAoConfig
+
+    from zero_fn.integrations.transformers import placed
+
+    def adapted(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False))
+        return model.train()
+
+    _written(folder, llama, torch.float32)
+    options = {"quantization_config": TorchAoConfig(Int8WeightOnlyConfig()), "dtype": torch.float32}
+    plain = AutoModelForCausalLM.from_pretrained(folder, **options)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(f"{folder}/quantised")
+    dist.barrier()
+    tokens = Counting(8).tokens[2 * dist.get_rank() :][:2]
+    with torch.no_grad():
+        wanted = plain(input_ids=tokens).logits
+    for source, more in ((folder, options), (f"{folder}/quantised", {"dtype": torch.float32})):
+        with placed(place()):
+            model = AutoModelForCausalLM.from_pretrained(source, **more)
+        with torch.no_grad():
+            assert torch.equal(model(input_ids=tokens).logits, wanted), source
+        quantised = [parameter for parameter in model.parameters() if parameter.dtype == torch.int8]
+        assert quantised and all(local.numel() * 2 == p.numel() for p in quantised for local in [p.to_local()])
+    with pytest.raises(zf.CheckpointError, match="A quantised model is not saved"):
+        zf.save_pretrained(model, f"{folder}/exported")
+    with placed(lambda model: place()(adapted(model))):
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+    plain = adapted(plain)
+    for each in (plain, model):
+        each(input_ids=tokens, labels=tokens).loss.backward()
+    named = dict(model.named_parameters())
+    trained = [(name, p) for name, p in plain.named_parameters() if p.requires_grad and "lora" in name]
+    for name, parameter in trained:
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(named[name].grad.full_tensor(), parameter.grad / dist.get_world_size(), msg=name)
+    assert trained
+
+
+def test_a_base_that_torchao_quantises_is_placed(prepared: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    prepared(2).run(_quantised_by_torchao, str(tmp_path))
+
+
+def _quantised_by_others(folder: str) -> None:
+    """Refused before a file is read; and what the error says instead."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+
+    from zero_fn.integrations.transformers import placed
+
+    _written(folder, llama, torch.float32)
+    four_bits = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True)}
+    plain = AutoModelForCausalLM.from_pretrained(folder, **four_bits)
+    if dist.get_rank() == 0:
+        plain.save_pretrained(f"{folder}/quantised")
+    dist.barrier()
+    with patch.object(PreTrainedModel, "_load_pretrained_model", side_effect=AssertionError("read")):
+        for source, more in ((folder, four_bits), (f"{folder}/quantised", {})):
+            with (
+                pytest.raises(zf.ConfigError, match=r"placed\(\) cannot load weights that are quantised"),
+                placed(place()),
+            ):
+                AutoModelForCausalLM.from_pretrained(source, **more)
+    with pytest.raises(zf.PlacementError, match=r"fix +: quantise with torchao"):
+        zf.flatten_subclasses(plain)
+
+
+def test_a_base_that_others_quantise_is_refused_unread(prepared: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    prepared(2).run(_quantised_by_others, str(tmp_path))
 
 
 def _without_transformers(folder: str, build: Callable[[], nn.Module]) -> None:

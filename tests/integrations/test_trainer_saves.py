@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -134,6 +135,37 @@ def _best(folder: str) -> None:
 
 def test_the_best_model_is_loaded_at_the_end(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_best, str(tmp_path))
+
+
+def _by_others(folder: str, stage: str) -> None:
+    """Whoever writes a file from the memory of each tensor is told what to call; and that works."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from transformers import Trainer
+
+    model: Any = zero_trainer(folder, llama, stage).model
+    ways: dict[str, Callable[[], object]] = {
+        "safetensors": lambda: save_file(model.state_dict(), f"{folder}/weights"),
+        "transformers": lambda: model.save_pretrained(folder),
+        "a plain Trainer": lambda: Trainer(model=model, args=arguments(folder)).save_model(),
+        "an attribute": lambda: model.lm_head.weight.storage(),
+    }
+    for way in ways.values():
+        if torch.distributed.get_rank() == 0:
+            with pytest.raises(zf.ShardedAccessError, match="no memory that a file could be written from"):
+                way()
+    torch.distributed.barrier()
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(f"{folder}/whole", state_dict=whole)
+        loaded = type(model).from_pretrained(f"{folder}/whole")
+        assert all(torch.equal(value, whole[name]) for name, value in loaded.state_dict().items())
+    assert torch.nn.Linear(2, 2).weight.storage().size() == 4
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_who_saves_tensors_by_their_memory_is_told_how_to_save(prepared: Ranks, tmp_path: Path, stage: str) -> None:
+    prepared(2).run(_by_others, str(tmp_path), stage)
 
 
 def _without_states(folder: str) -> None:

@@ -189,6 +189,13 @@ class _Export:
                 fix="ZeroTrainer.save_model() writes adapters; or merge them before the transform: "
                 "model.merge_and_unload()",
             )
+        if getattr(model, "is_quantized", False):
+            raise CheckpointError(
+                "A quantised model is not saved in a way that from_pretrained loads.",
+                model=type(model).__name__,
+                why="in files of transformers, a quantised weight and what it was quantised with have names of their own",
+                fix="zf.save(folder, model); or, before the transform, model.save_pretrained(folder) on rank 0",
+            )
         named = Named()
         named.add(model, None)
         by_id = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}

@@ -15,6 +15,10 @@ DTensor goes on with them as if they were: `p.norm(dim=0).sum()` adds up norms o
 every rank. That of what a forward computes is not: each rank has other inputs. So it is refused where a forward runs, also
 where `module.forward(x)` was called in place of `module(x)`: then no unit was entered.
 
+[Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none: torch would say "invalid
+python storage". Asked for are `untyped_storage().data_ptr()` and then, as that raises, `storage()`. The first is torch's own
+too, and stays; `storage()` of a DTensor is called by nobody else.
+
 [Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
 another first whether a disk has failed. DTensor has no table for redistributions; what does them is replaced.
 """
@@ -448,6 +452,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
     if not _meshes:
         _install(ROWS)
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
+        DTensor.storage = _no_storage  # type: ignore[method-assign]
     _meshes.add(mesh)
 
 
@@ -569,6 +574,25 @@ def _members(run: Run) -> Iterator[nn.Module]:
         anchor = unit.anchor()
         if anchor is not None:
             yield from anchor.modules()
+
+
+# -- files ------------------------------------------------------------------------------------------------------------
+
+_stock_storage = DTensor.storage
+
+
+def _no_storage(self: DTensor) -> Any:
+    """[Note: files]"""
+    if not _is_ours(self):
+        return _stock_storage(self)
+    slot = slot_of(self)
+    raise ShardedAccessError(
+        "A resting tensor has no memory that a file could be written from: this rank holds a part of it.",
+        tensor=slot if slot is not None else f"{list(self.shape)}  {', '.join(map(str, self.placements))}",
+        fix="on all ranks: zf.save_pretrained(model, folder), zf.save(folder, model), or a ZeroTrainer's save_model(); or "
+        "whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which rank 0 "
+        "saves",
+    )
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------

@@ -120,7 +120,13 @@ class _Rebuilt(nn.Module):
         if isinstance(whole, DTensor):
             raise _refused(named, kind, "placed on a mesh already, as tensor parallelism does")
         if not is_traceable_wrapper_subclass(whole):
-            raise _refused(named, kind, "not of a class with __tensor_flatten__")
+            raise _refused(
+                named,
+                kind,
+                "not of a class with __tensor_flatten__",
+                "quantise with torchao: quantize_(model, Int8WeightOnlyConfig()), to_nf4(weight); or take plain values: "
+                "nn.Parameter(weight.dequantize())",
+            )
         self._kind: Any = type(whole)
         self._size, self._stride = whole.size(), whole.stride()
         self._names, self._context = whole.__tensor_flatten__()
@@ -163,9 +169,12 @@ class _Rebuild(torch.autograd.Function):
         return getattr(grad, extension.part) if isinstance(grad, extension.kind) else grad, None
 
 
-def _refused(named: NamedParameter, kind: type | None, reason: str) -> PlacementError:
+_FREEZE = "freeze it: parameter.requires_grad_(False); or train plain values: nn.Parameter(weight.dequantize())"
+
+
+def _refused(named: NamedParameter, kind: type | None, reason: str, fix: str = _FREEZE) -> PlacementError:
     return PlacementError(
         f"{named.fqn!r} cannot be kept as plain tensors: it is {reason}.",
         parameter=f"{kind.__qualname__ if kind is not None else None}  {list(named.parameter.shape)}",
-        fix="freeze it: parameter.requires_grad_(False); or train plain values: nn.Parameter(weight.dequantize())",
+        fix=fix,
     )
