@@ -183,10 +183,12 @@ def _reference(folder: str) -> None:
     assert held > 0 == zf.held(ours).parameters
     for _ in range(2):
         evicted.restore()
+        assert zf.held(ours).parameters == held
         trainer = _trainer(folder, "DPOTrainer", "mixin", options, ref_model=ours)
         require_close(numbers(trainer), wanted, 5e-5)
         assert zf.is_transformed(trainer.ref_model)
         evicted = zf.evict(ours, to=zf.nvme(folder))
+        assert zf.held(ours).parameters == 0
 
 
 def test_a_reference_model_is_placed_and_evicted_by_itself(prepared: Ranks, tmp_path: Path) -> None:
