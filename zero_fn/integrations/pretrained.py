@@ -87,7 +87,7 @@ def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
     )
 
 
-def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> nn.Module:
+def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
     """In place of `maybe_distribute_model`: the model is on meta, and its values are read next.
 
     Raises:
@@ -107,8 +107,7 @@ def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> nn.M
             f"placed(): zf.zero3({cls.__name__}.from_pretrained(folder), mesh['dp'])",
         )
     model.tie_weights()  # a tie that is made after the transform would be two parameters
-    transformed: nn.Module = place_module(place, model)[0]
-    return transformed
+    return place_module(place, model)[0]
 
 
 def _from_pretrained(

@@ -452,7 +452,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
     if not _meshes:
         _install(ROWS)
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
-        DTensor.storage = _no_storage  # type: ignore[method-assign]
+        DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
     _meshes.add(mesh)
 
 
@@ -578,10 +578,10 @@ def _members(run: Run) -> Iterator[nn.Module]:
 
 # -- files ------------------------------------------------------------------------------------------------------------
 
-_stock_storage = DTensor.storage
+_stock_storage: Callable[[DTensor], object] = DTensor.storage
 
 
-def _no_storage(self: DTensor) -> Any:
+def _no_storage(self: DTensor) -> object:
     """[Note: files]"""
     if not _is_ours(self):
         return _stock_storage(self)
