@@ -113,9 +113,9 @@ def _gradient_of_a_whole_parameter(stage: str) -> None:
         loss = loss_of(model, 0) + model.norm.weight.square().sum()  # type: ignore[union-attr, operator]
         (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)  # type: ignore[union-attr, operator]
     assert type(whole) is Tensor, "asked for, a gradient is there"
-    with pytest.raises(zf.StateError, match=r"A gradient reached the whole .* of unsharded"):
+    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter .* of unsharded"):
         loss.backward()
-    with pytest.raises(zf.StateError, match=r"A gradient reached the whole"), zf.unsharded(model):
+    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter"), zf.unsharded(model):
         loss_of(model, 0).backward()
     model.zero_grad()
     expected = _built(stage, Odd)

@@ -300,9 +300,9 @@ def test_what_cannot_wait_is_refused(tmp_path: Path) -> None:
         pass
 
     model = zf.offload(Language(), params=zf.nvme(tmp_path))
-    with pytest.raises(zf.PlacementError, match="Mine has to finish its steps at once"):
+    with pytest.raises(zf.PlacementError, match="and Mine is another class"):
         zf.streamed(Mine(model.parameters()), zf.nvme(tmp_path), finish="forward")
-    with pytest.raises(zf.LayoutError, match="names no moment"):
+    with pytest.raises(zf.LayoutError, match="finish is neither"):
         zf.streamed(torch.optim.AdamW(model.parameters()), zf.nvme(tmp_path), finish="backward")  # type: ignore[arg-type]
 
 

@@ -21,8 +21,8 @@ R = TypeVar("R")
 __all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "same_along", "tell"]
 
 
-def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str) -> None:
-    """Calls `act` on every rank, and raises on every rank if it raised on any.
+def everywhere(parameters: Iterable[Tensor], act: Callable[[], R], what: str) -> R:
+    """What `act` returns; raises on every rank if it raised on any.
 
     Communicates a byte per rank to each peer, and waits.
 
@@ -35,7 +35,7 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], None], what: str)
         StorageError: It failed on another rank.
         Exception: What it raised on this one.
     """
-    _done(_meshes(parameters), None, act, Exception, what)
+    return _done(_meshes(parameters), None, act, Exception, what)
 
 
 def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:

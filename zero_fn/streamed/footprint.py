@@ -99,7 +99,7 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
         else:
             found.states_nbytes += sum(sizes) if tier is None else whole_pages(sum(sizes))
         if is_accelerator(device.type):
-            _add_visits(found, tier, members)
+            _add_link(found, tier, members)
     for disk, sizes in on_disk.items():
         rings.append(sizes)
         found.tiers[disk] += sum(sizes)
@@ -117,7 +117,7 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
     return found
 
 
-def _add_visits(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> None:
+def _add_link(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> None:
     """A step is where the states are: on the host if they are in a tier. Gradients that are on the other side come there,
     and parameters come and go back."""
     on_host, (there, back) = tier is not None, found.link
@@ -127,7 +127,7 @@ def _add_visits(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) ->
             if not parameter.requires_grad:
                 continue
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            value, gradient = (nbytes * ((begin is None) != on_host) for begin in cut.visits)
+            value, gradient = (nbytes * (is_away != on_host) for is_away in cut.away)
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
             # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY

@@ -1,8 +1,8 @@
-"""`streamed(optimizer, tier)`: an elementwise optimizer with its states in another tier.
+"""`streamed(optimizer, tier)`: an elementwise optimizer whose states are offloaded to another tier.
 
 A step visits the parameters chunk by chunk. The states of a chunk are views of a buffer; the optimizer's own `step` runs
-on the pieces of the parameters in it, plain tensors over their memory; the buffer goes back. So the arithmetic is the
-optimizer's own, and each element meets the same operations as without streaming.
+on the pieces of parameters in the chunk, which are plain tensors over the memory of the parameters; then the buffer is
+written back. So the arithmetic is the optimizer's own, and each element meets the same operations as without streaming.
 """
 
 from __future__ import annotations
@@ -42,38 +42,39 @@ def streamed(
     finish: Literal["step", "forward"] = "step",
     elementwise: bool = False,
 ) -> Streamed:
-    """Moves the states of an optimizer to a tier and returns an optimizer that steps them from there.
+    """Offloads the states of an optimizer to host memory or a disk, and returns an optimizer that steps them from there.
 
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True), zf.nvme("/local_nvme"))
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
 
-    The updates are those of `optimizer`, to the bit. On `nvme` the states pass through at most four buffers, read ahead
-    and written back while others are computed, and never are in memory together; on `cpu` they rest in one range of memory
-    of exact size. Where the model computes on the CPU, that is the device's own memory, and nothing is copied.
+    The updates are those of `optimizer`, to the bit. States on `zf.nvme` pass through at most four buffers, which are read
+    ahead and written back while others are computed; they are never in memory together. States on `zf.cpu` rest in one range
+    of host memory of exact size. Where the model computes on the CPU, that is its own memory, and nothing is copied.
 
-    Adam and AdamW with `fused=True` are stepped in one pass by a kernel in C, compiled at first use, whose bits are those of
-    torch's; it also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. `print(optimizer)` says whether
-    it is used, and if not, why: torch then does the same step. Without `fused` a step takes several times as long, which a
-    warning says once; `fused=False` says that it is meant.
+    Adam and AdamW with `fused=True` are stepped in one pass by a kernel in C, compiled at first use, which gives the bits of
+    torch's step. It also takes gradients in bfloat16 (`parameter.grad_dtype`), as if cast before. Where it cannot be used,
+    torch does the step; `print(optimizer)` says which, and why. Without `fused` a step takes several times as long, which a
+    warning says once; `fused=False` silences it.
 
-    With `finish="forward"`, a step of offloaded parameters and gradients (`zf.offload`) is done unit by unit, each before
-    its parameters are read next: while the device computes a unit, the host steps the next ones, and a disk reads and
-    writes beside it. Any read or write of parameters, gradients or states in between completes the step first. Learning
-    rates and options are those at the call of `step()`, so the numbers are the same.
+    With `finish="forward"`, `step()` returns before offloaded parameters and gradients (`zf.offload`) are stepped. They are
+    stepped unit by unit (a unit is a wrap group), each unit before its parameters are read next: while the device computes
+    a unit, the host steps the next ones, and a disk reads and writes beside it. Any read or write of parameters, gradients
+    or states completes the step first. Learning rates and options are those at the call of `step()`, so the numbers are the
+    same.
 
     Communicates, over sharded or replicated parameters: a byte per rank at the end of a step, by which all ranks learn that
     one has failed; with `finish="forward"` one more at its beginning, for the step before.
 
     Args:
         optimizer: One of torch.optim that treats every element alone (Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax,
-            NAdam, RAdam, ASGD, Rprop), or see `elementwise`. States that it has are moved.
-        tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier that `zf.offload(model, optim=tier)` said; the
-            states of others stay on the device.
+            NAdam, RAdam, ASGD, Rprop); for another class see `elementwise`. States that it has are moved.
+        tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier of `zf.offload(model, optim=tier)`; the states
+            of other parameters stay on the device.
         fraction: The part of the states, in bytes rounded to whole buffers, that is in the tier; the rest stays on the
             device. Buffers of both kinds take turns, so that transfers run beside computation (twin-flow).
-        buffer: Bytes of a buffer, as a number or as text. Larger parameters pass through it in pieces.
+        buffer: Bytes of a buffer, as a number or as text ("64MiB"). Larger parameters pass through it in pieces.
         finish: When a step is finished: "step", when `step()` returns; or "forward", before what it steps is used next.
-        elementwise: Your word for an optimizer of another class, also for one derived from those of torch:
+        elementwise: Your word that an optimizer of another class, also one derived from a class of torch, does this:
 
             - A new value is computed from the old value, the gradient and the states of that element, and the options of its
               group: from no norm, mean, sum, maximum or shape of a tensor (how many dims it has may be looked at), and from
@@ -90,28 +91,32 @@ def streamed(
         of `optimizer`. To step, save or load `optimizer` itself raises.
 
     Raises:
-        PlacementError: The optimizer is not known to treat every element alone, and `elementwise` is not given; it is known
-            not to, or seen to break that word; or `finish="forward"` of one that is not torch's, which might read what has
-            changed since `step()`.
-        LayoutError: `finish` names no moment.
-        StateError: It is streamed already.
-        TierError: The tier, or the memory for its buffers, is too small; or no tier was given. Nothing was moved.
-        StorageError: The path takes no files, or the disk failed. The optimizer has its states.
+        PlacementError: The optimizer looks at whole tensors; or it is not known to treat every element alone, and
+            `elementwise` is not given, or was seen to be wrong; or `finish="forward"` of an optimizer that is not torch's,
+            which might read what has changed since `step()`.
+        LayoutError: `finish` is another word.
+        StateError: The optimizer was streamed already.
+        TierError: No tier was given; or the tier, or host memory for its buffers, is too small. Nothing was moved.
+        StorageError: The path takes no files, or the disk failed. The optimizer still has its states.
 
     Source:
         ZeRO-Infinity, Rajbhandari et al. 2021, 5.2.2; the split of states over two tiers: ZeRO-Offload++ (twin-flow), 2023.
     """
     if not 0 < fraction <= 1:
         raise TierError(
-            "fraction is not a part of the states.", got=fraction, fix="fraction=0.5: half of them, in bytes"
+            "fraction is the part of the states that goes to the tier: more than 0, at most 1.",
+            got=fraction,
+            fix="fraction=0.5: half of the bytes",
         )
     require_not_streamed(optimizer.inner if isinstance(optimizer, Streamed) else optimizer)
     if finish not in ("step", "forward"):
-        raise LayoutError("finish names no moment.", got=finish, fix='finish="step", or finish="forward"')
+        raise LayoutError(
+            'finish is neither "step" nor "forward".', got=finish, fix='finish="step", or finish="forward"'
+        )
     if finish == "forward" and type(optimizer) not in TORCH_ELEMENTWISE:
         raise PlacementError(
-            f"{type(optimizer).__name__} has to finish its steps at once.",
-            why="it may read what changes between step() and the next forward; optimizers of torch.optim do not",
+            f'finish="forward" is for optimizers of torch.optim, and {type(optimizer).__name__} is another class.',
+            why="it may read something that changes between step() and the next forward",
             fix='finish="step"; or torch.optim.AdamW',
         )
     require_streamable(optimizer, elementwise=elementwise)
@@ -122,11 +127,11 @@ def streamed(
 
 
 class Streamed(Optimizer):
-    """An optimizer whose states are in a tier; made by `streamed`.
+    """An optimizer whose states are offloaded to host memory or a disk. Made by `streamed`; used as any optimizer.
 
     Attributes:
-        inner: The optimizer that was given to `streamed`, whose arithmetic is used.
-        tier: The tier of the states; None: for each parameter the tier that `zf.offload` gave.
+        inner: The optimizer that was given to `streamed`, whose arithmetic is used. It can no longer be used itself.
+        tier: The tier of the states; None: for each parameter the tier of `zf.offload(model, optim=tier)`.
         states: The states, in chunks.
     """
 
@@ -154,14 +159,14 @@ class Streamed(Optimizer):
 
     @property
     def state(self) -> Mapping[Tensor, Mapping[str, Any]]:  # type: ignore[override]
-        """The states of each parameter by name, read-only: values that are in memory, such as step counts, and None for a
-        state in a tier, which `state_dict` reads."""
+        """The states of each parameter by name, read-only: step counts and other values in memory, and None for a state in a
+        tier. `state_dict` reads those."""
         self._steps.finish()
         return self.states.shown()
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of host memory that states, parameters and gradients pass through."""
+        """Bytes of the buffers in host memory through which states, parameters and gradients pass."""
         return sum(store.buffers_nbytes for store in self.states.stores.values()) + self.states.ring.nbytes
 
     def tier_nbytes(self) -> dict[Tier | None, int]:
@@ -181,19 +186,19 @@ class Streamed(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise StateError(
-            "An optimizer whose states are in a tier cannot be copied or pickled.",
+            "A streamed optimizer cannot be copied or pickled.",
             tier=self.tier,
-            why="its states are in a file, or in memory, of this process",
+            why="its states are in a file or in memory of this process, and a copy would share them",
             fix="save optimizer.state_dict(); load it into zf.streamed(AdamW(model.parameters()), tier)",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group to `inner`. All states are read into memory once, and room is made for all of them anew.
+        """Adds a group of parameters. All states are read into memory once, and room is made for all of them anew.
 
-        Communicates as `state_dict` does, and as `streamed` to make room.
+        Communicates what `state_dict` does, and a byte per rank when room is made.
 
         Raises:
-            StateError: A step has failed half-way.
+            StateError: An earlier step failed half-way.
             TierError: The tier is too small. The next step tries again.
             StorageError: The disk failed.
         """
@@ -208,7 +213,7 @@ class Streamed(Optimizer):
         that every rank has whole, one rank may save alone.
 
         Raises:
-            StateError: A step has failed half-way.
+            StateError: An earlier step failed half-way.
             StorageError: The disk failed on this rank or, of sharded parameters, on another, or does not hold what was
                 written to it.
         """
@@ -216,7 +221,9 @@ class Streamed(Optimizer):
             return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads states and groups, as `inner` would. After that an optimizer whose step had failed may step again.
+        """Loads states and groups, as `inner` would. An optimizer whose step has failed may step again afterwards.
+
+        Communicates a byte per rank, by which all ranks learn that one has failed.
 
         Raises:
             CheckpointError: A state does not fit its parameter, or is the shard of another rank.
@@ -228,15 +235,14 @@ class Streamed(Optimizer):
         self._steps.waiting = None
         self._steps.failed = "states could not be loaded"
         doing = "Loading the states of an optimizer"
-        loaded: list[tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]] = []
-        everywhere(self._parameters(), lambda: loaded.append(loaded_on_host(self.inner, state_dict)), doing)
-        self.inner.param_groups, states = loaded[0]
+        loaded = everywhere(self._parameters(), lambda: loaded_on_host(self.inner, state_dict), doing)
+        self.inner.param_groups, states = loaded
         self._begin(states, doing)
 
     @torch.no_grad()
     @uncompiled  # [Note: what is compiled]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Steps all parameters, chunk by chunk.
+        """Steps all parameters that have gradients, chunk by chunk. All ranks call it together; see `streamed`.
 
         Args:
             closure: Evaluated first, with gradients enabled; its value is returned.
@@ -265,15 +271,13 @@ class Streamed(Optimizer):
 
     def _begin(self, states: Mapping[Tensor, dict[str, Any]], doing: str) -> None:
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
-        made: list[States] = []
 
-        def make() -> None:
+        def make() -> States:
             with replaced(self.inner, self.param_groups, states):
                 take_over_states(self.inner)
-                made.append(States(self._planner, self._parameters(), states))
+                return States(self._planner, self._parameters(), states)
 
-        everywhere(self._parameters(), make, doing)
-        self.states = made[0]
+        self.states = everywhere(self._parameters(), make, doing)
         self._steps.failed = None
 
     def _make_room_for_new(self) -> None:
@@ -284,14 +288,12 @@ class Streamed(Optimizer):
     def _whole(self, verb: str) -> defaultdict[Tensor, dict[str, Any]]:
         """The states of whole parameters, in memory; see `state_dict`."""
         self._steps.require_whole(verb)
-        whole: list[defaultdict[Tensor, dict[str, Any]]] = []
 
-        def read() -> None:
+        def read() -> defaultdict[Tensor, dict[str, Any]]:
             self._steps.finish()
-            whole.append(self.states.whole())
+            return self.states.whole()
 
-        everywhere(filter(is_cut, self.states.known), read, "Reading the states of an optimizer")
-        return whole[0]
+        return everywhere(filter(is_cut, self.states.known), read, "Reading the states of an optimizer")
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]

@@ -1,4 +1,4 @@
-"""Which pieces of parameters are stepped together, and in which tier their states are to rest: no memory is taken yet.
+"""Which pieces of parameters are stepped together, and in which tier their states will rest. No memory is taken yet.
 
 parameters in memory         packed into chunks of at most a buffer
 parameters in another tier   a chunk for each parcel in which they, or their gradients, rest
@@ -26,21 +26,21 @@ from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, p
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
 
-__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "rooms_of"]
+__all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "padded_nbytes", "rooms_of"]
 
 BUFFER_NBYTES = 64 << 20
 _LEAST_PART_NBYTES = 64 << 10
 _ALIGNMENT_NBYTES = 64
 
 
-def _padded_nbytes(numel: int, dtype: torch.dtype) -> int:
+def padded_nbytes(numel: int, dtype: torch.dtype) -> int:
     """Bytes of so many elements up to where the next ones may begin."""
     return -(-numel * dtype.itemsize // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
 
 
 def _states_nbytes(schema: Schema, numel: int) -> int:
     """Bytes that the states of so many elements take in a chunk, with padding."""
-    return sum(_padded_nbytes(numel, dtype) for _, dtype in schema)
+    return sum(padded_nbytes(numel, dtype) for _, dtype in schema)
 
 
 def name_of(parameter: Tensor) -> str:
@@ -54,11 +54,11 @@ class _Stepped:
     """A parameter that is to be stepped.
 
     Attributes:
-        group: The number of its group.
-        parameter: Itself.
+        group: The number of its parameter group.
+        parameter: The parameter.
         schema: Names and dtypes of its states.
-        tier, fraction: Where these are to rest, and how much of them.
-        place: Where the parameter rests, if that is in another tier.
+        tier, fraction: The tier of its states, and the part of the states that goes there.
+        place: The place of the parameter, or of its gradient, in another tier; None if both are in memory.
     """
 
     group: int
@@ -75,24 +75,23 @@ class _Stepped:
 
 
 class SteppedPiece:
-    """One piece in its chunk.
+    """One piece of a parameter in its chunk.
 
     Attributes:
-        parameter, group: Which parameter, and the number of its group.
-        piece: The elements of the parameter that are stepped.
-        numel, dtype: Of all of the parameter on this rank.
-        shape, stride: Of what the optimizer sees: those of the parameter, or of one row where it is cut.
-        fields: Where each state lies: its name, dtype and first byte in the chunk.
-        in_parcel: Its first byte in the parcel of the chunk; None where the parameter is in memory.
-        visits: The first byte of the value, and of the gradient, in the buffer through which they visit the states of the
-            chunk; None of what rests in a tier.
+        parameter, group: The parameter, and the number of its parameter group.
+        piece: The elements of the parameter that are stepped here.
+        numel, dtype: Elements and dtype of the whole parameter on this rank.
+        shape, stride: The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
+        fields: By name of a state, its dtype and its first byte in the chunk.
+        in_parcel: The first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
+        away: Whether the parameter, and whether its gradient, rests in another tier than the memory of its device.
         present: Names of the states that the chunk holds now.
-        resident: What stays in memory: step counts, flags, and states that came later than the plan.
+        resident: States that stay in memory: step counts, flags, and states that came later than the plan.
     """
 
     __slots__ = (
-        "dtype", "fields", "group", "in_parcel", "numel", "parameter", "piece", "present", "resident", "shape", "stride",
-        "visits",
+        "away", "dtype", "fields", "group", "in_parcel", "numel", "parameter", "piece", "present", "resident", "shape",
+        "stride",
     )  # fmt: skip
 
     def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
@@ -111,24 +110,17 @@ class SteppedPiece:
         if not piece.is_whole or not is_dense(local):
             self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
-        kind = slot.kind if (slot := slot_of(row.parameter)) is not None else None
-        self.visits: tuple[int | None, int | None] = (
-            None if kind is not None and kind.is_away else 0,
-            None if kind is not None and kind.is_gradient_away else 0,
-        )
+        slot = slot_of(row.parameter)
+        self.away = (slot.kind.is_away, slot.kind.is_gradient_away) if slot is not None else (False, False)
         self.present: set[str] = set()
         self.resident: dict[str, Any] = {}
 
-    def lie(self, begin: int, visits: int) -> tuple[int, int]:
-        """Its states begin at a byte of its chunk, its visits at a byte of their buffer. Where those of the next begin."""
+    def lie(self, begin: int) -> int:
+        """Lays out its states from this byte of the chunk on. Returns the byte after them."""
         for name, (dtype, _) in self.fields.items():
             self.fields[name] = dtype, begin
-            begin += _padded_nbytes(self.piece.numel, dtype)
-        room = _padded_nbytes(self.piece.numel, self.dtype)
-        value, grad = self.visits
-        after_value = visits if value is None else visits + room
-        self.visits = None if value is None else visits, None if grad is None else after_value
-        return begin, after_value if grad is None else after_value + room
+            begin += padded_nbytes(self.piece.numel, dtype)
+        return begin
 
     def of(self, local: Tensor) -> Tensor:
         """The elements of the piece in a tensor that lies as the parameter does."""
@@ -137,19 +129,19 @@ class SteppedPiece:
         return local.as_strided(self.shape, self.stride, local.storage_offset() + self.piece.start)
 
     def at(self, memory: Tensor, offset: int, dtype: torch.dtype) -> Tensor:
-        """As many elements as the piece has, from a byte of memory on, as the optimizer sees them."""
+        """The elements of the piece in memory, from a byte on, in the form that the optimizer sees."""
         return self.laid(memory[offset : offset + self.piece.numel * dtype.itemsize].view(dtype))
 
     def laid(self, flat: Tensor) -> Tensor:
-        """As many elements, in order of memory, as the optimizer sees them."""
+        """Elements in order of memory, in the form that the optimizer sees."""
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def states(self, buffer: Tensor) -> dict[str, Any]:
-        """The states as the optimizer expects them."""
+        """The states by name, as the optimizer expects them: views of the buffer, and what stays in memory."""
         return {**self.resident, **{name: self._room(buffer, name) for name in self.fields if name in self.present}}
 
     def keep(self, buffer: Tensor, states: Mapping[str, Any]) -> None:
-        """Takes over the states after a step; those that are not where they belong are copied there."""
+        """Takes over the states after a step; one that the optimizer put elsewhere is copied to its place."""
         self.present.clear()
         self.resident = {}
         is_on_host = buffer.device.type == "cpu"
@@ -173,16 +165,17 @@ class SteppedPiece:
 
 
 class Chunk:
-    """Pieces whose states are in one range of bytes.
+    """Pieces that are stepped together, because their states are one range of bytes.
 
     Attributes:
-        cuts: The pieces, in the order in which their states lie.
-        nbytes: Bytes of that range.
+        cuts: The pieces, in the order of their states.
+        nbytes: Bytes of the states.
         device: The device that computes with the parameters.
-        parcel: Of parameters, or gradients, that rest in another tier: the number of their parcel in their record.
-        tier: Where its states rest; None is the memory of the device.
-        place: Where they rest there.
-        is_stored: Whether they do: false before the first step.
+        parcel: The number of the parcel in which the parameters, or their gradients, rest; None if both are in memory.
+        parcels_nbytes: Bytes of that parcel, of its compute copies and of its gradients, of those that are on a disk.
+        tier: The tier of the states; None is the memory of the device.
+        place: The place of the states in their store.
+        is_stored: Whether they are stored; false before the first step.
     """
 
     tier: Tier | None = None
@@ -190,22 +183,20 @@ class Chunk:
     def __init__(
         self, cuts: Sequence[SteppedPiece], device: torch.device, parcel: int | None = None, parcels_nbytes: int = 0
     ) -> None:
-        self.cuts, self.device, self.parcel, self._parcels_nbytes = cuts, device, parcel, parcels_nbytes
-        self.nbytes = self._visits_nbytes = self.place = 0
+        self.cuts, self.device, self.parcel, self.parcels_nbytes = cuts, device, parcel, parcels_nbytes
+        self.nbytes = self.place = 0
         self.is_stored = False
         for cut in cuts:
-            self.nbytes, self._visits_nbytes = cut.lie(self.nbytes, self._visits_nbytes)
-
-    @property
-    def visits_nbytes(self) -> int:
-        """Bytes of the buffer through which what it has on an accelerator visits its states, if these are on the host."""
-        is_visited = self.tier is not None and is_accelerator(self.device.type)
-        return whole_pages(self._visits_nbytes) if is_visited else 0
+            self.nbytes = cut.lie(self.nbytes)
 
     @property
     def window_nbytes(self) -> int:
-        """Bytes of the buffer through which all passes that is not where it is stepped, but for its states."""
-        return self._parcels_nbytes + self.visits_nbytes
+        """Bytes of the buffer for parameters and gradients of the chunk that are not where it is stepped: its parcels from a
+        disk, and copies of what is on an accelerator, if the states are on the host."""
+        if self.tier is None or not is_accelerator(self.device.type):
+            return self.parcels_nbytes
+        copies = sum((2 - sum(cut.away)) * padded_nbytes(cut.piece.numel, cut.dtype) for cut in self.cuts)
+        return self.parcels_nbytes + whole_pages(copies)
 
 
 def rooms_of(chunks: Iterable[Chunk]) -> dict[tuple[Tier | None, torch.device], list[Chunk]]:
@@ -222,9 +213,9 @@ class Planner:
 
     Attributes:
         inner: The optimizer.
-        tier: Where all states are to rest; None: where `zf.offload` said, for each parameter.
-        fraction: How much of them, in bytes; the rest stays on the device.
-        buffer_nbytes: The most that a chunk may take.
+        tier: The tier of all states; None: for each parameter the one of `zf.offload(model, optim=tier)`.
+        fraction: The part of the states, in bytes, that goes there; the rest stays on the device.
+        buffer_nbytes: The most bytes that the states of a chunk may take.
     """
 
     inner: Optimizer
@@ -233,10 +224,10 @@ class Planner:
     buffer_nbytes: int = BUFFER_NBYTES
 
     def chunks(self, parameters: Sequence[Tensor]) -> list[Chunk]:
-        """Chunks for these parameters. They have no place yet.
+        """Chunks for these parameters. Their states have no place yet.
 
         Raises:
-            TierError: Nobody said where, or a buffer is too small for what cannot be cut.
+            TierError: No tier was given, or a buffer is too small for states that cannot be cut.
             PlacementError: The optimizer keeps something elsewhere than in states.
         """
         for parameter in parameters:
@@ -345,7 +336,7 @@ class Planner:
             raise TierError(
                 f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
                 needs=bytes_text(nbytes),
-                why="offloaded parameters are stored and stepped in parcels, each at once",
+                why="offloaded parameters are stored in parcels of up to 4 MiB, and each parcel is stepped at once",
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
         return found

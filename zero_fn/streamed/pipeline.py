@@ -1,16 +1,16 @@
-"""Fetches chunks ahead, hands each to a function, and writes it back, in a few buffers: at once, or as far as it is needed.
+"""Fetches chunks ahead, hands each to a function, and writes it back, in a few buffers: all at once, or as they are needed.
 
     chunk        0      1      2      3      4         with four buffers
     fetch        ====   ====   ====   ....   ....      two ahead of the one that is computed
     compute             ####   ####   ####
     write back                 ====   ====   ====
 
-Reads and writes are under way beside each other and beside the computation; what is slowest decides.
+Reads, writes and the computation run beside each other; the slowest of them decides how long a pass takes.
 
 [Note: back and forth] The chunks that were computed last are still in the buffers. A pass that visits them in the other
 direction begins with those: it reads four buffers less, and has work from its first moment, while the disk fetches the rest.
-So whatever the disk could not be asked to do before (a norm over all gradients decides by how much they are clipped) costs
-a step no waiting for it.
+So a step does not wait for the disk, even where the disk could not be asked before (the norm of all gradients decides by
+how much they are clipped).
 
 [Note: a pass that waits] A step may be taken piece by piece, each piece before whatever would read or write what it steps.
 
@@ -18,10 +18,10 @@ a step no waiting for it.
     forward      unit 0 is about to be read: its chunks are stepped, and it is read
                  unit 1 ...                        meanwhile the device computes unit 0, and the disk brings the next chunks
 
-So updated weights return unit by unit, and the next forward begins when its first units are there. What the loop does in
-between (a norm of gradients, an average of parameters, `state_dict()`, an edit) finds what it would have found: everything in
-a tier is read and written through its `Record`, and a record asks first whether a step waits for it. That holds for
-parameters and gradients in tiers; what is in memory can be read by anybody, and is stepped at once.
+So updated weights return unit by unit, and the next forward begins when its first units are there. Whatever the loop does in
+between (a norm of gradients, an average of parameters, `state_dict()`, an edit) finds the stepped values: tensors in a tier
+are read and written through their `Record`, and a record first takes the part of the step that waits for it. Parameters and
+gradients in memory can be read by anybody, so they are stepped at once.
 
 If the disk fails in a step that waits, the error is raised where the step is finished: in a forward, on every rank, like a
 disk that fails there. Such a step stays half taken, and its optimizer refuses to go on.
@@ -49,7 +49,7 @@ Transfers = Sequence[Waited | None]
 
 
 class Lane(Protocol):
-    """The way of one part of each chunk."""
+    """How one part of each chunk (its states, or its parameters and gradients) comes into memory and goes back."""
 
     def fetch(self, chunk: Any) -> tuple[Any, Transfers]:
         """Memory for the part, and what is bringing it there. Called once for each chunk of a pass, in order.
@@ -61,11 +61,11 @@ class Lane(Protocol):
         """Begins to put the part back."""
 
     def forget(self) -> None:
-        """A pass failed: what memory holds can not be relied on."""
+        """A pass failed: nothing that buffers hold may be used again."""
 
 
 class Pass:
-    """Brings chunks into memory, in order, computes with each, and puts it back; as far as it is asked to.
+    """Brings chunks into memory in order, computes with each, and puts it back, as far as it is asked to.
 
     Attributes:
         count: Number of chunks.
@@ -78,10 +78,10 @@ class Pass:
         """A pass that has not begun.
 
         Args:
-            lanes: The ways of the parts of a chunk; `compute` gets the memory of each.
-            order: What to visit. Parts that are not stored yet come with memory of any content.
-            compute: What to do with each, as `compute(chunk, *memory)`; it may change the memory.
-            writes: Whether it does, and parts are to be put back.
+            lanes: One lane for each part of a chunk; `compute` gets the memory of each part.
+            order: The chunks to visit. A part that is not stored yet comes as memory of any content.
+            compute: What to do with each chunk, as `compute(chunk, *memory)`; it may change the memory.
+            writes: Whether `compute` changes the memory, so that parts are put back.
         """
         self.count, self.done = len(order), 0
         self._lanes, self._order, self._compute, self._writes = lanes, order, compute, writes
@@ -89,7 +89,7 @@ class Pass:
         self._puts: dict[int, list[Transfers]] = {}  # by lane
 
     def run(self) -> None:
-        """All of it.
+        """Visits all chunks.
 
         Raises:
             StorageError: A read or a write failed. Nothing is under way any more.
@@ -132,7 +132,7 @@ class Pass:
             self.done += 1
 
     def wait(self, only: Lane | None = None) -> None:
-        """Waits until what was computed is back: all of it, or what went through one lane.
+        """Waits until the chunks that were computed are written back: all parts, or those of one lane.
 
         Raises:
             StorageError: A write failed.
@@ -146,7 +146,7 @@ class Pass:
                 wait_all(transfers)
 
     def close(self) -> None:
-        """Lets nothing be under way; what was not computed stays as it was."""
+        """Waits for all transfers. Chunks that were not computed stay as they were."""
         is_whole = self.done == self.count and not self._puts
         left = [transfers for fetched in self._fetches.values() for _, transfers in fetched]
         for transfers in (*left, *(each for put in self._puts.values() for each in put)):
@@ -163,12 +163,12 @@ def _wait(transfers: Sequence[Transfers]) -> None:
 
 
 class Waiting(Pass):
-    """A pass of a step that is taken as far as it is needed. [Note: a pass that waits]
+    """A pass of a step that is taken only as far as somebody needs it. [Note: a pass that waits]
 
-    The records that it reads and writes hold it until then, so that parameters may outlive their optimizer.
+    The records that the pass reads and writes keep it alive until then, so parameters may outlive their optimizer.
 
     Attributes:
-        failure: Why it cannot go on.
+        failure: The error for which the rest of the step cannot be taken; None if there is none.
     """
 
     def __init__(
@@ -178,11 +178,11 @@ class Waiting(Pass):
         compute: Callable[..., None],
         records: Sequence[Sequence[Record]],
     ) -> None:
-        """Lets a pass wait. Whoever makes it finishes it.
+        """Lets a pass wait. The maker has to call `finish` or `abandon`.
 
         Args:
-            lanes, order, compute: See `Pass`. The last lane is that of records: who reads them waits for it.
-            records: What each of the chunks reads and writes, but for states.
+            lanes, order, compute: See `Pass`. The last lane is that of records: whoever reads a record waits for it.
+            records: For each chunk the records that it reads and writes.
 
         Raises:
             StorageError: The disk failed. Nothing waits.
@@ -232,7 +232,7 @@ class Waiting(Pass):
             self._let_go(count)
 
     def finish(self) -> None:
-        """Takes all of it.
+        """Takes the rest of the step.
 
         Raises:
             StorageError: The disk failed, now or before.
@@ -247,7 +247,7 @@ class Waiting(Pass):
             self.close()
 
     def abandon(self) -> None:
-        """Nobody finishes it any more: it ends, unless the model of any of its parameters is alive, whose records have it."""
+        """The optimizer is gone. The pass ends, unless the model of any of its parameters is alive, whose records keep it."""
         if all(record.owner() is None for record in self._counts):
             self._let_go(self.count)
 
@@ -257,7 +257,7 @@ class Waiting(Pass):
         return f"{self.done} of {self.count} chunks"
 
     def _let_go(self, count: int) -> None:
-        """Nothing waits for what no chunk after so many steps."""
+        """Lets records go that no chunk after the first `count` steps."""
         for record, last in self._counts.items():
             if last <= count and record.waited_for == (self.reach, last):  # and not that of a later step
                 record.waited_for = None
@@ -265,7 +265,7 @@ class Waiting(Pass):
 
 def _interrupted(error: BaseException, progress: str) -> StateError:
     return StateError(
-        "A step that waited was interrupted half-way.",
+        'A step with finish="forward" was interrupted half-way.',
         by=type(error).__name__,
         stepped=progress,
         fix="load the last checkpoint: model.load_state_dict(...); optimizer.load_state_dict(...)",

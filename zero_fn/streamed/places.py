@@ -17,7 +17,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["RestsAt", "away_of", "device_of", "follow", "groups_of", "passing_sizes", "place_of", "records_of"]
+__all__ = ["RestsAt", "device_of", "follow", "groups_of", "passing_sizes", "place_of", "records_of"]
 
 
 class RestsAt(NamedTuple):
@@ -36,11 +36,11 @@ class RestsAt(NamedTuple):
 
 def place_of(parameter: Tensor) -> RestsAt | None:
     """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
-    away = away_of(parameter)
+    local, slot = local_of(parameter), slot_of(parameter)
+    away = local if isinstance(local, TierTensor) else slot.gradient_place if slot is not None else None
     if away is not None:
         record = record_of(away)
         return RestsAt(record, away.number, record.parcels)
-    slot = slot_of(parameter)
     unit = unit_of(slot)
     what = next(slot.kind.shelved(), None) if slot is not None else None
     if slot is None or unit is None or what is None or not parameter.is_meta:
@@ -48,14 +48,6 @@ def place_of(parameter: Tensor) -> RestsAt | None:
     group = unit.groups.of(slot)
     forms = dict(group.forms_away())[what]
     return RestsAt((group, what), group.slots.index(slot), parcels_of(forms))
-
-
-def away_of(parameter: Tensor) -> TierTensor | None:
-    """A parameter that rests in another tier, or the place of its gradient if only that does; None if neither does."""
-    local, slot = local_of(parameter), slot_of(parameter)
-    if isinstance(local, TierTensor):
-        return local
-    return slot.gradient_place if slot is not None else None
 
 
 def device_of(parameter: Tensor) -> torch.device:

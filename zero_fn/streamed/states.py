@@ -29,10 +29,10 @@ class States:
     """The states of an optimizer, and the lane by which they come and go.
 
     Attributes:
-        known: The parameters of the optimizer, by number.
+        known: The parameters of the optimizer, in its order.
         chunks: The chunks, with the pieces of parameters in them.
-        stores: The stores in which the states of the chunks rest.
-        ring: Buffers that parameters and gradients pass through that are not where they are stepped.
+        stores: The store of the states of chunks, by tier.
+        ring: Buffers for parameters and gradients that are not where they are stepped. (windows.py)
     """
 
     def __init__(self, planner: Planner, parameters: list[Tensor], states: Mapping[Tensor, Mapping[str, Any]]) -> None:
@@ -78,7 +78,7 @@ class States:
         return defaultdict(dict, {parameter: found[parameter] for parameter in self.known if parameter in found})
 
     def shown(self) -> Mapping[Tensor, Mapping[str, Any]]:
-        """The states of each parameter, to read: those in memory, and None in place of those in chunks."""
+        """The states of each parameter, read-only: values in memory, and None for each state in a chunk."""
         found: defaultdict[Tensor, Mapping[str, Any]] = defaultdict(lambda: MappingProxyType({}))
         for chunk in self.chunks:
             for cut in chunk.cuts:
@@ -90,11 +90,11 @@ class States:
         return MappingProxyType(found)
 
     def require_as_planned(self, chunk: Chunk) -> None:
-        """For a chunk that is to be stepped.
+        """Refuses to step a chunk whose parameters or gradients are not what was planned for.
 
         Raises:
             PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh.
-            StateError: A parameter has changed.
+            StateError: A parameter has changed its shape, its dtype, or its place in a tier.
         """
         for cut in chunk.cuts:
             parameter, local, grad = cut.parameter, local_of(cut.parameter), cut.parameter.grad
@@ -141,7 +141,7 @@ class States:
 
 
 def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:
-    """Whether the piece of a parameter that rests in a tier is where it was."""
+    """Whether the piece of a parameter still lies in its parcel as planned; true of one that rests in no tier."""
     if chunk.parcel is None:
         return True
     place = place_of(cut.parameter)
@@ -158,7 +158,7 @@ def _is_in_its_parcel(cut: SteppedPiece, chunk: Chunk) -> bool:
 
 
 def _pieces_of(states: Mapping[str, Any], cut: SteppedPiece) -> Iterator[tuple[str, Any]]:
-    """The states of a piece, cut from those of its parameter."""
+    """The states of a piece, by name, cut from those of its whole parameter."""
     local = local_of(cut.parameter)
     for name, value in states.items():
         if not isinstance(value, Tensor):
@@ -181,7 +181,7 @@ def _pieces_of(states: Mapping[str, Any], cut: SteppedPiece) -> Iterator[tuple[s
 
 
 def _join(states: dict[str, Any], name: str, value: Any, cut: SteppedPiece) -> None:
-    """Puts the state of a piece where it belongs in that of its parameter."""
+    """Copies the state of a piece to where it belongs in the state of its whole parameter."""
     parameter, local = cut.parameter, local_of(cut.parameter)
     if not isinstance(value, Tensor):
         states[name] = value
@@ -201,10 +201,10 @@ def _join(states: dict[str, Any], name: str, value: Any, cut: SteppedPiece) -> N
 def loaded_on_host(
     inner: Optimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
-    """The groups and states that an optimizer would load. It stays as it was.
+    """The groups and states that an optimizer would load, states in host memory. The optimizer stays as it was.
 
-    torch moves each state to the device of its parameter, which may not hold them all. So parameters of the same shape and
-    dtype, on the host and without memory, take the place of those on a device.
+    torch moves each state to the device of its parameter, which may not hold all states. So parameters on a device are
+    replaced for the time by stand-ins on the host, of the same shape and dtype and without memory.
     """
     own = [parameter for group in inner.param_groups for parameter in group["params"]]
     stand_in_of = {id(parameter): _on_host(parameter) for parameter in own}

@@ -43,10 +43,10 @@ class Steps:
     """The steps of an optimizer.
 
     Attributes:
-        waits: Whether what rests in tiers is stepped when it is used next.
-        failed: Why the last step is half-way, if it is.
-        waiting: What is left of it.
-        is_backwards: The direction of the next one.
+        waits: Whether parameters in tiers are stepped when they are used next (`finish="forward"`).
+        failed: Why the last step stopped half-way; None if it did not.
+        waiting: The part of the last step that waits; None if nothing does.
+        is_backwards: Whether the next step visits chunks from the last to the first. [Note: back and forth]
     """
 
     def __init__(self, inner: Optimizer, *, waits: bool) -> None:
@@ -62,7 +62,7 @@ class Steps:
             self.waiting.abandon()
 
     def take(self, states: States) -> None:
-        """Steps what has a gradient.
+        """Steps the parameters that have gradients.
 
         Raises:
             StorageError: The disk failed.
@@ -99,7 +99,7 @@ class Steps:
             raise
 
     def finish(self) -> None:
-        """Finishes the last step, on this rank.
+        """Finishes the part of the last step that waits, on this rank.
 
         Raises:
             StorageError: The disk failed, now or in what asked for it before.
@@ -114,7 +114,7 @@ class Steps:
         self.waiting = None
 
     def everywhere(self, parameters: Sequence[Tensor], act: Callable[[], None]) -> None:
-        """A part of a step on all ranks. If it fails on one, no rank may go on."""
+        """Takes a part of a step on all ranks. If it fails on one, no rank may step again."""
         try:
             everywhere(parameters, act, "A step of a streamed optimizer")
         except Exception:
@@ -123,15 +123,15 @@ class Steps:
             raise
 
     def finish_everywhere(self, parameters: Sequence[Tensor]) -> None:
-        """Finishes the last step on all ranks, which are told if it fails on one."""
+        """Finishes the part of the last step that waits, on all ranks; all raise if it fails on one."""
         if self.waits:
             self.everywhere(parameters, self.finish)
 
     def require_whole(self, verb: str) -> None:
-        """For something that needs all parameters after the same step.
+        """Refuses what needs all parameters after the same step.
 
         Raises:
-            StateError: The last one failed half-way.
+            StateError: The last step failed half-way.
         """
         if self.failed is not None:
             raise StateError(
@@ -148,10 +148,10 @@ def _is_in_a_tier(tensor: Tensor) -> bool:
 
 
 class _Step:
-    """One step under way, of the optimizer inside.
+    """One step under way: called for each chunk, it runs the arithmetic of the inner optimizer.
 
     Attributes:
-        count: Chunks whose parameters were, at least in part, updated.
+        count: Number of chunks that were updated, at least in part.
     """
 
     def __init__(self, inner: Optimizer) -> None:
@@ -169,8 +169,8 @@ class _Step:
 
         Args:
             chunk: The chunk to step.
-            states: Their states, where they are stepped. [Note: where a step is computed]
-            window: Parameters and gradients.
+            states: Memory of the states of the chunk. [Note: where a step is computed]
+            window: Parameters and gradients of the chunk.
         """
         self.count += 1
         state: defaultdict[Any, Any] = defaultdict(dict)
@@ -203,7 +203,7 @@ class _Step:
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
     def _stand_in(self, cut: SteppedPiece, window: Window, device: torch.device) -> nn.Parameter:
-        """What the optimizer updates in place of the parameter: its piece, with that of its gradient."""
+        """The parameter that the optimizer updates in place of the user's: the piece, with the piece of the gradient."""
         piece = nn.Parameter(window.values[cut].to(device), requires_grad=cut.parameter.requires_grad)
         vars(piece).update(attributes_of(cut.parameter))
         grad = window.grads[cut].to(device)
@@ -214,7 +214,7 @@ class _Step:
 
 
 def _sends(stepped: Mapping[SteppedPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
-    """What the kernel can write beside the parameters that it steps: their copies in bfloat16."""
+    """The compute copies in bfloat16, which the kernel writes beside the parameters that it steps, by parameter."""
     found: dict[Tensor, Tensor] = {}
     for cut, stand_in in stepped.items():
         room = rooms.get(cut.in_parcel) if cut.in_parcel is not None and cut.piece.numel else None

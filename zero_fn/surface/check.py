@@ -16,12 +16,18 @@ __all__ = ["check", "is_transformed"]
 
 
 def is_transformed(module: nn.Module) -> bool:
-    """Whether a transform returned this module or a module inside it, so that its gradients are reduced already."""
+    """Whether a transform of zero_fn returned this module or a module inside it.
+
+    Such a module reduces its own gradients over ranks: it must not be wrapped in `DistributedDataParallel`. Communicates
+    nothing.
+    """
     return bool(units_of(module))
 
 
 def check(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raises if the optimizer would not update exactly the trained parameters of the module.
+    """Raises an error if the optimizer would not update exactly the trained parameters of the module.
+
+    Call it once after building the optimizer. Communicates nothing.
 
     Args:
         module: A transformed module.
@@ -29,10 +35,10 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
 
     Raises:
         StateError: `module` was not transformed.
-        StaleError: The optimizer holds parameters that the module does not have (it was built before a transform, or for
-            another module), or lacks trained parameters of the module.
-        PlacementError: A parameter was replaced or added after the transform, or the optimizer looks at whole matrices or
-            tensors and a parameter is sharded; a step raises that too.
+        StaleError: The optimizer holds parameters that the module does not have, because it was built before a transform or
+            for another module; or it lacks trained parameters of the module.
+        PlacementError: A parameter was replaced or added after the transform; or the optimizer needs whole matrices or
+            tensors (Muon, Adafactor, LAMB) and a parameter is sharded, which `step()` refuses, too.
     """
     runs = runs_of(module, verb="check")
     for unit in units_of(module):

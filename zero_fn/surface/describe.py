@@ -1,4 +1,4 @@
-"""`describe(model)`: a table of what rests where."""
+"""`describe(model)`: a table of where parameters, gradients and optimizer states rest."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
 from zero_fn.surface.held import padding_nbytes
 from zero_fn.surface.table import table
@@ -23,17 +22,17 @@ __all__ = ["Description", "UnitRow", "describe"]
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
-    """The parameters of one unit that rest alike.
+    """A row of the table of `describe`: the parameters of one unit (wrap group) that rest alike.
 
     Attributes:
         unit: Name of the unit; "root" for the module itself.
         parameters: Number of parameters.
-        elements: Elements of the whole parameters, together.
-        shard_elements: Elements that this rank holds at rest.
-        padding_nbytes: Bytes that alignment and uneven cuts add on this rank, for the whole unit (on its first row).
-        placement: Of parameters, gradients and optimizer state in this order: `R` whole, `S(dim)` sharded.
+        elements: Number of elements of the whole parameters, together.
+        shard_elements: Number of elements that this rank holds between uses.
+        padding_nbytes: Bytes of padding on this rank, from alignment and uneven cuts; of all the unit, on its first row.
+        placement: Placements of parameters, gradients and optimizer states, in this order: `R` is whole, `S(dim)` sharded.
         tier: Where they rest: the type of the device, or the tiers that `offload` gave parameters, gradients and states.
-        dtypes: Dtypes at rest, in compute, and of gradient sums.
+        dtypes: The dtypes of the parameters at rest, of the computation, and of gradient sums.
         frozen: Number of parameters that are not trained.
     """
 
@@ -50,12 +49,12 @@ class UnitRow:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What `describe` returns: rows, and a table when printed.
+    """Where the training state of a module rests, as rows; printed, a table. Made by `describe`.
 
     Attributes:
-        axis: The data-parallel axis; of two, the innermost first.
-        rows: One per unit and kind of parameter.
-        optimizer: Where the states of a streamed optimizer are, if one was given.
+        axis: The data-parallel axis; of two axes the innermost first.
+        rows: One row for each unit (wrap group) and kind of parameter in it.
+        optimizer: Where the states of a streamed optimizer rest, if one was given.
     """
 
     axis: str
@@ -83,14 +82,18 @@ class Description:
 
 
 def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Description:
-    """Lists, for each unit, its elements, where its parameters, gradients and states rest, and their dtypes.
+    """Lists the units of a transformed module: elements, dtypes, and where parameters, gradients and optimizer states rest.
+
+        print(zf.describe(model))
+
+    A unit is what is gathered and reduced together (a wrap group of FSDP). Communicates nothing.
 
     Args:
         module: A transformed module.
-        optimizer: The optimizer; if it is streamed, where its states are is said below the table.
+        optimizer: Its optimizer. If that is streamed, a line below the table says where its states rest.
 
     Returns:
-        A `Description`: rows, printable as a table. Communicates nothing.
+        A `Description` with one row for each unit and kind of parameter; printed, it is a table.
 
     Raises:
         StateError: `module` was not transformed.
@@ -104,27 +107,14 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
             kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)
         padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
-            rows.append(_row(unit, slots, padding, placement, tier, dtypes))
+            elements = sum(slot.path.numel for slot in slots)
+            here = sum(slot.path.local_numel for slot in slots)
+            frozen = sum(not slot.parameter.requires_grad for slot in slots)
+            name = unit.name or "root"
+            rows.append(UnitRow(name, len(slots), elements, here, padding, placement, tier, dtypes, frozen))
             padding = 0
-    return Description(", ".join(map(str, axes)) or "none", tuple(rows), _states(optimizer))
-
-
-def _states(optimizer: Optimizer | None) -> str | None:
-    return repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
-
-
-def _row(unit: Unit, slots: list[Slot], padding: int, placement: str, tier: str, dtypes: str) -> UnitRow:
-    return UnitRow(
-        unit.name or "root",
-        len(slots),
-        sum(slot.path.numel for slot in slots),
-        sum(slot.path.local_numel for slot in slots),
-        padding,
-        placement,
-        tier,
-        dtypes,
-        sum(not slot.parameter.requires_grad for slot in slots),
-    )
+    states = repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
+    return Description(", ".join(map(str, axes)) or "none", tuple(rows), states)
 
 
 def _placement(slot: Slot) -> str:

@@ -22,14 +22,14 @@ __all__ = ["Held", "held", "padding_nbytes"]
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Bytes that this rank holds: parameters, gradients, optimizer states. Returned by `held`, and predicted by `plan`.
+    """Bytes of training state that this rank holds: measured by `held`, predicted by `plan`.
 
     Attributes:
-        parameters: Bytes of parameters at rest, and of gathered copies that are kept.
+        parameters: Bytes of parameters between uses, and of gathered copies that are kept.
         gradients: Bytes of `.grad`, and of local sums that are not reduced yet.
-        optimizer: Bytes of the optimizer's state tensors in the memory of the device; step counts are left out.
-        buffers: Bytes of host memory that offloaded parameters, gradients and states pass through.
-        tiers: By tier, bytes of files and host memory that offloaded parameters, gradients and states take, in whole pages.
+        optimizer: Bytes of optimizer states in the memory of the device; step counts are left out.
+        buffers: Bytes of staging buffers in host memory, through which offloaded parameters, gradients and states pass.
+        tiers: Bytes of files and host memory that offloaded parameters, gradients and states take, by tier, in whole pages.
     """
 
     parameters: int
@@ -40,36 +40,35 @@ class Held:
 
     @property
     def on_device(self) -> int:
-        """Bytes in the memory of the device, without `buffers` (these are there only if the device is the host itself)."""
+        """Bytes in the memory of the device, without `buffers`, which are in host memory."""
         return self.parameters + self.gradients + self.optimizer
 
     @property
     def on_host(self) -> int:
-        """Bytes of host memory in use beside an accelerator: `buffers`, and what rests in `cpu()` tiers."""
+        """Bytes of host memory in use beside an accelerator: `buffers`, and what was offloaded to `zf.cpu()`."""
         return self.buffers + sum(nbytes for tier, nbytes in self.tiers.items() if tier.startswith("cpu("))
 
     @property
     def total(self) -> int:
-        """Bytes in memory, `buffers` included; disks are not counted."""
+        """Bytes in the memory of the device and in `buffers`. What was offloaded to host memory or disks is not counted."""
         return self.on_device + self.buffers
 
     def by_memory(self, device_type: str) -> tuple[int, int]:
-        """Bytes in the memory of a device of this type, and in that of the host beside it: if it is the host itself, all in
-        the first."""
+        """Bytes in the memory of a device of this type, and in host memory beside it. For the CPU all is in the first."""
         return (self.on_device, self.on_host) if is_accelerator(device_type) else (self.total, 0)
 
 
 def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
-    """Counts the bytes of memory that parameters, gradients and optimizer states take now, each storage once.
+    """Counts the bytes that parameters, gradients and optimizer states take on this rank now, each storage once.
 
-    Works on any module, transformed or not; buffers of the module and activations are not counted.
+    Buffers of the module and activations are not counted. Communicates nothing.
 
     Args:
-        module: The module.
+        module: Any module, transformed or not.
         optimizer: The optimizer over its parameters, if there is one yet.
 
     Returns:
-        Bytes on this rank. Communicates nothing.
+        A `Held`: bytes by kind, and by tier for what was offloaded.
     """
     parameters = [local_of(parameter) for parameter in module.parameters()]
     gradients = [local_of(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]

@@ -18,28 +18,39 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def zero1(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 1: `shard_optimizer`. Options, errors and result are those of that transform."""
+    """ZeRO stage 1: shards optimizer states over one mesh axis, `model = zf.zero1(model, mesh["dp"])`.
+
+    The same as `shard_optimizer`, which documents options, communication, errors and result.
+    """
     return shard_optimizer(module, mesh, **options)
 
 
 def zero2(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 2: `shard_grads` of `shard_optimizer`. Options, errors and result are those of `shard_grads`."""
+    """ZeRO stage 2: shards optimizer states and gradients over one mesh axis, `model = zf.zero2(model, mesh["dp"])`.
+
+    The same as `shard_grads`, which documents options, communication, errors and result.
+    """
     return shard_grads(module, mesh, **options)
 
 
 def zero3(module: M, mesh: DeviceMesh, **options: Any) -> M:
-    """ZeRO stage 3: `shard_params` of `shard_grads` of `shard_optimizer`. Options, errors and result are those of
-    `shard_params`."""
+    """ZeRO stage 3: shards all training state over one mesh axis, `model = zf.zero3(model, mesh["dp"])`.
+
+    The same as `shard_params`, which documents options, communication, errors and result.
+    """
     return shard_params(module, mesh, **options)
 
 
 def hybrid(
     module: M, mesh: DeviceMesh, *, shard: str = "inner", replicate: str = "outer", donate: bool = False, **options: Any
 ) -> M:
-    """Shards a module over one axis of a mesh and trains replicas of that over another (HSDP, MiCS).
+    """Shards a module over one axis of a mesh and trains replicas of the shards over another (HSDP, MiCS).
 
-    `replicate(shard_params(module, mesh[shard]), mesh[replicate])`: parameters are gathered along `shard` only, which may be
-    the ranks of one node, and along `replicate` travel 1/n of the gradients, n ranks on `shard`.
+        mesh = init_device_mesh("cuda", (nodes, 8), mesh_dim_names=("outer", "inner"))
+        model = zf.hybrid(model, mesh)
+
+    The same as `replicate(shard_params(module, mesh[shard]), mesh[replicate])`. Parameters are gathered along `shard` only,
+    which may be the ranks of one node. Along `replicate` only gradients are sent, of this rank's shards.
 
     Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks on `shard` and m on `replicate`:
         along `shard`        what `shard_params` does: at most 3 (n - 1)/n Ψ b
@@ -51,13 +62,17 @@ def hybrid(
         shard: Name of the axis to shard over.
         replicate: Name of the axis to replicate over.
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
-        **options: Of `shard_params`.
+        **options: Other options of `shard_params`.
 
     Returns:
-        A new module, as `shard_params` does.
+        A new module with the type, the parameter names and the outputs of `module`, which is unchanged unless donated.
 
     Raises:
-        MeshError: `mesh` has no axis of that name; or what the two transforms raise.
+        MeshError: `mesh` has no axis of that name.
+        LayoutError, StateError: What `shard_params` raises.
+
+    Source:
+        MiCS, Zhang et al. 2022, 3.1 (scale-aware partitioning).
     """
     for name in (shard, replicate):
         if not isinstance(mesh, DeviceMesh) or name not in (mesh.mesh_dim_names or ()):

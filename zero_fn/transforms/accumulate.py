@@ -18,19 +18,19 @@ __all__ = ["accumulate"]
 @contextmanager
 @uncompiled
 def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
-    """Sums the gradients of several backwards on each rank and reduces them once, when the block ends.
+    """Sums the gradients of several backwards on each rank, and reduces them over ranks once, when the block ends.
 
         with zf.accumulate(model):
             for x, y in microbatches:
                 (loss(model(x), y) / len(microbatches)).backward()
         optimizer.step()
 
-    Inside, whole local gradients are held, in the dtype of the sum, for every stage; every stage therefore gives the same
-    numbers. `.grad` cannot be read before the end: it is not reduced yet. `zero_grad()` drops what was summed so far. To
-    hold only shards, reduce after each backward instead: leave the block out.
+    Like `no_sync()` of DDP and FSDP. Inside, each rank holds whole gradients in the dtype of the sum, at every stage, so
+    every stage gives the same numbers. `.grad` cannot be read before the end: it is not reduced yet. `zero_grad()` drops
+    what was summed so far. To hold only shards of gradients, leave the block out: each backward then reduces.
 
-    With `unshard=True` parameters are whole, plain leaves inside, and so are their gradients: for whatever takes gradients
-    in ways of its own, such as the schedules of `torch.distributed.pipelining`.
+    With `unshard=True`, parameters inside are whole plain leaves of autograd, and so are their gradients. That is for code
+    that takes gradients in ways of its own, such as the schedules of `torch.distributed.pipelining`.
 
         with zf.accumulate(stage.submod, unshard=True):
             schedule.step(x, target=y, losses=losses)
@@ -39,20 +39,20 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
     `.grad` of those leaves is the sum on this rank and may be read, divided or set to None; it is reduced, and added to what
     the resting parameters had, when the block ends. The rank holds whole parameters and gradients until then.
 
-    Communicates: one reduction per block in place of one per backward. Parameters of stages 1 and 2 are gathered once;
-    those of stage 3 in each forward and backward, or once with `unshard`.
+    Communicates: one reduction in each block, in place of one in each backward. Parameters of stages 1 and 2 are gathered
+    once; those of stage 3 in each forward and backward, or once with `unshard=True`. All ranks enter and leave together.
 
     Args:
-        *modules: Transformed modules; parts without parameters are passed over.
-        unshard: Gather once, at the beginning.
+        *modules: Transformed modules, or parts of them; parts without parameters are passed over.
+        unshard: Gather all parameters once, at the beginning, and keep them whole until the end.
 
     Returns:
         A context manager. After an exception inside, what was accumulated is dropped, and `.grad` is what it was before.
-        Blocks may nest; the outermost reduces.
+        Blocks may nest; the outermost one reduces.
 
     Raises:
-        StateError: A module was not transformed, or `unshard` inside a block that has begun; or, inside the block, from
-            `optimizer.step()` and, without `unshard`, whatever reads `.grad`.
+        StateError: A module was not transformed, or `unshard=True` inside a block that has begun. Inside the block:
+            `optimizer.step()` and, without `unshard`, any read of `.grad`.
     """
     runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:

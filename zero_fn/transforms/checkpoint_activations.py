@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero_fn.errors import UnitError
 from zero_fn.transforms.parked import Parking
 from zero_fn.transforms.recomputed import Recomputed
-from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import substitute
 from zero_fn.transport.links import Links
+from zero_fn.values.assignment import Assignment
 from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import Tier
 from zero_fn.values.units import Units, anchors_of, repeated_blocks
@@ -24,22 +25,23 @@ M = TypeVar("M", bound=nn.Module)
 def checkpoint_activations(
     module: M, *, units: Units = None, partition: DeviceMesh | None = None, offload: Tier | None = None
 ) -> M:
-    """Keeps only the inputs of some modules for the backward, and computes the rest of their forward again.
+    """Keeps only the inputs of some modules for the backward, and runs their forward again there (activation checkpoints).
 
-    With `partition`, an axis along which activations are equal (tensor parallelism), each rank keeps 1/n of those inputs.
-    With `offload`, the kept inputs move to host memory or a disk until the backward needs them.
+        model = zf.checkpoint_activations(model, units=Block)
 
-    Gradients are the same to the bit: the forward that runs again restores the random state.
+    With `partition`, an axis along which activations are equal (tensor parallelism), each rank keeps 1/n of each input.
+    With `offload`, kept inputs move to host memory or to a disk until the backward needs them. Gradients are the same to the
+    bit: the forward that runs again restores the random state.
 
-    Communicates: with `partition`, one all-gather of the inputs of each module in backward. What a unit gathers is gathered
-    once in backward, as without checkpoints, where the module lies in one unit.
+    Communicates: with `partition`, one all-gather of the inputs of each module in backward. A sharded unit (wrap group) that
+    holds the module is gathered once in backward, as without checkpoints.
 
     Args:
         module: Any module, transformed or not, before or after other transforms.
-        units: Which modules: classes or patterns of names; None: the repeated blocks.
-        partition: An axis of a mesh; floating point inputs are cut over it. Those that are DTensors are left as they are.
-        offload: `zf.cpu()` or `zf.nvme(path)`. Where the module computes on the CPU, memory of the host is the device's own
-            and nothing moves.
+        units: Which modules are recomputed: module classes or patterns of module names; None: the repeated blocks.
+        partition: One axis of a mesh, `mesh["tp"]`: floating point inputs are cut over it. DTensors are left as they are.
+        offload: Where kept inputs wait: `zf.cpu()` or `zf.nvme(path)`. To `zf.cpu()` of a module that computes on the CPU
+            nothing moves.
 
     Returns:
         A new module with the type, the parameter names and the outputs of `module`, which is unchanged.
@@ -48,8 +50,9 @@ def checkpoint_activations(
         UnitError: `units` matches nothing, or there are no repeated blocks.
         MeshError: `partition` is not one axis.
         DisagreementError: In the first forward: the inputs differ along `partition`.
-        TierError: In a forward: the tier has no room. Ranks that share a transform with this one get a `LostRankError`.
+        TierError: In a forward: the tier has no room. Other ranks of the axes of `module` get a `LostRankError`.
         StorageError: In a forward or backward: the disk failed, or gave other bytes than were written.
+        StateError: `module` is running, or was donated.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a and P_a+cpu).
@@ -63,7 +66,7 @@ def checkpoint_activations(
             fix="name a class or a pattern of module names: units=Block",
         )
     links = None if axis is None else Links([axis])
-    parking = None if offload is None else Parking(offload)
+    parking = Parking(offload)
 
     def prepare(twin: nn.Module) -> None:
         modules = dict(twin.named_modules())
@@ -72,4 +75,4 @@ def checkpoint_activations(
             if not isinstance(own, Recomputed):
                 modules[name].__dict__["forward"] = Recomputed(modules[name], name, own, links, parking)
 
-    return substitute(module, assignment_of(module), verb="checkpoint_activations", donate=False, prepare=prepare)
+    return substitute(module, Assignment(), verb="checkpoint_activations", prepare=prepare)

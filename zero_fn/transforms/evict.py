@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import nan
 from typing import Any
@@ -20,28 +20,27 @@ from zero_fn.runtime.everywhere import everywhere
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Store
 from zero_fn.streamed.pipeline import Pass
+from zero_fn.transforms.parked import bytes_of
 from zero_fn.values.chunks import Piece, chunks_of
 from zero_fn.values.tiers import Cpu, Tier, bytes_text
 
 __all__ = ["Evicted", "evict"]
 
 _BUFFER_NBYTES = 32 << 20
-_ALIGNMENT_NBYTES = 64
 
 _absent: WeakSet[nn.Module] = WeakSet()  # modules that are evicted now
 
 
 def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) -> Evicted:
-    """Moves parameters, gradients and optimizer states to a tier, and frees their memory until they are restored.
+    """Moves parameters, gradients and optimizer states to host memory or a disk, and frees theirs until they are restored.
 
         evicted = zf.evict(model, optimizer, to=zf.nvme("/local_nvme"))
         rollouts = generate()                   # another model has the memory
         evicted.restore()
 
-    Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and
-    state dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps
-    its states where they are. To `zf.cpu()` from a model that rests in the memory of the host nothing is moved, because that
-    is where it is.
+    Everything comes back to the bit, to the same parameters and the same optimizer. Until then forwards, steps and state
+    dicts raise, plain parameters show NaN, and gradients are None. Buffers of modules stay. A streamed optimizer keeps its
+    states where they are. To `zf.cpu()` of a model on the CPU nothing is moved, because that is the memory it is in.
 
     Communicates a byte per rank, by which all ranks learn that one has failed. All ranks call it together.
 
@@ -51,7 +50,7 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
         to: `zf.nvme(path)` or `zf.cpu()`.
 
     Returns:
-        What brings everything back: `restore()`.
+        An `Evicted`, whose `restore()` brings everything back.
 
     Raises:
         StateError: The module is running, accumulating, inside `unsharded`, or evicted already.
@@ -65,16 +64,22 @@ def evict(module: nn.Module, optimizer: Optimizer | None = None, *, to: Tier) ->
 
 @dataclass(slots=True)
 class _EvictedParcel:
-    """Some of the bytes of all tensors, that rest as one."""
+    """Some of the bytes of all tensors, that rest as one. See `Stored`."""
 
     pieces: tuple[Piece, ...]
     nbytes: int
     place: int = 0
     is_stored: bool = False
 
+    def pairs(self, buffer: Tensor, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """For each piece its bytes in a buffer, and in its tensor."""
+        rooms = torch.split(buffer[: self.nbytes], [piece.numel for piece in self.pieces])
+        for room, piece in zip(rooms, self.pieces, strict=True):
+            yield room, flats[piece.parameter][piece.start : piece.stop]
+
 
 class Evicted:
-    """A model and its optimizer that `evict` moved out of memory. Printed, it says where their bytes are."""
+    """A model and its optimizer that `evict` moved out of memory, until `restore()`. Printed, it says where they are."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None, tier: Tier) -> None:
         self._module, self._optimizer, self._tier = module, optimizer, tier
@@ -101,7 +106,9 @@ class Evicted:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Moves everything back into memory, and frees the room in the tier. May be called once.
+        """Moves everything back into memory, and frees the room in the tier. Call it once, on all ranks together.
+
+        Communicates a byte per rank, by which all ranks learn that one has failed.
 
         Raises:
             StateError: It was restored already.
@@ -114,9 +121,7 @@ class Evicted:
                 fix="evicted = zf.evict(model, optimizer, to=...) again, and restore that",
             )
         if not self._stays:
-            tensors: list[Tensor] = []
-            everywhere(self._module.parameters(), lambda: tensors.extend(self._fetched()), "Restoring a model")
-            self._return(tensors)
+            self._return(everywhere(self._module.parameters(), self._fetched, "Restoring a model"))
         for hook in self._hooks:
             hook.remove()
         for module in self._module.modules():
@@ -150,15 +155,15 @@ class Evicted:
         for source in self._sources():
             dense = source if is_dense(source) else source.contiguous()
             self._forms.append((torch.empty_like(dense, device="meta"), dense.device))
-            flats.append(_bytes_of(dense))
+            flats.append(bytes_of(dense))
         store = Store(self._tier, "evicted tensors")
-        packed = chunks_of([flat.numel() for flat in flats], [None] * len(flats), _padded, _BUFFER_NBYTES)
-        self._parcels = [_EvictedParcel(pieces, sum(_padded(0, piece.numel) for piece in pieces)) for pieces in packed]
+        packed = chunks_of(list(map(len, flats)), [None] * len(flats), lambda _, nbytes: nbytes, _BUFFER_NBYTES)
+        self._parcels = [_EvictedParcel(pieces, sum(piece.numel for piece in pieces)) for pieces in packed]
         store.reserve(self._parcels, torch.device("cpu"))
 
         def fill(parcel: _EvictedParcel, buffer: Tensor) -> None:
-            for room, piece in _rooms(parcel, buffer):
-                room.copy_(flats[piece.parameter][piece.start : piece.stop])
+            for room, own in parcel.pairs(buffer, flats):
+                room.copy_(own)
 
         Pass([store], self._parcels, fill).run()
         store.forget()  # what comes back is what was written: a disk that lost it is found
@@ -187,11 +192,11 @@ class Evicted:
     def _fetched(self) -> list[Tensor]:
         assert self._store is not None
         tensors = [torch.empty_like(form, device=device) for form, device in self._forms]
-        flats = [_bytes_of(tensor) for tensor in tensors]
+        flats = list(map(bytes_of, tensors))
 
         def take(parcel: _EvictedParcel, buffer: Tensor) -> None:
-            for room, piece in _rooms(parcel, buffer):
-                flats[piece.parameter][piece.start : piece.stop].copy_(room)
+            for room, own in parcel.pairs(buffer, flats):
+                own.copy_(room)
 
         Pass([self._store], self._parcels, take, writes=False).run()
         return tensors
@@ -216,15 +221,15 @@ class Evicted:
                 fix="evicted.restore(), where evicted = zf.evict(model, optimizer, to=...)",
             )
 
-        for module in self._module.modules():
-            _absent.add(module)
-            self._hooks.append(module.register_forward_pre_hook(refuse, prepend=True))
-            self._hooks.append(module.register_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-            self._hooks.append(module.register_load_state_dict_pre_hook(refuse))  # type: ignore[no-untyped-call]
-        if self._optimizer is not None:
-            self._hooks.append(self._optimizer.register_step_pre_hook(refuse))
-            self._hooks.append(self._optimizer.register_state_dict_pre_hook(refuse))
-            self._hooks.append(self._optimizer.register_load_state_dict_pre_hook(refuse))
+        hooked: list[Any] = [*self._module.modules(), *([self._optimizer] if self._optimizer is not None else [])]
+        for each in hooked:
+            if isinstance(each, nn.Module):
+                _absent.add(each)
+                self._hooks.append(each.register_forward_pre_hook(refuse, prepend=True))
+            else:
+                self._hooks.append(each.register_step_pre_hook(refuse))
+            self._hooks.append(each.register_state_dict_pre_hook(refuse))
+            self._hooks.append(each.register_load_state_dict_pre_hook(refuse))
 
 
 def _require_idle(module: nn.Module) -> None:
@@ -266,21 +271,3 @@ def _form_only(tensor: Tensor) -> Tensor:
 
 def _filled(form: Tensor, values: Tensor) -> Tensor:
     return on_spec(values, form._spec) if isinstance(form, DTensor) else values
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a dense tensor, as bytes."""
-    flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
-
-
-def _padded(_: int, nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT_NBYTES) * _ALIGNMENT_NBYTES
-
-
-def _rooms(parcel: _EvictedParcel, buffer: Tensor) -> Iterator[tuple[Tensor, Piece]]:
-    """The part of a buffer for each piece."""
-    offset = 0
-    for piece in parcel.pieces:
-        yield buffer[offset : offset + piece.numel], piece
-        offset += _padded(0, piece.numel)

@@ -29,38 +29,36 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def flatten_subclasses(module: M) -> M:
-    """Replaces each parameter of a tensor subclass by the plain tensors that it is made of.
+    """Replaces each parameter of a tensor subclass (quantized, float8) by the plain tensors that it is made of.
 
-        quantize_(model, Int8WeightOnlyConfig())  # of torchao; then adapters, which are trained
-        model = zf.flatten_subclasses(model)
-        model = zf.shard_params(model, mesh["dp"])
+        quantize_(model, Int8WeightOnlyConfig())  # of torchao: frozen weights, below adapters that are trained
+        model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
 
         convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))  # or: trained
         model = zf.shard_params(zf.flatten_subclasses(model), mesh["dp"])
 
-    A transform cuts plain memory, and refuses what is more than that. Parts are plain: an int8 weight rests as int8 values
-    and their scales, 1/n of each on a rank, and they are gathered together. Under the old name stands the tensor of
-    the subclass, made of them by `__tensor_unflatten__` each time it is read. Numbers are those of `module`, to the bit.
+    Other transforms cut plain memory, and refuse tensor subclasses. The parts are plain: an int8 weight rests as int8 values
+    and their scales, 1/n of each on a rank, and they are gathered together. The old name still gives a tensor of the
+    subclass, made by `__tensor_unflatten__` each time it is read. Numbers are those of `module`, to the bit. `precision`
+    after it leaves the parts of frozen parameters in their dtypes.
 
     Names: the parts of `layer.weight` are `layer.parametrizations.weight.original0`, `original1` and so on, in the order of
     `__tensor_flatten__`: in `named_parameters`, `state_dict` and checkpoints. The class of a module with such a
-    parameter is a subclass of what it was, as under `torch.nn.utils.parametrize`.
+    parameter becomes a subclass of what it was, as with `torch.nn.utils.parametrize`.
 
-    A trained parameter has to be made of one tensor of its shape and dtype. That is what optimizers update. Where its class
-    offers `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions, `shard_params` over one axis sends what these
-    say (float8 weights: one byte an element), if ranks have as many rows and parameters rest in memory of the device.
-    Elsewhere the plain tensor is gathered, and the class made of it. Before it was gathered once, `plan` counts the latter.
-
-    `precision` after it leaves the parts of frozen parameters in their dtypes.
+    A trained parameter must be made of one tensor of its own shape and dtype, which the optimizer updates. If its class has
+    `fsdp_pre_all_gather` and `fsdp_post_all_gather`, the extensions of FSDP2, then `shard_params` over one axis sends what
+    these say (float8 weights: one byte an element), where all ranks have as many rows and parameters rest in memory of the
+    device. Otherwise, and in `plan` before the first gather, the plain tensor is sent.
 
     Communicates nothing.
 
     Args:
-        module: A module that no transform returned.
+        module: A module that no other transform returned.
 
     Returns:
         A new module with the outputs of `module`, which is unchanged. The two share the memory of parameters until the next
-        transform; without such parameters it is a copy that changes nothing.
+        transform. Without parameters of subclasses the new module is a plain copy.
 
     Raises:
         PlacementError: A class does not say what it is made of, or a trained parameter is made of several tensors.

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import nn
 
 from zero_fn.errors import LayoutError
-from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 
 __all__ = ["gather_in"]
@@ -17,15 +17,15 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def gather_in(module: M, *methods: str) -> M:
-    """Gathers parameters in methods other than `forward`, as `forward` does.
+    """Lets methods other than `forward` read whole parameters, gathered as `forward` gathers them.
 
         model = zf.gather_in(model, "encode", "decoder.generate")
 
-    A method needs it only if it reads weights itself (`x @ self.weight`). One that calls modules, or the module it belongs
-    to, works as it is. Undeclared, it meets the shard that rests on this rank, and torch raises ("got mixed torch.Tensor and
-    DTensor"). The unit of the module is gathered while the method runs; gradients are reduced as ever.
+    Only a method that reads weights itself (`x @ self.weight`) needs this. One that calls modules, or `self(x)`, works as
+    it is. An undeclared method meets this rank's shard, and torch raises ("got mixed torch.Tensor and DTensor"). The unit
+    (wrap group) of the module is gathered while the method runs, and its gradients are reduced as those of `forward`.
 
-    Communicates: what `forward` of the same unit does, in each call. All ranks call the method.
+    Communicates: in each call, what `forward` of the same unit does. All ranks call the method.
 
     Args:
         module: Any module, transformed or not; before or after the other transforms.
@@ -35,12 +35,13 @@ def gather_in(module: M, *methods: str) -> M:
         A new module with the type and the parameter names of `module`, which is unchanged.
 
     Raises:
-        LayoutError: There is no such method, or it is a generator or a coroutine, which runs after it has returned.
+        LayoutError: There is no such method; or it is a generator or a coroutine, whose body runs after it has returned.
+        StateError: `module` is running, or was donated.
     """
     for name in methods:
         _require_method(module, name)
     request = Assignment(methods=tuple(name for name in methods if name != "forward"))
-    return substitute(module, assignment_of(module).join(request), verb="gather_in", donate=False)
+    return substitute(module, request, verb="gather_in")
 
 
 def _require_method(module: nn.Module, name: str) -> None:

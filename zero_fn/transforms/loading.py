@@ -1,5 +1,6 @@
-"""`load_state_dict` of a transformed module: whole tensors are sharded, and nothing is written unless everything fits.
+"""What `load_state_dict` and `state_dict` of a transformed module check.
 
+`load_state_dict` takes whole tensors, which are sharded, and writes nothing unless everything fits.
 A pre-hook of every module checks all entries at and below it. So whichever module `load_state_dict` is called on, its own
 hook sees every entry before torch copies the first. The next forward compares over ranks what whole tensors were loaded.
 Communicates only for entries that are sharded in another way than the parameter: an all-gather each.
@@ -27,14 +28,26 @@ from zero_fn.values.mesh import axes_text
 from zero_fn.values.tiled import Tiled
 from zero_fn.values.units import subclass_of
 
-__all__ = ["check_and_shard_entries"]
+__all__ = ["check_entries", "keeps_every_bit"]
 
 
-def check_and_shard_entries(module: nn.Module) -> None:
-    """Lets `load_state_dict` of this module take whole tensors beside DTensors, and refuse what does not fit."""
+def check_entries(module: nn.Module) -> None:
+    """Lets `load_state_dict` of this module take whole tensors beside DTensors and refuse what does not fit, and lets its
+    `state_dict` refuse parameters whose assigned values are lost. Does nothing the second time."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", hook) is _before_load for hook in hooks):
         module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
+    if _before_save not in module._state_dict_pre_hooks.values():
+        module.register_state_dict_pre_hook(_before_save)  # type: ignore[no-untyped-call]
+
+
+def _before_save(module: nn.Module, *_: Any) -> None:
+    """torch keeps the old shard in a DTensor whose `.data` was assigned. The next forward says so; a file is often written
+    before."""
+    for parameter in module._parameters.values():
+        slot = slot_of(parameter) if parameter is not None else None
+        if slot is not None:
+            slot.refuse_assignment()
 
 
 def _before_load(

@@ -9,7 +9,6 @@ draws the weights of a projection below it anew. Memory is filled with a pattern
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -31,32 +30,32 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def materialize(module: M, device: torch.device | str | None = None) -> M:
-    """Allocates a transformed `meta` module and initialises it, never holding more than one whole unit.
+    """Gives a transformed module on `meta` memory and initial values, never holding more than one whole unit (wrap group).
 
         with torch.device("meta"):
             model = GPT(config)
         model = zf.materialize(zf.shard_params(model, mesh["dp"]))
 
-    Each unit in turn is allocated whole, its modules are initialised on whole plain tensors, and this rank's shard is kept.
-    A module is initialised by its `reset_parameters()`, or, in a model of transformers, by the `_init_weights` of that. With
-    the same seed on every rank the values are those that one process gets from calling these in the same order, whatever the
-    stage, the axes and the number of ranks. Buffers are allocated and must be set there too. To load a checkpoint, load it
-    after that: buffers that it does not hold have their values then.
+    Each unit in turn is allocated whole, its modules initialise whole plain tensors, and this rank's shards are kept. A
+    module is initialised by its `reset_parameters()`, or in a model of transformers by the model's `_init_weights`. These
+    must set buffers, too. With the same seed on every rank the values are those of one process that calls the same functions
+    in the same order, whatever the stage, the axes and the number of ranks. Load a checkpoint afterwards: buffers that it
+    does not hold then have their values.
 
-    Communicates nothing; the next forward compares over ranks what was drawn, and raises `DisagreementError` if it differs.
+    Communicates nothing. The next forward compares over ranks what was drawn, and raises `DisagreementError` if it differs.
 
     Args:
-        module: A transformed module whose parameters are on `meta`. It is materialized in place and returned; parameters
-            keep their names, and an optimizer built before holds other objects. Units that are in memory stay.
+        module: A transformed module with parameters on `meta`. It is changed in place. Units in memory stay as they are.
+            Build the optimizer after: parameters keep their names, and are new objects.
         device: Where to allocate, `"cpu"` or `"cuda"`. None: on the device of its mesh, or without a mesh on the CPU.
 
     Returns:
         `module`.
 
     Raises:
-        MeshError: `device` is another one than that of the mesh.
-        StateError: `module` was not transformed; or parameters or buffers on `meta` would have no values: nothing
-            initialises their module (then nothing was changed), or what does so leaves them out.
+        MeshError: `device` is not the type of device of the mesh.
+        StateError: `module` was not transformed. Or parameters or buffers on `meta` would have no values: nothing initialises
+            their module (then nothing was changed), or what does so leaves them out.
     """
     for run in runs_of(module, verb="materialize"):
         run.forwards.note_loaded()
@@ -101,16 +100,14 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
     with torch.no_grad():
         for unit in units:
             inside = regions[id(unit)] | {id(child) for child in unit.at_rest.modules()}
-            if drawn[id(unit)]:
-                left_out = _initialise(unit, [way for key, way in ways.items() if key in inside], target)
-                missed += [name for name in left_out if name in drawn[id(unit)]]
-            else:
-                with _without_memory(unit):  # only buffers have to be written
-                    for key in inside & late:
-                        ways[key]()
+            # Where all parameters are read from files, only buffers have to be written.
+            keys, device = (inside, target) if drawn[id(unit)] else (inside & late, torch.device("meta"))
+            left_out = _initialise(unit, [way for key, way in ways.items() if key in keys], device)
+            missed += [name for name in left_out if name in drawn[id(unit)]]
             late -= inside
-        for key in late:
-            ways[key]()
+        for key, way in ways.items():
+            if key in late:
+                way()
     missed += [
         name for name, child, attribute, empty in buffers if child._buffers[attribute] is empty and is_filled(empty)
     ]
@@ -141,22 +138,13 @@ def _device_for(module: nn.Module, device: torch.device | str | None) -> torch.d
     return torch.empty(0, device=target).device  # with its index
 
 
-@contextmanager
-def _without_memory(unit: Unit) -> Iterator[None]:
-    """Shows parameters on `meta` to what initialises modules: whatever it draws for them is dropped, and costs nothing."""
-    for slot in unit.slots:
-        slot.register(nn.Parameter(_empty(slot, torch.device("meta")), slot.parameter.requires_grad))
-    try:
-        yield
-    finally:
-        register_resting(unit)
-
-
 def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device) -> list[str]:
-    """Lets these write whole parameters of a unit, and keeps this rank's part of them.
+    """Calls what initialises modules while they have whole parameters of a unit, and keeps this rank's part of these.
+
+    On `meta`, what is drawn for parameters is dropped, and costs nothing.
 
     Returns:
-        The names of those that they did not write.
+        The names of the parameters that were not written.
     """
     wholes = [nn.Parameter(filled(_empty(slot, device)), slot.parameter.requires_grad) for slot in unit.slots]
     for slot, whole in zip(unit.slots, wholes, strict=True):
@@ -165,10 +153,12 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
         for way in ways:
             way()
             for slot, whole in zip(unit.slots, wholes, strict=True):
-                if len(slot.places) > 1 and not is_filled(whole):
+                if len(slot.places) > 1 and device.type != "meta" and not is_filled(whole):
                     whole._is_hf_initialized = True  # type: ignore[attr-defined]  # a tied one is drawn by its first name
     finally:
         register_resting(unit)
+    if device.type == "meta":
+        return []
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
     unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
     for slot, whole in zip(unit.slots, wholes, strict=True):

@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer states in other tiers: the third coordinate of a home."""
+"""Parameters, gradients and optimizer states in other tiers (host memory, disks): the third coordinate of a home."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from zero_fn.errors import LayoutError
 from zero_fn.runtime.refused import agree_in_tiers
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home, ReshardAfter
 from zero_fn.values.tiers import Cpu, Nvme, Tier, Tiers
@@ -32,48 +32,47 @@ def offload(
     where: Where = None,
     donate: bool = False,
 ) -> M:
-    """Lets parameters, gradients and optimizer states of a module rest in other tiers: a disk, or the memory of the host.
+    """Offloads parameters, gradients and optimizer states of a module to host memory or to a disk (tiers).
 
         disk = zf.nvme("/local_nvme")
         model = zf.offload(zf.shard_params(model, mesh["dp"]), params=disk, grads=disk, optim=disk)
         optimizer = zf.streamed(torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True))
 
-    With `params`, between uses no parameter is in memory, at any stage: each rank reads what it owns of a unit from its
-    tier, ahead of the unit's forward and of its backward, gathers it as the stage says, and frees it. What is computed is
-    the same to the bit. It composes with the other transforms in any order, and works without a mesh: one process then
-    trains or runs a model that its memory does not hold.
+    It composes with the other transforms in any order, and changes no bit of what is computed. It also works without a
+    mesh: one process then trains or runs a model that its memory does not hold. To `zf.cpu()` of a model that computes on
+    the CPU nothing moves, because that is the memory it is in.
 
-    `model.parameters()`, `state_dict()`, `full_tensor()`, edits in place and whatever else reads or writes a resting
-    parameter goes to the tier each time. A stock optimizer would fetch them all; `zf.streamed(optimizer, tier)` takes them
-    through its buffers together with its states. To `zf.cpu()` of a model that computes on the CPU nothing moves, because
-    that is where it is.
+    `params`: between uses no parameter is in memory of the device, at any stage. Ahead of the forward and of the backward of
+    a unit (wrap group), each rank reads the part of the unit that it owns from the tier; the unit is gathered as the stage
+    says, and freed after. Where `precision` computes in a smaller dtype, copies in that dtype rest beside the parameters,
+    and gathers read the copies. Whatever else reads or writes a parameter (`state_dict()`, `full_tensor()`, edits in place)
+    goes to the tier each time.
 
-    Where they are computed with in a smaller dtype than they rest in (`precision`), copies in that dtype rest beside them,
-    and gathers read those. On an accelerator, states, and gradients that are summed or measured, are computed on the host.
+    `grads`: while backward goes on, the gradients of a unit are written to the tier as soon as they are reduced. `.grad` is a
+    tensor whose values are in the tier; `clip_grad_norm_`, and what else reads or scales it, takes one tensor at a time.
 
-    With `grads`, the gradients of a unit are written to the tier when they are reduced, while backward goes on, and read by
-    the streamed step. `.grad` is a tensor whose values are there: `clip_grad_norm_` and whatever else reads or scales it
-    works, one tensor at a time. With `optim`, states rest where it says: `zf.streamed(optimizer)` without a tier puts them
-    there, and a stock optimizer is refused.
+    `optim`: `zf.streamed(optimizer)` keeps states there. A stock optimizer is refused with any of the three.
 
     Shapes: those that the other transforms give.
 
-    Communicates: as `shard_params` does where parameters are sharded in any way; replicated ones are read whole by every
-    rank. Over several ranks, one byte per rank with each gather, and with each norm and scaling of `clip_grad_norm_` and each
-    redistribution of tensors in a tier, by which all ranks learn that a disk has failed. From the tier are read, per rank and
-    step, the bytes that it owns, in the dtype of the computation, once for the forward and once for the backward of each unit
-    (see `reshard_after`).
+    Communicates: what the other transforms do. Over several ranks also one byte per rank with each gather, with each norm
+    and scaling of `clip_grad_norm_`, and with each redistribution of offloaded tensors: by it all ranks learn that a disk
+    has failed. Of its tier each rank reads, in each forward and in each backward of a unit, the bytes of the unit that it
+    owns, in the dtype of the computation. Of replicated parameters that is the whole unit.
 
     Args:
-        module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it; over torch's fake
-            process group, whose ranks are pretended, no room is made either, and no path looked at: to plan a run elsewhere.
+        module: Any module, transformed or not. On `meta`, nothing is moved until `zf.materialize` fills it. Over torch's fake
+            process group, whose ranks are pretended, no path is looked at and no room made: to plan a run elsewhere.
         params: Where parameters rest: `zf.nvme(path)` or `zf.cpu()`. None: as an earlier transform said, or on the device.
-        grads: Where gradients rest between backward and step.
-        optim: Where `zf.streamed(optimizer)` keeps the states of these parameters.
-        fraction: How much of those states, in bytes, is in that tier; the rest stays on the device. See `streamed`.
+        grads: Where gradients rest between backward and step; likewise.
+        optim: Where `zf.streamed(optimizer)` keeps the states of these parameters; likewise.
+        fraction: The part of the states, in bytes, that is in the tier of `optim`, more than 0 and at most 1. The rest stays
+            on the device. See `streamed`.
         reshard_after: When fetched parameters are freed. "backward" is one fetch less, and more memory of the device.
-        units: What is fetched together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
-        where: Which parameters; the others rest as they do in `module`.
+        units: What is fetched together: module classes, patterns of module names (`"layers.*"`), or `zf.by_size`. None:
+            each of the repeated blocks, each other module of more than 64 MiB, and the rest.
+        where: Which parameters: patterns of parameter names, or a function of name and parameter. The others rest as they do
+            in `module`. None: all.
         donate: Free each parameter as soon as it was moved; `module` can no longer run.
 
     Returns:
@@ -81,11 +80,13 @@ def offload(
         (unless donated).
 
     Raises:
-        LayoutError: No tier is given, `where` selects nothing, `fraction` is none, `reshard_after` names no moment, or an
-            earlier transform chose another tier.
+        LayoutError: No tier is given, `where` selects nothing, `fraction` is not in range, `reshard_after` is another word,
+            or an earlier transform chose another tier.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        TierError: The tier, or memory for its buffers, is too small: on every rank, and before anything moved.
-        StorageError: The path takes no files: on every rank, and before anything moved.
+        TierError: The tier, or host memory for its buffers, is too small: on every rank, and before anything moved.
+        StorageError: The path takes no files: on every rank, and before anything moved. In a forward or backward: the disk
+            failed, on this rank or another.
+        StateError: `module` is running, or was donated.
 
     Source:
         ZeRO-Offload, Ren et al. 2021, 4.1 (the step on the host); ZeRO-Infinity, Rajbhandari et al. 2021, 5.1.1 (infinity
@@ -101,7 +102,7 @@ def offload(
         )
     if not 0 < fraction <= 1 or (fraction < 1 and optim is None):
         raise LayoutError(
-            "fraction is not a part of the optimizer states.",
+            "fraction is the part of the optimizer states that goes to optim=: more than 0, at most 1.",
             got=fraction,
             optim=optim,
             fix='zf.offload(model, optim=zf.nvme("/local_nvme"), fraction=0.5): half of them, in bytes',
@@ -126,5 +127,4 @@ def offloaded(
     homes = {parameter.fqn: home for parameter in selected(distinct_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)
-    joined = assignment_of(module).join(request)
-    return substitute(module, joined, verb="offload", donate=donate, reserves=reserves)
+    return substitute(module, request, verb="offload", donate=donate, reserves=reserves)

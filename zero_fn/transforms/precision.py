@@ -10,7 +10,7 @@ from torch import nn
 from zero_fn.errors import LayoutError
 from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home
 from zero_fn.values.units import NamedParameter, distinct_parameters
@@ -29,31 +29,39 @@ def precision(
     rest: torch.dtype | None = None,
     where: Where = None,
 ) -> M:
-    """Computes a module in one dtype while its parameters rest in another.
+    """Computes a module in one dtype while its parameters rest, and are optimized, in another (mixed precision).
 
-    The resting parameters keep their dtype, or get that of `rest`, and are the masters that the optimizer updates. Gathers
-    move the compute dtype. Gradients are summed over ranks and microbatches in `reduce` and rest in the dtype of their
-    parameter. Floating point inputs of each unit are cast to its compute dtype, also in dataclasses; buffers are left alone.
+        model = zf.precision(zf.shard_params(model, mesh["dp"]), compute=torch.bfloat16)
 
-    Communicates: the collectives of the stage, in elements of `compute`. A gradient of a single backward travels in
-    `compute` and is summed in `reduce`, which gives the same numbers as sending `reduce`; sums over microbatches travel in
-    `reduce`.
+    Between uses parameters keep their dtype, or get that of `rest`: they are the master weights that the optimizer updates.
+    They are gathered in `compute`. Gradients are summed over ranks and microbatches in `reduce`, and rest in the dtype of
+    their parameter. Floating point inputs of each unit (wrap group) are cast to `compute`, also in dataclasses. Buffers
+    are left alone.
+
+    Communicates: the collectives of the stage, in elements of `compute`. A gradient of a single backward is sent in
+    `compute` and summed in `reduce`, which gives the same numbers as sending it in `reduce`; a sum over microbatches is
+    sent in `reduce`.
 
     Args:
-        module: Any module, transformed or not, in any order.
-        compute: Dtype of parameters and inputs in flight.
+        module: Any module, transformed or not, before or after other transforms.
+        compute: Dtype of parameters and inputs in forward and backward.
         reduce: Dtype of gradient sums.
-        output: Floating point outputs of the whole module, whatever `where` selects, are cast to this; None leaves them.
-            A part gets one of its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
-        rest: Dtype of the resting parameters: torch.float32 makes masters of weights that were loaded in 16 bits. Of a module
-            that is sharded already only the shards are widened; None leaves them. The optimizer is built after.
-        where: Which parameters; only floating point ones are ever cast, and none that `flatten_subclasses` made.
+        output: Dtype to which floating point outputs of the whole module are cast, whatever `where` selects; None leaves
+            them. A part gets its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
+        rest: Dtype of the parameters between uses: torch.float32 makes master weights of a model that was loaded in 16
+            bits. Of a module that is sharded already only the shards are cast. None leaves them. Build the optimizer after.
+        where: Which parameters: patterns of parameter names, or a function of name and parameter; None: all. Only floating
+            point ones are cast, and none that `flatten_subclasses` made.
 
     Returns:
         A new module with the type and the parameter names of `module`, which is unchanged.
 
     Raises:
-        LayoutError: A dtype is not floating point, or contradicts an earlier `precision`.
+        LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing.
+        StateError: `module` is running, or was donated.
+
+    Source:
+        Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights).
     """
     for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output), ("rest", rest)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -61,7 +69,7 @@ def precision(
     home = Home(compute=compute, reduce=reduce)
     homes = {parameter.fqn: home for parameter in _castable(module, where)}
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
-    result = substitute(module, assignment_of(module).join(request), verb="precision", donate=False)
+    result = substitute(module, request, verb="precision")
     if rest is None:
         return result
     chosen = {id(parameter.parameter) for parameter in _castable(result, where)}
@@ -69,7 +77,7 @@ def precision(
         lambda tensor: tensor.to(rest) if id(tensor) in chosen and tensor.is_floating_point() else tensor
     )
     # Once more: as if they had been of this dtype from the beginning.
-    return substitute(result, assignment_of(result), verb="precision", donate=True)
+    return substitute(result, Assignment(), verb="precision", donate=True)
 
 
 def _castable(module: nn.Module, where: Where) -> list[NamedParameter]:

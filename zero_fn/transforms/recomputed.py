@@ -45,7 +45,7 @@ class Recomputed:
         name: str,
         own: Callable[..., Any] | None,
         transport: Links | None,
-        parking: Parking | None,
+        parking: Parking,
     ) -> None:
         self._module = weakref.ref(module)
         self.name, self.own, self._transport, self._parking = name, own, transport, parking
@@ -121,62 +121,48 @@ class Recomputed:
 class _Inputs:
     """The inputs of one forward: whole until it has run, then what this rank keeps of them, where it keeps it."""
 
-    def __init__(
-        self, leaves: list[Any], spec: TreeSpec, transport: Links | None, parking: Parking | None, name: str
-    ) -> None:
+    def __init__(self, leaves: list[Any], spec: TreeSpec, transport: Links | None, parking: Parking, name: str) -> None:
         self._leaves, self._spec, self._name = leaves, spec, name
         self._transport, self._parking = transport, parking
-        self._kept: dict[int, _Kept] = {}
+        self._kept: list[tuple[int, torch.Size, bool, Parked]] = []  # number, shape and `requires_grad` of each input
 
     def take(self) -> Any:
         """The arguments; what was let go are leaves of the recomputation, whose graph is only there to be looked into."""
         leaves = list(self._leaves)
         segments = []
-        for at, kept in reversed(self._kept.items()):  # what was parked last comes back first
-            value, numel = kept.take(), kept.shape.numel()
+        for at, shape, requires_grad, parked in reversed(self._kept):  # what was parked last comes back first
+            value, numel = parked.take(), shape.numel()
             if self._transport is not None:
-                rank, n = self._transport.rank, self._transport.size
-                piece = -(-numel // n)
-                flat = value.new_empty(piece * n)
-                flat.narrow(0, min(rank * piece, numel), value.numel()).copy_(value)
+                start, _, piece = self._part(numel)
+                flat = value.new_empty(piece * self._transport.size)
+                flat.narrow(0, start, value.numel()).copy_(value)
                 segments.append(Segment(flat, numel, piece))
                 value = flat[:numel]
-            leaves[at] = value.view(kept.shape).requires_grad_(kept.requires_grad)
+            leaves[at] = value.view(shape).requires_grad_(requires_grad)
         if self._transport is not None and segments:
             self._transport.all_gather(segments, f"inputs of {self._name!r}").wait()
         return tree_unflatten(leaves, self._spec)
 
     def let_go(self) -> None:
         """Lets go of what other ranks keep, and parks what this one keeps."""
-        if self._transport is None and self._parking is None:
+        if self._transport is None and self._parking.tier is None:
             return
         for at, leaf in enumerate(self._leaves):
             if _may_be_cut(leaf):
                 own = leaf.detach()
                 if self._transport is not None:
-                    rank, n = self._transport.rank, self._transport.size
-                    piece = -(-leaf.numel() // n)
-                    start = min(rank * piece, leaf.numel())
-                    own = own.reshape(-1).narrow(0, start, min(piece, leaf.numel() - start)).clone()
-                self._kept[at] = _Kept(leaf.shape, leaf.requires_grad, own, self._parking)
+                    start, numel, _ = self._part(leaf.numel())
+                    own = own.reshape(-1).narrow(0, start, numel).clone()
+                self._kept.append((at, leaf.shape, leaf.requires_grad, self._parking.park(own)))
                 self._leaves[at] = None
 
-
-class _Kept:
-    """What a rank keeps of one input."""
-
-    __slots__ = ("_own", "_parked", "requires_grad", "shape")
-
-    def __init__(self, shape: torch.Size, requires_grad: bool, own: Tensor, parking: Parking | None) -> None:
-        self.shape, self.requires_grad = shape, requires_grad
-        self._own: Tensor | None = own if parking is None else None
-        self._parked: Parked | None = None if parking is None else parking.park(own)
-
-    def take(self) -> Tensor:
-        if self._parked is not None:
-            return self._parked.take()
-        assert self._own is not None
-        return self._own
+    def _part(self, numel: int) -> tuple[int, int, int]:
+        """The part of an input of so many elements that this rank keeps: its first element, its elements, and those of the
+        largest part."""
+        assert self._transport is not None
+        piece = -(-numel // self._transport.size)
+        start = min(self._transport.rank * piece, numel)
+        return start, min(piece, numel - start), piece
 
 
 def _may_be_cut(leaf: object) -> bool:

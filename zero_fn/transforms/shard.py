@@ -1,4 +1,4 @@
-"""The four transforms over a mesh axis, each one requirement joined to what the module already satisfies.
+"""The four transforms over a mesh axis. Each adds one requirement to those of earlier transforms.
 
 What a rank holds between steps, of Ψ parameters of b bytes over n ranks, and what it sends in a step:
 
@@ -8,10 +8,10 @@ What a rank holds between steps, of Ψ parameters of b bytes over n ranks, and w
     shard_grads        whole        1/n                     1/n                2 (n - 1)/n Ψ b
     shard_params       1/n          1/n                     1/n                3 (n - 1)/n Ψ b, at most
 
-Each implies those above it. Optimizers see shards of what is sharded: of `rows` rows of a parameter, ceil(rows / n).
+Each implies those above it. An optimizer sees the shards: ceil(rows / n) rows of a parameter of `rows` rows.
 
 [Note: several axes] A module may be transformed over two data axes of one mesh, in any order: two axes are two transforms.
-Each axis shards what was asked of it. What travels is hierarchical (`zero_fn.transport.links`): where the inner axis shards
+Each axis shards what was asked of it. Collectives are hierarchical (`zero_fn.transport.links`): where the inner axis shards
 parameters, the outer one carries 1/n of them. A transform over a second axis gathers, unit by unit, what the first has cut
 in another way than both together do.
 
@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import LayoutError
 from zero_fn.transforms.selection import Where, selected
-from zero_fn.transforms.substitute import assignment_of, substitute
+from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.home import Home, ReshardAfter, Sharded
 from zero_fn.values.mesh import mesh_axis
@@ -49,14 +49,15 @@ def replicate(
     buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
-    """Trains replicas of a module over one mesh axis (data parallelism, ZeRO stage 0).
+    """Trains replicas of a module over one mesh axis (data parallelism as by DDP, ZeRO stage 0).
 
-    A parameter rests whole, as a DTensor with placement `Replicate`; so does its gradient, averaged while backward runs.
-    Every rank holds all optimizer states.
+    Every rank holds whole parameters, gradients and optimizer states. Parameters and gradients are DTensors with placement
+    `Replicate`; gradients are averaged over the axis while backward runs.
 
-    Communicates a reduce-scatter and an all-gather of gradients: 2 (n - 1)/n Ψ b bytes sent per rank and step.
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks:
+        all-reduce of gradients    2 (n - 1)/n Ψ b    as a reduce-scatter and an all-gather
 
-    Args, Returns, Raises: as `shard_params`.
+    Args, Returns, Raises: those of `shard_params`.
     """
     return _join(module, mesh, "replicate", Home(Sharded.NOTHING), units, where, 0, buffers, donate)
 
@@ -71,17 +72,17 @@ def shard_optimizer(
     buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
-    """Shards the optimizer state of a module over one mesh axis (ZeRO stage 1).
+    """Shards the optimizer states of a module over one mesh axis (ZeRO stage 1).
 
-    The resting parameter is this rank's shard, so the states that any torch optimizer makes for it are shards too. It is a
-    view of the whole parameter, which stays in memory for compute and is gathered again once the step has changed it. The
-    gradient is a view of a whole gradient buffer.
+    Each parameter shows an optimizer this rank's shard, a DTensor, so the states that any torch optimizer makes are shards
+    too. The shard is a view of the whole parameter, which stays in memory for compute and is gathered again after a step
+    has changed the shards. The gradient is a view of a whole gradient buffer.
 
-    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks:
         reduce-scatter of gradients    (n - 1)/n Ψ b
-        all-gather of parameters       (n - 1)/n Ψ b    before a forward, also in evaluation; once in `accumulate`
+        all-gather of parameters       (n - 1)/n Ψ b    before the first forward after a step, also in evaluation
 
-    Args, Returns, Raises: as `shard_params`.
+    Args, Returns, Raises: those of `shard_params`.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.1 (P_os) and 7.2.1 (volume 2Ψ).
@@ -99,11 +100,14 @@ def shard_grads(
     buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
-    """Shards gradients and optimizer state of a module over one mesh axis (ZeRO stage 2).
+    """Shards gradients and optimizer states of a module over one mesh axis (ZeRO stage 2, as FSDP's SHARD_GRAD_OP).
 
-    As `shard_optimizer`, and communicates as that does; but a whole gradient lives only until its unit is reduced.
+    As `shard_optimizer`, but a whole gradient lives only until backward has left its unit (the wrap group of FSDP, usually
+    one transformer block) and the unit was reduced. Whole parameters stay in memory.
 
-    Args, Returns, Raises: as `shard_params`.
+    Communicates what `shard_optimizer` does.
+
+    Args, Returns, Raises: those of `shard_params`.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.2 (P_os+g) and 7.2.1 (volume 2Ψ).
@@ -122,17 +126,21 @@ def shard_params(
     buffers: Buffers = None,
     donate: bool = False,
 ) -> M:
-    """Shards the parameters of a module over one mesh axis (ZeRO stage 3).
+    """Shards the parameters of a module over one mesh axis (ZeRO stage 3, as FSDP's FULL_SHARD).
 
-    Between uses each rank keeps 1/n of every unit. A unit is gathered just before its forward and its backward and freed
-    after. Implies `shard_grads` and `shard_optimizer`.
+        model = zf.shard_params(model, mesh["dp"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)  # its states are shards, too
+
+    Between uses each of n ranks keeps 1/n of every parameter, as a DTensor. Parameters are gathered in units (the wrap
+    groups of FSDP, usually one transformer block each): a unit is all-gathered just before its forward and its backward,
+    and freed after. Gradients and optimizer states are sharded, too. Build the optimizer after the last transform.
 
     Shapes, for a parameter of `rows` rows over `n` ranks, s = ceil(rows / n):
         at rest     "s ..."
         gathered    "n s ... -> (n s) ..."                  then cut at `rows`
         reduced     "src (n s) ... -> n s ...", mean        rank keeps its `s` rows
 
-    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes:
+    Communicates, in bytes sent per rank and step, for Ψ parameters of b bytes over n ranks:
         all-gather        2 (n - 1)/n Ψ b    one for the forward, one for the backward; less the units that stay gathered
                                              from forward to backward (the last block and the root)
         reduce-scatter    1 (n - 1)/n Ψ b
@@ -140,12 +148,15 @@ def shard_params(
     Args:
         module: Any module, on any device: each shard goes to the device of the mesh as it is cut, and so do buffers. On
             `meta`, shards are on `meta` too.
-        mesh: One named axis, `mesh["dp"]`. Ranks along it must hold the same module. [Note: several axes]
-        units: What is gathered together: module classes, patterns of module names, `by_size`; None finds repeated blocks.
-        where: Which parameters; the others rest as they do in `module`, or replicated.
-        persist_below: Parameters of fewer bytes rest replicated.
-        reshard_after: When gathered parameters are freed. "backward" is one all-gather less and more memory.
-        buffers: "broadcast": before a forward, rank 0's buffers that some forward changed are sent to all ranks, as by DDP.
+        mesh: One named axis, `mesh["dp"]`, along which all ranks hold the same module. For a second data axis of the same
+            mesh, transform again. Axes of tensor parallelism stay as they are.
+        units: What is gathered together: module classes, patterns of module names (`"layers.*"`), or `zf.by_size`. None:
+            each of the repeated blocks, each other module of more than 64 MiB, and the rest.
+        where: Which parameters to shard: patterns of parameter names, or a function of name and parameter. The others rest
+            as they do in `module`, or replicated. None: all.
+        persist_below: Parameters of fewer bytes than this rest replicated, and are never gathered.
+        reshard_after: When gathered parameters are freed. "backward" is one all-gather less, and more memory.
+        buffers: "broadcast": before a forward, rank 0 sends all ranks the buffers that a forward has changed, as in DDP.
             "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
 
@@ -154,11 +165,14 @@ def shard_params(
         (unless donated).
 
     Raises:
-        MeshError: `mesh` is not one axis, or does not go with the axes that `module` is on; see [Note: several axes].
-        PlacementError: A parameter is sharded over `mesh` already, by others.
+        MeshError: `mesh` is not one axis, or does not go with the axes of earlier transforms.
+        PlacementError: A parameter is sharded over `mesh` already, shares memory with another, or belongs to a model of
+            which another part was transformed.
         UnitError: `units` matches nothing, or contradicts an earlier transform.
-        LayoutError: `where` selects nothing, `buffers` names no policy or another one than before, or the module cannot be
-            copied.
+        LayoutError: `where` selects nothing, `buffers` is another word or contradicts an earlier transform, or the module
+            cannot be copied.
+        DisagreementError: In the first forward: ranks hold different values.
+        StateError: `module` is running, or was donated.
 
     Source:
         ZeRO, Rajbhandari et al. 2020, 5.3 (P_os+g+p) and 7.2.2 (volume 3Ψ).
@@ -180,7 +194,9 @@ def _join(
 ) -> M:
     if buffers not in (None, "broadcast", "local"):
         raise LayoutError(
-            "buffers names no policy.", got=repr(buffers), fix='buffers="broadcast" (as DDP) or buffers="local"'
+            'buffers is neither "broadcast" nor "local".',
+            got=repr(buffers),
+            fix='buffers="broadcast" (rank 0 sends its own, as in DDP) or buffers="local" (each rank keeps its own)',
         )
     axis = mesh_axis(mesh, verb=verb)
     named = distinct_parameters(module)
@@ -195,4 +211,4 @@ def _join(
     }
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(over=((axis, homes),), anchors=anchors, buffers=buffers)
-    return substitute(module, assignment_of(module).join(request), verb=verb, donate=donate)
+    return substitute(module, request, verb=verb, donate=donate)

@@ -35,8 +35,7 @@ from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
-from zero_fn.transforms.loading import check_and_shard_entries
-from zero_fn.transforms.saving import check_entries_saved
+from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
 from zero_fn.transport.agreement import content_digest
 from zero_fn.transport.links import Links
@@ -45,12 +44,12 @@ from zero_fn.values.grid import Grid, grid_of
 from zero_fn.values.tiled import is_tile
 from zero_fn.values.units import NamedParameter, anchors_of, distinct_parameters, innermost_common
 
-__all__ = ["Donated", "assignment_of", "carry_over", "copied", "move_buffers", "substitute"]
+__all__ = ["Donated", "carry_over", "copied", "move_buffers", "substitute"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def assignment_of(module: nn.Module) -> Assignment:
+def _assignment_of(module: nn.Module) -> Assignment:
     """What earlier transforms asked of a module and of the modules below it.
 
     Raises:
@@ -98,18 +97,20 @@ def _inside(name: str, root: str) -> bool:
 
 def substitute(
     module: M,
-    assignment: Assignment,
+    request: Assignment,
     *,
     verb: str,
-    donate: bool,
+    donate: bool = False,
     prepare: Callable[[nn.Module], None] = lambda twin: None,
     reserves: bool = True,
 ) -> M:
-    """A copy of `module` whose parameters rest as `assignment` says. `module` is unchanged unless donated.
+    """A copy of `module` whose parameters rest as earlier transforms and `request` say together.
+
+    `module` is unchanged unless donated.
 
     Args:
         module: Any module, transformed or not.
-        assignment: What it has been asked so far, and what is asked now.
+        request: What is asked now.
         verb: The transform, for messages.
         donate: Free each parameter of `module` once it is cut.
         prepare: What to do with the copy before its units are made: it has the forwards that the module's author gave it.
@@ -117,9 +118,11 @@ def substitute(
 
     Raises:
         LayoutError: A part of the module cannot be copied.
+        LayoutError, UnitError, MeshError: The request contradicts an earlier transform.
         MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
-        StateError: A forward, backward or `accumulate` of the module is still open.
+        StateError: A forward, backward or `accumulate` of the module is still open; or the module was donated.
     """
+    assignment = _assignment_of(module).join(request)
     units = units_of(module)
     require_idle(units, verb)
     for unit in units:
@@ -182,8 +185,7 @@ def _substitute(
             modules[name].__dict__[attribute] = method
     for child in twin.modules():
         if not isinstance(child, ScriptModule):  # those have no such hooks, and no parameters
-            check_and_shard_entries(child)
-            check_entries_saved(child)
+            check_entries(child)
     refuse_ddp(twin)
     note_emptied_buffers(twin)
     if donate:

@@ -1,4 +1,4 @@
-"""Huge linears and embeddings in parts, whose weight never exists whole (memory-centric tiling)."""
+"""Cuts huge linears and embeddings into parts that are gathered one by one (memory-centric tiling)."""
 
 from __future__ import annotations
 
@@ -24,36 +24,35 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
-    """Runs huge linears and embeddings in parts, so that the gathered weight never exists whole.
+    """Cuts huge linears and embeddings into parts that are gathered one by one, so that the whole weight never exists.
 
         model = zf.tile(model, where="lm_head.*", parts=8)
         model = zf.shard_params(model, mesh["dp"])
 
-    A linear is cut by the rows of its weight, its output features; an embedding by its rows, the vocabulary. Each part is a
-    unit of its own, whatever `units=` says: gathered before it runs and freed after, forward and backward, and its gradient
-    reduced alone. So at most two parts are there at once, one that runs and one that is prefetched, and
-    `zf.plan(model).in_flight_nbytes` is that much smaller. It saves memory where a transform frees gathered parameters
+    A linear is cut along its output features, an embedding along its vocabulary: both by the rows of the weight. Each part is
+    a unit (wrap group) of its own, whatever `units=` says: gathered before it runs and freed after, in forward and backward,
+    and its gradient is reduced alone. At most two parts are gathered at once, one that runs and one that is prefetched;
+    `zf.plan(model).in_flight_nbytes` says how much that saves. It saves memory where a transform frees gathered parameters
     (`shard_params`, or `offload(params=)` at any stage), and little elsewhere.
 
     Numbers: each element of the output is the same dot product as without tiles. A BLAS may sum it in an order that depends
-    on the shape of the matrix, so it is the same to the bit, or up to the rounding of one dot product; so are gradients of
-    parameters. The gradient of the input is added up over the parts, from the last to the first, and the same up to the
-    rounding of a dot product of `out_features` terms, whatever `parts` is. An embedding gives the same to the bit. Of a tiled
-    model the stage and the tier never change the numbers, as of any other.
+    on the shape of the matrix: it is the same to the bit, or up to the rounding of one dot product. So are gradients of
+    parameters. The gradient of the input is summed over the parts, and is the same up to the rounding of a dot product of
+    `out_features` terms. An embedding gives the same bits. Stage and tier change no bit of a tiled model.
 
-    Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias`, in `named_parameters`, `state_dict` and the
-    states of optimizers alike. `load_state_dict` takes the names of the model that was not tiled too. `untiled` gives whole
-    tensors those names again.
+    Names: the parameters of part i are `<name>.tiles.<i>.weight` and `.bias` in `named_parameters`, `state_dict` and the
+    states of optimizers. `load_state_dict` also takes the names of the model before tiling, and `zf.untiled` gives whole
+    tensors these names again.
 
-    Communicates nothing itself. The transform after it sends the same bytes in `parts` times as many collectives; where
-    `checkpoint_activations` recomputes a module that holds tiles, each is gathered once more in backward.
+    Communicates nothing itself. Later transforms send the same bytes in `parts` times as many collectives. Where
+    `checkpoint_activations` recomputes a module that holds tiles, each tile is gathered once more in backward.
 
     Args:
-        module: A module that no transform returned: tiling comes first. Parameters on `meta` are cut on `meta`, and
+        module: A module that no other transform returned: tile first. Parameters on `meta` are cut on `meta`, and
             `materialize` then draws the values of one part after the other.
-        where: Which parameters, as names or patterns of them, or a function of name and parameter; the linears and
-            embeddings that own them are tiled, with their bias.
-        parts: Into how many parts; rows differ by one at most.
+        where: Which parameters: patterns of parameter names, or a function of name and parameter. The linears and embeddings
+            that own them are tiled, with their bias.
+        parts: Number of parts of each; their rows differ by one at most.
         donate: Let parts be views of the parameters instead of copies, and keep all other parameters; `module` can no longer
             run.
 
@@ -107,7 +106,7 @@ def tile(module: M, *, where: Where, parts: int, donate: bool = False) -> M:
 
 
 def untiled(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """A state_dict with the names and shapes of the model that was not tiled.
+    """Gives the state_dict of a tiled model the names and shapes of the model before `tile`.
 
         whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         torch.save(zf.untiled(model, whole), "model.pt")
@@ -115,8 +114,9 @@ def untiled(module: nn.Module, state_dict: dict[str, Any]) -> dict[str, Any]:
     Communicates nothing.
 
     Args:
-        module: A tiled model, transformed or not.
-        state_dict: Of it, with whole tensors. Entries that are not there (on ranks that were given none) are passed over.
+        module: The tiled model, transformed or not.
+        state_dict: Its state_dict, with whole tensors. Entries that are missing (on ranks that were given none) are passed
+            over.
 
     Returns:
         A new dict. Parts are concatenated, which copies them; other entries are the same objects.

@@ -1,4 +1,4 @@
-"""Whole parameters outside forward, and telling the runtime that resting ones were edited."""
+"""Whole parameters outside forward (`unsharded`), and telling the runtime that shards were edited (`refresh`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ __all__ = ["refresh", "unsharded"]
 @contextmanager
 @uncompiled
 def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
-    """Makes the parameters of modules whole, plain tensors inside the block.
+    """Makes the parameters of modules whole, plain tensors inside the block (as FSDP's `summon_full_params`).
 
         with zf.unsharded(model.head):
             nearest = (x @ model.head.weight.detach().T).argmax(-1)
 
     Inside, `named_parameters()` and `state_dict()` give whole plain parameters in the dtype at rest, and forwards use them
-    without communication. They are copies: without `writeback`, edits are dropped with them, and their gradients have
-    nowhere to go: a backward that reaches one raises. `accumulate(model, unshard=True)` is the block in which whole
-    parameters train. One that tensor parallelism placed is a DTensor on its model axes.
+    without communication. They are copies. Without `writeback`, edits are dropped when the block ends. They cannot train: a
+    backward that reaches one raises; `zf.accumulate(model, unshard=True)` is the block in which whole parameters train. A
+    parameter that tensor parallelism placed is a DTensor on its model axes.
 
-    Communicates: one all-gather of every unit of the modules, and with `writeback` 16 bytes per peer. All ranks enter and
-    leave together.
+    Communicates: one all-gather of every unit (wrap group) of the modules, and with `writeback` 16 bytes to each peer. All
+    ranks enter and leave together.
 
     Args:
-        *modules: Transformed modules or modules inside them; the whole unit of each is gathered. Parts
-            without parameters are passed over.
-        writeback: Put edits back into the resting parameters. Every rank must have made the same edits.
+        *modules: Transformed modules, or modules inside them. The whole unit of each is gathered. Parts without parameters
+            are passed over.
+        writeback: Put edits back into the shards at the end. Every rank must have made the same edits.
 
     Returns:
         A context manager.
@@ -82,9 +82,9 @@ def _refuse_gradient(slot: Slot, whole: Tensor) -> None:
     """Called by autograd: a whole parameter was used outside the forward of a transformed module."""
     whole.grad = None
     raise StateError(
-        f"A gradient reached the whole {slot.fqn!r} of unsharded().",
+        f"A backward reached the whole parameter {slot.fqn!r} of an unsharded() block.",
         parameter=slot,
-        why="it would be dropped with the whole parameter: what is read here is not reduced over ranks",
+        why="its gradient would be dropped with the whole parameter, which is a copy, and not be reduced over ranks",
         fix="with zf.accumulate(model, unshard=True): forward, loss and backward inside it; or read the parameter in a "
         "method that gathers: model = zf.gather_in(model, 'method'); or with torch.no_grad() if no gradient is wanted",
     )
@@ -121,11 +121,11 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
 
 
 def refresh(module: nn.Module) -> None:
-    """Tells the runtime that resting parameters were edited or replaced outside an optimizer.
+    """Tells zero_fn that shards were edited or replaced outside an optimizer.
 
-    Gathered copies are dropped, parameters that `.to()`, `to_empty()` or `load_state_dict(assign=True)` moved to other
-    memory are taken over, and a backward of an earlier forward is refused. A forward does the first two by itself;
-    call it to find errors at once, or between a forward and its backward.
+    Gathered copies are dropped. Parameters that `.to()`, `to_empty()` or `load_state_dict(assign=True)` moved to other
+    memory are taken over. A backward of an earlier forward is refused. The next forward does the first two by itself; call
+    this to meet errors at once, or between a forward and its backward. Communicates nothing.
 
     Args:
         module: A transformed module.
