@@ -113,7 +113,7 @@ def _gradient_of_a_whole_parameter(stage: str) -> None:
         loss = loss_of(model, 0) + model.norm.weight.square().sum()  # type: ignore[union-attr, operator]
         (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)  # type: ignore[union-attr, operator]
     assert type(whole) is Tensor, "asked for, a gradient is there"
-    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter .* of unsharded"):
+    with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter .* of an unsharded"):
         loss.backward()
     with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter"), zf.unsharded(model):
         loss_of(model, 0).backward()
