@@ -20,6 +20,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
 
+#include <atomic>
 #include <deque>
 #include <functional>
 #include <map>
@@ -41,6 +42,7 @@ std::map<size_t, std::vector<size_t>> unused;  // by size
 std::map<size_t, size_t> used;                 // bytes that were asked for, by place
 int64_t in_use = 0, most_in_use = 0;           // bytes that were asked for
 int64_t to_device = 0, from_device = 0;        // bytes copied
+std::atomic<int64_t> waits = 0;                // operations for which the host has to wait until the device has done all
 thread_local int in_fallback = 0;
 
 char* bytes_at(const void* pointer) { return real + (static_cast<const char*>(pointer) - seen); }
@@ -226,6 +228,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (non_blocking && current != 0) {
     issue([source = unheld(from), target = unheld(to)] { target.copy_(source); });
   } else {
+    waits += !in_fallback && !non_blocking && from.device().type() != to.device().type();
     run_until(current, issued(current));
     on_cpu(to).copy_(on_cpu(from));
   }
@@ -269,13 +272,18 @@ Tensor made_strided(
   return at::detail::empty_strided_generic(size, stride, &memory, keys, dtype.value_or(kFloat));
 }
 Tensor viewed(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
-Scalar item(const Tensor& self) { return on_cpu(self).item(); }
+Scalar item(const Tensor& self) {
+  waits++;
+  return on_cpu(self).item();
+}
 
 void by_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
   struct Inside {
     Inside() { in_fallback++; }
     ~Inside() { in_fallback--; }
   } inside;
+  const auto& name = operation.operator_name().name;
+  waits += name == "aten::equal" || name == "aten::nonzero" || name == "aten::is_nonzero";
   at::native::cpu_fallback(operation, stack);
 }
 
@@ -302,6 +310,7 @@ using c10d::Work;
 using Group = c10::intrusive_ptr<c10d::Backend>;
 
 std::vector<Tensor> all_on_cpu(const std::vector<Tensor>& tensors) {
+  run_until(current, issued(current));
   std::vector<Tensor> found;
   for (const auto& tensor : tensors) found.push_back(on_cpu(tensor, true));
   return found;
@@ -328,6 +337,7 @@ struct Collectives final : c10d::Backend {
     return inner_->allgather(there, inputs_there, options);
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    run_until(current, issued(current));
     auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
     return inner_->_allgather_base(output_there, input_there, options);
   }
@@ -338,6 +348,7 @@ struct Collectives final : c10d::Backend {
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    run_until(current, issued(current));
     auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
     return inner_->_reduce_scatter_base(output_there, input_there, options);
   }
@@ -380,6 +391,9 @@ extern "C" void pretend_moved(int64_t* found) {
   found[0] = to_device, found[1] = from_device;
   to_device = from_device = 0;
 }
+
+// Operations that made the host wait for the device since the last call.
+extern "C" int pretend_waits() { return static_cast<int>(waits.exchange(0)); }
 
 // Bytes of memory in use, and the most since the last call.
 extern "C" void pretend_used(int64_t* found) {

@@ -38,6 +38,7 @@ __all__ = [
     "use",
     "used",
     "waiting",
+    "waits",
 ]
 
 NAME = "pretend"  # of the device that programs run on
@@ -143,6 +144,13 @@ def waiting() -> int:
     """Copies on side streams that nothing has waited for yet."""
     _require_pretended()
     count: int = _loaded[0].pretend_waiting()
+    return count
+
+
+def waits() -> int:
+    """How often, since the last call, the host had to wait until the device had done all that was issued."""
+    _require_pretended()
+    count: int = _loaded[0].pretend_waits()
     return count
 
 

@@ -34,7 +34,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere"]
+] + ["proposals", "from elsewhere", "the host runs ahead"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -152,6 +152,39 @@ def from_elsewhere(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
+class Rotary(Net):
+    """With a buffer that never changes, as tables of rotary positions, and a frozen part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale
+
+
+def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """A step makes the host wait for the device nowhere: the device would have nothing to do meanwhile."""
+    host, _ = tiers
+    ways: dict[str, Any] = {stage: getattr(zf, stage) for stage in STAGES}
+    ways["zero3, bfloat16"] = lambda model, axis: zf.zero3(zf.precision(model), axis)
+    ways["zero3, parameters on the host"] = lambda model, axis: zf.zero3(zf.offload(model, params=host), axis)
+    tokens = next(batches())
+    for name, place in ways.items():
+        torch.manual_seed(0)
+        model = place(Rotary(), mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if "host" not in name else None
+        for step in range(5):
+            device.waits()
+            model(tokens).float().square().mean().backward()
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+            count = device.waits()
+            assert not count or step < 2, (name, step, count)  # the first forwards compare ranks, and record
+    return []
+
+
 def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     now, most = device.used()
@@ -177,6 +210,8 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
                 found = proposals(mesh, away)
             elif case == "from elsewhere":
                 found = from_elsewhere(mesh, away)
+            elif case == "the host runs ahead":
+                found = the_host_runs_ahead(mesh, away)
             else:
                 found = result(case, mesh, tiers[case.rpartition(", ")[2]])
         except Exception:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
+from zero_fn.runtime.ored import Ored
 from zero_fn.runtime.registry import slot_of
 from zero_fn.transport.agreement import agree
-from zero_fn.transport.links import Links, Waits
+from zero_fn.transport.links import Links
 from zero_fn.values.mesh import Axis, mesh_axis
 
 F = TypeVar("F", bound=Exception)
@@ -64,15 +64,17 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
 class Told:
     """Whether it failed, on each rank: an answer under way."""
 
-    def __init__(self, links: Links, bits: Tensor, pending: Waits, what: str) -> None:
-        self._links, self._bits, self._pending, self._what = links, bits, pending, what
+    def __init__(self, links: Links, failed: bool, what: str) -> None:
+        """Tells the other ranks."""
+        bits = [failed and rank == links.rank for rank in range(links.size)]
+        self._links, self._what, self._bits = links, what, Ored(links, bits, f"how it went: {what}")
 
     def failure(self, own: F | None) -> F | StorageError | None:
         """Waits. The failure of this rank, or one that tells of that of another; None if all went well."""
-        self._pending.wait()
+        self._bits.settle()
         if own is not None or self._links.size == 1:
             return own
-        failed = self._bits.nonzero().flatten().tolist()
+        failed = [rank for rank, has_failed in enumerate(self._bits.read()) if has_failed]
         if not failed:
             return None
         along = " x ".join(map(str, reversed(self._links.axes)))
@@ -89,9 +91,7 @@ def tell(links: Links, failure: Exception | None, what: str) -> Told:
 
     Communicates a byte per rank to each peer.
     """
-    bits = torch.zeros(links.size, dtype=torch.uint8, device=links.device)
-    bits[links.rank] = failure is not None
-    return Told(links, bits, links.any(bits, f"how it went: {what}"), what)
+    return Told(links, failure is not None, what)
 
 
 def _done(

@@ -291,6 +291,11 @@ class Groups:
         failures = [group.arrive(exact=exact) for group in self.members]
         return next((failure for failure in failures if failure is not None), None)
 
+    @property
+    def may_fail(self) -> bool:
+        """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
+        return any(group.record is not None and group.record.may_fail for group in self.members)
+
     def let_go(self) -> None:
         """Drops what was fetched."""
         for group in self.members:

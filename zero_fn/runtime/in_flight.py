@@ -1,8 +1,8 @@
 """The gathered parameters of a unit: from the all-gather that brings them until they are freed.
 
 [Note: a disk may fail on one rank] Resting parameters that are in another tier are fetched before each gather, copied into
-the gathered buffer, and let go. Each such gather carries a byte of each rank that says whether its disk failed, and all ranks
-raise the same.
+the gathered buffer, and let go. If they are on a disk, a message of a byte for each rank goes with the gather and says
+whether the disk failed, and all ranks raise the same. Memory of the host does not fail, and the host waits for no answer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ class InFlight:
         self.phase = Phase.GATHERING
         if groups.is_away:
             groups.let_go()
-            self._told = tell(transport, self.failure, f"Fetching {self._unit}")
+            if groups.may_fail:
+                self._told = tell(transport, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather."""

@@ -41,7 +41,7 @@ class Transformed:
         self.units: list[Callable[[], Unit | None]] = []
         self.lenders: dict[int, tuple[int, ...]] = {}
         self.away = Away(transport, assignment)
-        self.control = Control(transport, assignment)
+        self.control = Control(transport)
         self.graphs = Graphs()
         self.accumulating = self.caller = 0
 
