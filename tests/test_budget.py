@@ -23,7 +23,7 @@ BUDGET = {
     "kernels": 880,
     "local": 554,
     "plan": 1035,
-    "runtime": 8356,
+    "runtime": 8445,
     "storage": 1500,
     "streamed": 2140,
     "surface": 461,
