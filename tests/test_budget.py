@@ -19,18 +19,18 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 BUDGET = {
     "checkpoint": 4906,
     "deepspeed": 1198,
-    "integrations": 1299,
+    "integrations": 1298,
     "kernels": 880,
     "local": 554,
     "plan": 1035,
-    "runtime": 8445,
-    "storage": 1500,
-    "streamed": 2140,
+    "runtime": 8442,
+    "storage": 1502,
+    "streamed": 2141,
     "surface": 461,
     "transforms": 3077,
     "transport": 2446,
     "values": 1985,
-    "": 547,
+    "": 541,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 

@@ -294,7 +294,7 @@ class Groups:
     @property
     def may_fail(self) -> bool:
         """Whether resting parameters may fail to arrive on one rank alone. The same on every rank."""
-        return any(group.record is not None and group.record.may_fail for group in self.members)
+        return any(group.record is not None and group.record.shelf.may_fail for group in self.members)
 
     def let_go(self) -> None:
         """Drops what was fetched."""

@@ -34,8 +34,6 @@ class Record:
         device: Where they are computed with.
         parcels, nbytes: Their parcels, in order, and the bytes of all.
         owner: Whose tensors they are, weakly.
-        may_fail: Whether bringing them into memory may fail on one rank alone: they are on a disk, or a step that waits is
-            taken first.
         waited_for: A step that has to be taken before anything else reads or writes it, as a function and what to call it
             with. [Note: a step that waits]
         fetched: All of it in memory of the host, or on its way there.
@@ -56,7 +54,6 @@ class Record:
         """
         self.shelf, self.forms, self.device, self.place = shelf, list(forms), device, place
         self.is_addressable = isinstance(shelf.tier, Cpu)
-        self.may_fail = not self.is_addressable
         self.owner: Callable[[], object] = lambda: None
         self.parcels = parcels_of(forms)
         self.nbytes = sum(parcel.nbytes for parcel in self.parcels)

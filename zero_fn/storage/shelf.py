@@ -57,11 +57,13 @@ class Shelf:
     Attributes:
         tier: The tier.
         nbytes: Bytes taken of it.
+        may_fail: Whether reading may fail on one rank alone: it is a disk, or a step that waits is taken before.
     """
 
     def __init__(self, tier: Tier, what: str) -> None:
         """An empty one, for what is named so in errors."""
         self.tier, self._what, self.nbytes = tier, what, 0
+        self.may_fail = not isinstance(tier, Cpu)
         self._slabs: list[tuple[int, Slab]] = []  # with their first byte
 
     @property

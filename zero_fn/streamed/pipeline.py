@@ -193,7 +193,7 @@ class Waiting(Pass):
         self._counts = {record: number for number, each in enumerate(records, start=1) for record in each}
         for record in self._counts:
             record.drop()  # fetched before the step
-            record.may_fail = True
+            record.shelf.may_fail = True
         try:
             self.fetch()
         except BaseException:
