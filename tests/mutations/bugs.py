@@ -713,8 +713,8 @@ BUGS: tuple[Bug, ...] = (
         "fetched-ahead-and-out-of-date",
         "Record.write_parcel",
         "letting go of what was fetched before a write",
-        "            self.drop()  # what was fetched ahead is out of date\n",
-        "            pass\n",
+        "        self.drop()  # what was fetched ahead is out of date\n",
+        "        pass\n",
         "tests/runtime/test_record.py",
     ),
     Bug(
@@ -737,8 +737,8 @@ BUGS: tuple[Bug, ...] = (
         "tensor-read-before-its-step",
         "Record.opened",
         "that whoever reads a tensor in a tier finds it stepped",
-        "        parcels, changed = self._parcels_of[number], self._changed\n        self.settle()\n",
-        "        parcels, changed = self._parcels_of[number], self._changed\n",
+        "        self.settle()\n",
+        "",
         "tests/streamed/test_waiting.py",
     ),
     Bug(

@@ -27,7 +27,7 @@ from zero_fn.storage import Slab, shelf_of, wait_all
 from zero_fn.storage.request import Request
 
 MIB = 1 << 20
-WAYS = ("copy", "held", "behind", "parcel")
+WAYS = ("copy", "at once", "behind", "parcel")
 _R = TypeVar("_R", bound=Record)
 
 
@@ -51,9 +51,8 @@ class Pair:
         self.expected[number] = value
         if way == "copy":
             self.record.tensor(number).copy_(value)
-        elif way == "held":
-            with self.record.held():
-                self.record.tensor(number).copy_(value)
+        elif way == "at once":
+            self.record.write({number: value})
         elif way == "behind":
             self.record.begin_writing({number: value})
         else:

@@ -83,15 +83,14 @@ class AtRest:
             locals_ = [local_of(parameter) for parameter in moved]
             self.form_groups([parameter.dtype for parameter in moved], [local.device for local in locals_])
             self._lay_out()
-            with self.groups.in_memory():
-                for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
-                    if not same_place(local, slot.flat):
-                        view = slot.resting_local()
-                        if local.device.type != "meta":
-                            view.copy_(local)
-                        parameter = _on_other_memory(parameter, view, slot)
-                    slot.adopt(parameter, slot.flat)
-                    slot.register(parameter)
+            values: dict[Slot, Tensor] = {}
+            for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
+                if not same_place(local, slot.flat):
+                    values[slot] = local
+                    parameter = _on_other_memory(parameter, slot.resting_local(), slot)
+                slot.adopt(parameter, slot.flat)
+                slot.register(parameter)
+            self.write(values)
 
     def vacate(self) -> None:
         """Drops the memory of parameters, whose values were taken elsewhere."""
@@ -103,10 +102,9 @@ class AtRest:
 
     def write(self, values: Mapping[Slot, Tensor]) -> None:
         """Fills the memory of parameters with this rank's elements of them. No communication."""
-        with torch.no_grad(), self.groups.in_memory():
-            for slot, own in values.items():
-                if own.device.type != "meta":
-                    slot.local.copy_(own)
+        with torch.no_grad():
+            for group in self.groups:
+                group.write({s: values[s] for s in group.slots if s in values and values[s].device.type != "meta"})
 
     def scatter(self, wholes: Mapping[Slot, Tensor]) -> None:
         """Writes this rank's part of whole parameters back to rest. No communication."""

@@ -135,10 +135,7 @@ def _take_gradients(group: Group) -> dict[int, Tensor]:
         local, path = local_of(grad), slot.path
         if isinstance(local, TierTensor) or local.dtype != slot.dtype:
             continue
-        if local.stride() != path.local_stride:
-            laid = torch.empty_strided(path.local_shape, path.local_stride, dtype=local.dtype, device=local.device)
-            local = laid.copy_(local)
-        found[place.number] = local.as_strided((local.numel(),), (1,))
+        found[place.number] = path.flat_of(local)
         away = path.local_view(place)
         slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
     return found

@@ -61,8 +61,7 @@ class ParameterRecord(Record):
             return
         versions = [_NO_VERSION] * len(self.parcels)
         try:
-            copies.begin_writing({number: self.values(number) for number in range(len(self.forms))})
-            copies.finish_writing()
+            copies.write({number: self.values(number) for number in range(len(self.forms))})
             versions = [parcel.version for parcel in self.parcels]
         finally:
             for copy, version in zip(copies.parcels, versions, strict=True):

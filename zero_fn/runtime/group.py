@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 
 import torch
@@ -15,6 +14,7 @@ from zero_fn.runtime.extended import travels
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
 from zero_fn.runtime.record import Form, Record
 from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import PACKED_NBYTES
@@ -206,11 +206,16 @@ class Group:
 
     # -- other tiers ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
-        with self.record.held() if self.record is not None else nullcontext():
-            yield
+    def write(self, values: Mapping[Slot, Tensor]) -> None:
+        """Fills the resting memory of parameters, in their tier too, with this rank's elements of them. Waits."""
+        if self.record is None:
+            for slot, own in values.items():
+                slot.local.copy_(own)
+        else:
+            numbers = {slot: number for number, slot in enumerate(self.slots)}
+            self.record.write(
+                {numbers[slot]: slot.path.flat_of(in_memory(own).to(slot.dtype)) for slot, own in values.items()}
+            )
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather. `arrive` says what failed."""
@@ -277,14 +282,6 @@ class Groups:
     def records(self) -> list[Record]:
         """What rests in other tiers."""
         return [record for group in self.members for record in group.records()]
-
-    @contextmanager
-    def in_memory(self) -> Iterator[None]:
-        """Inside, resting parameters in another tier are in memory; what is written into them arrives there at the end."""
-        with ExitStack() as stack:
-            for group in self.members:
-                stack.enter_context(group.in_memory())
-            yield
 
     def arrive(self, *, exact: bool = False) -> StorageError | None:
         """Waits for resting parameters that are in another tier; the first failure. `exact`: see `Group.arrive`."""

@@ -211,6 +211,13 @@ class Path:
         """What this rank holds at rest, on a flat range in storage order."""
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
 
+    def flat_of(self, local: Tensor) -> Tensor:
+        """What this rank holds, flat in storage order: a view, or a copy if it lies in another order."""
+        if local.stride() != self.local_stride:
+            laid = torch.empty_strided(self.local_shape, self.local_stride, dtype=local.dtype, device=local.device)
+            local = laid.copy_(local)
+        return local.as_strided((local.numel(),), (1,))
+
     def owned(self, whole: Tensor) -> Tensor:
         """This rank's part of a whole tensor, as a view."""
         if self.layout is None:

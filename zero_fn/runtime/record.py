@@ -67,7 +67,6 @@ class Record:
         self.fetched: Stretch | None = None
         self.writing: Stretch | None = None
         self.leaving: torch.Event | None = None
-        self._changed: set[int] | None = None  # parcels that were changed while it is held, by their start
 
     def __del__(self) -> None:
         if self.leaving is not None:
@@ -133,23 +132,10 @@ class Record:
                 left, self.leaving = self.leaving, None
             fetched.close(self, left)
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, everything is in memory; what operations on its tensors change is written back at the end.
-
-        Raises:
-            StorageError: The disk failed.
-        """
-        _stay(self)
-        stretch = self.arrive()
-        self._changed = changed = set[int]()
-        try:
-            yield
-            stretch.write(self, [parcel for parcel in self.parcels if parcel.start in changed])
-            stretch.wait()
-        finally:
-            self._changed = None
-            self.drop()
+    def write(self, values: Mapping[int, Tensor]) -> None:
+        """Writes tensors, as `begin_writing` and `finish_writing` do."""
+        self.begin_writing(values)
+        self.finish_writing()
 
     def begin_writing(self, values: Mapping[int, Tensor], computed: torch.dtype | None = None) -> None:
         """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
@@ -213,31 +199,23 @@ class Record:
         Raises:
             StorageError: The disk failed, or does not hold what was written to it.
         """
-        parcels, changed = self._parcels_of[number], self._changed
         self.settle()
         self.finish_writing()
         _stay(self)
-        stretch = self.fetched if changed is not None else None
-        is_own = stretch is None
-        if stretch is None:
-            stretch = Stretch(self, parcels)
+        stretch = Stretch(self, self._parcels_of[number])
         try:
-            if is_own:
-                stretch.read(self, parcels)
-                stretch.wait()
+            stretch.read(self, self._parcels_of[number])
+            stretch.wait()
             room = stretch.tensor(self, number)
             flat = room if on_host else room.to(self.device)
             yield flat
-            if is_written and flat is not room:
-                room.copy_(flat)
-            if is_written and changed is not None:
-                changed.update(parcel.start for parcel in parcels)
-            elif is_written:
-                stretch.write(self, parcels)
+            if is_written:
+                if flat is not room:
+                    room.copy_(flat)
+                stretch.write(self, self._parcels_of[number])
                 stretch.wait()
         finally:
-            if is_own:
-                stretch.close(self)
+            stretch.close(self)
 
     # -- one parcel -----------------------------------------------------------------------------------------------
 
@@ -261,8 +239,7 @@ class Record:
 
     def write_parcel(self, parcel: Parcel, memory: Tensor, version: int | None = None) -> Transfer | None:
         """Begins to write a parcel, which counts as that version from now on, or as the next one."""
-        if self._changed is None:
-            self.drop()  # what was fetched ahead is out of date
+        self.drop()  # what was fetched ahead is out of date
         parcel.is_stored = True
         parcel.version = parcel.version + 1 if version is None else version
         return self.shelf.write(self.place + parcel.start, memory)

@@ -164,7 +164,7 @@ def _are_same(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor,
 
 
 def _updates_unseen(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm without a counter: its kernel writes the statistics and leaves their version as it is (2.13)."""
+    """Whether it is a BatchNorm without a counter, whose kernel writes the statistics and leaves their version (2.13)."""
     return (
         isinstance(module, _NormBase)
         and module.training
