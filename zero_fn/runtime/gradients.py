@@ -25,8 +25,9 @@ from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
 from zero_fn.runtime.group import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
+from zero_fn.runtime.side_stream import on_host
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor, on_host
+from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links, Waits
 from zero_fn.transport.segment import Contribution, Contributions

@@ -1,26 +1,28 @@
-"""Operations on resting tensors that DTensor does wrong without a word: each is refused, or put right in one expression.
+"""Operations on resting tensors for which DTensor silently gives a wrong result: each is refused or mended.
 
-The one place where this package stands between torch and its operations. `ROWS` says which, when, and why; a row leaves when
-torch does the operation right, which `tests/runtime/test_refused.py` looks at. What torch refuses itself has no row. Looked
-at are tensors that lie on a mesh that a transform was given (parameters, gradients, states, and what is computed of them);
-others pass through at a cost of 3 us for each operation that stands here.
+This is the only file that changes what operations of torch do. `ROWS` says which operations, when, and why. A row leaves
+when torch does its operation right; `tests/runtime/test_refused.py` checks that torch alone is still wrong. What torch itself
+refuses has no row. The rows look at DTensors on a mesh that was given to a transform: parameters, gradients, optimizer
+states, and what is computed from them. Other tensors pass through, at 3 us for each operation in the table.
 
-[Note: copies] A view along a dim that is cut is one of a copy that DTensor gathers. Reading it is right, what is written into
-it would be lost. So its local tensor is one that refuses to be written.
+[Note: copies] A view along a dim that is cut (`weight[0]`) is a view of a copy that DTensor gathers. Reading the copy is
+right; what is written into it would be lost. So the local tensor of such a view refuses to be written.
 
-[Note: parts that are no terms] Norms along a dim that is cut, and `any`, are parts of a result, but not terms of a sum.
-DTensor goes on with them as if they were: `p.norm(dim=0).sum()` adds up norms of shards. They are brought together at once.
+[Note: parts that are no terms] Along a dim that is cut each rank has a norm, or an `any`, of its own part. These parts are
+not terms of a sum, but DTensor treats them so: `p.norm(dim=0).sum()` adds up norms of shards. So the parts are brought
+together at once.
 
-[Note: whole tensors in a forward] `weight.full_tensor()` gives the whole tensor, and a gradient of it counts as the same on
-every rank. That of what a forward computes is not: each rank has other inputs. So it is refused where a forward runs, also
-where `module.forward(x)` was called in place of `module(x)`: then no unit was entered.
+[Note: whole tensors in a forward] DTensor takes the gradient of `weight.full_tensor()` to be equal on every rank. In a
+forward it is not, as each rank has other inputs. So `full_tensor()` of a trained parameter is refused while a forward runs;
+also inside `module.forward(x)` called in place of `module(x)`, which enters no unit.
 
 [Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none: torch would say "invalid
 python storage". Asked for are `untyped_storage().data_ptr()` and then, as that raises, `storage()`. The first is torch's own
 too, and stays; `storage()` of a DTensor is called by nobody else.
 
 [Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
-another first whether a disk has failed. DTensor has no table for redistributions; what does them is replaced.
+another first whether a disk has failed. DTensor has no handlers for redistributions, so the function that does them is
+replaced.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ _EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True),
 
 
 class Call(NamedTuple):
-    """An operation on tensors of ours.
+    """A call of an operation.
 
     Attributes:
-        ours: Those of its arguments, also out of a list, that lie on a mesh of ours.
+        ours: The DTensors on a mesh of ours among its arguments and in lists among them.
     """
 
     operation: Any
@@ -70,35 +72,26 @@ class Call(NamedTuple):
     ours: list[DTensor]
 
     def named(self, name: str) -> Any:
-        """The argument of this name; its default if it was not given, None if there is none of the name."""
-        at, defaults = _places_of(self.operation).get(name, (len(self.args), ()))
-        if at < len(self.args):
-            return self.args[at]
-        return self.kwargs.get(name, defaults[at] if defaults else None)
-
-    def with_(self, name: str, value: object) -> tuple[Any, ...]:
-        """The arguments by position, with another one of this name."""
-        at, defaults = _places_of(self.operation)[name]
-        args = [*self.args, *defaults[len(self.args) :]]
-        args[at] = value
-        return tuple(args)
+        """The argument of this name, or its default; None if the operation has no such argument."""
+        at, default = _arguments_of(self.operation).get(name, (len(self.args), None))
+        return self.args[at] if at < len(self.args) else self.kwargs.get(name, default)
 
 
 Mend = Callable[[Call, Callable[..., Any]], object]
-"""Takes a call, and what does the operation with any arguments as the rows below this one and torch do it."""
+"""Takes a call, and a function that does the operation as the rows below this one and torch do it, with any arguments."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One refusal, or one repair: operations that torch does wrong with resting tensors, and when.
+    """Operations that torch does wrong with resting tensors, when, and the refusal or the right result.
 
     Attributes:
-        names: Of operations: overloads, or names of which all overloads are meant.
-        when: Whether the result would be wrong.
-        why: What torch does.
-        fix: What to write instead; empty if the row mends it.
-        mend: The right result in its place; or, beside a fix, one that refuses later.
-        until: The version of torch that mended it, where it has been.
+        names: The operations: overloads ("sum.dim_IntList"), or names that stand for all their overloads ("bernoulli").
+        when: Whether the result of a call would be wrong.
+        why: What torch does wrong.
+        fix: What to write instead; empty if the row mends the operation.
+        mend: Gives the right result; beside a `fix`, a result that refuses to be written.
+        until: The first version of torch that is right, if there is one.
     """
 
     names: str
@@ -110,9 +103,14 @@ class Row:
 
 
 def _cut(tensor: DTensor) -> list[int]:
-    """The axes over which it is cut."""
+    """The mesh axes over which a tensor is cut."""
     sizes = tensor.device_mesh.shape
     return [axis for axis, p in enumerate(tensor.placements) if getattr(p, "dim", None) is not None and sizes[axis] > 1]
+
+
+def _partial(tensor: DTensor) -> list[int]:
+    """The mesh axes over which ranks hold terms that are still to be reduced."""
+    return [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial()]
 
 
 def _dims_cut(tensor: DTensor) -> set[int]:
@@ -124,13 +122,13 @@ def _is_any_cut(call: Call) -> bool:
 
 
 def _whole(tensor: DTensor, axes: Sequence[int]) -> DTensor:
-    """The tensor in full on some axes, outside autograd."""
+    """The tensor, whole along some axes, outside autograd."""
     wanted = [Replicate() if i in axes else placement for i, placement in enumerate(tensor.placements)]
     with torch.no_grad():
         return detached(tensor).redistribute(placements=wanted)
 
 
-# -- when, and the right result ---------------------------------------------------------------------------------------
+# -- when torch would be wrong, and the right result ------------------------------------------------------------------
 
 
 def _draws_alike(call: Call) -> bool:
@@ -165,7 +163,7 @@ def _is_from_the_end(call: Call) -> bool:
 
 def _from_the_front(call: Call, go_on: Callable[..., Any]) -> Any:
     ndim = call.ours[0].ndim + (call.operation is _aten.stack.default)
-    return go_on(*call.with_("dim", call.named("dim") % ndim), **call.kwargs)
+    return go_on(call.args[0], call.named("dim") % ndim, *call.args[2:], **call.kwargs)
 
 
 def _has_no_dims(call: Call) -> bool:
@@ -173,22 +171,22 @@ def _has_no_dims(call: Call) -> bool:
 
 
 def _with_all_dims(call: Call, go_on: Callable[..., Any]) -> Any:
-    return go_on(*call.with_("dim", list(range(call.ours[0].ndim))), **call.kwargs)
+    return go_on(call.args[0], list(range(call.ours[0].ndim)), *call.args[2:], **call.kwargs)
 
 
 def _keeps_all_dims(call: Call) -> bool:
     return bool(call.named("dim") is None and call.named("keepdim") and _is_any_cut(call))
 
 
-def _is_in_parts(call: Call) -> bool:
-    return any(placement.is_partial() for placement in call.ours[0].placements)
+def _is_partial(call: Call) -> bool:
+    return bool(_partial(call.ours[0]))
 
 
 def _read_whole(call: Call, go_on: Callable[..., Any]) -> Any:
     (tensor,) = call.ours
-    parts = [axis for axis, placement in enumerate(tensor.placements) if placement.is_partial()]
-    done_along(tensor.device_mesh, parts, lambda: None, "Reading the value of a sum over shards")
-    return go_on(_whole(tensor, parts))
+    axes = _partial(tensor)
+    done_along(tensor.device_mesh, axes, lambda: None, "Reading the value of a sum over shards")
+    return go_on(_whole(tensor, axes))
 
 
 def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
@@ -196,7 +194,7 @@ def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
     found = go_on(*call.args, **call.kwargs)
     if found.is_floating_point() and not found.ndim:
         return found  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
-    return _whole(found, [axis for axis, placement in enumerate(found.placements) if placement.is_partial()])
+    return _whole(found, _partial(found))
 
 
 def _is_strided(call: Call) -> bool:
@@ -204,7 +202,7 @@ def _is_strided(call: Call) -> bool:
 
 
 def _divides_by_parts(call: Call) -> bool:
-    return isinstance(call.args[1], DTensor) and any(p.is_partial() for p in call.args[1].placements)
+    return isinstance(call.args[1], DTensor) and bool(_partial(call.args[1]))
 
 
 def _of_wholes(call: Call, go_on: Callable[..., Any]) -> Any:
@@ -215,9 +213,9 @@ def _of_wholes(call: Call, go_on: Callable[..., Any]) -> Any:
 
 
 def _may_be_empty(tensor: DTensor) -> bool:
-    """Whether some rank may hold nothing of it: the same on every rank."""
+    """Whether some rank may hold nothing of a tensor; the answer is the same on every rank."""
     shards = prod(tensor.device_mesh.size(axis) for axis in _cut(tensor))
-    # `torch.chunk` leaves a chunk out only of fewer rows than this.
+    # Only of fewer rows than this does `torch.chunk` make fewer chunks than it was asked for.
     return bool(tensor.numel()) and any(tensor.shape[dim] < shards * shards for dim in _dims_cut(tensor))
 
 
@@ -227,7 +225,8 @@ def _has_no_least(call: Call) -> bool:
 
 
 def _is_cut_view(call: Call) -> bool:
-    """Not where a forward computed it: that is read, and seldom written; nor while a compiler traces."""
+    """Whether a tensor that is cut is viewed. What a forward computes is left out, as it is read and seldom written; so are
+    views that a compiler traces."""
     (tensor,) = call.ours
     is_computed = torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf
     return bool(_cut(tensor)) and not is_computed and TracingContext.try_get() is None
@@ -260,10 +259,10 @@ def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
 
 
 class Copied(Tensor):
-    """The local tensor of a view of a copy: it is read as a plain one. [Note: copies]
+    """The local tensor of a view of a gathered copy: it is read as a plain tensor, and refuses to be written. [Note: copies]
 
     Attributes:
-        plain: The same view.
+        plain: The plain tensor.
     """
 
     plain: Tensor
@@ -294,11 +293,11 @@ class Copied(Tensor):
         return tree_map(Copied, found) if func.is_view else found
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The array that the plain tensor gives."""
+        """The array of the plain tensor."""
         return self.plain.numpy(force=force)
 
     def tolist(self) -> Any:
-        """The list that the plain tensor gives."""
+        """The list of the plain tensor."""
         return self.plain.tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
@@ -313,7 +312,7 @@ class Copied(Tensor):
 
 
 def _operations(names: str) -> tuple[Any, ...]:
-    """The operations in "sum.dim_IntList amax": one overload, and all overloads of a name."""
+    """The operations of a row: of "sum.dim_IntList amax", one overload of `sum` and all of `amax`."""
     found: list[Any] = []
     for name in names.split():
         packet, _, overload = name.partition(".")
@@ -363,7 +362,7 @@ ROWS = (
     ),
     Row(
         "fill_.Scalar",
-        when=_is_in_parts,
+        when=_is_partial,
         why="it is a sum over ranks, and each would fill its own term",
         fix="bring it together before: t = t.full_tensor()",
     ),
@@ -375,27 +374,20 @@ ROWS = (
     ),
     _NORMS,
     Row(
-        "cumsum.default cumprod.default logcumsumexp.default",
+        "cumsum.default cumprod.default logcumsumexp.default stack.default",
         when=_is_from_the_end,
         why="a dim counted from the end is not taken for the one that is cut",
         mend=_from_the_front,
-    ),
-    Row(
-        "stack.default",
-        when=_is_from_the_end,
-        why="a dim counted from the end is not taken for the one that is cut",
-        mend=_from_the_front,
-        until="2.12",
     ),
     Row(
         "sum.dim_IntList mean.dim amax.default amin.default",
         when=_has_no_dims,
-        why="no dims are all dims, also in the backward of p.amax() and p.norm(inf); they are taken for none",
+        why="an empty list of dims means all dims, also in the backward of p.amax() and p.norm(inf); torch takes it for none",
         mend=_with_all_dims,
     ),
     Row(
         "_local_scalar_dense.default",
-        when=_is_in_parts,
+        when=_is_partial,
         why="item(), float() and `if` read the part of this rank, so ranks take other branches",
         mend=_read_whole,
     ),
@@ -415,7 +407,7 @@ ROWS = (
     Row(
         "mean.default mean.dim",
         when=_is_strided,
-        why="parts below tensor parallelism are taken for even ones",
+        why="shards beside tensor parallelism are taken to be equally large",
         mend=_of_wholes,
         until="2.12",
     ),
@@ -428,7 +420,7 @@ ROWS = (
     ),
     _VIEWS,
 )
-"""The rows, in order: a row gets the operations that the rows above it let through."""
+"""The rows, in order: a row gets the calls that the rows above it let through."""
 
 _IN_TIERS = (
     Row(
@@ -444,11 +436,11 @@ _IN_TIERS = (
 
 _meshes: set[DeviceMesh] = set()
 _rows: dict[Any, list[Row]] = {}
-_before: dict[Any, Callable[..., object]] = {}  # what stood in the table of DTensor
+_before: dict[Any, Callable[..., object]] = {}  # handlers that DTensor had of its own
 
 
 def note_mesh(mesh: DeviceMesh) -> None:
-    """From now on tensors of this mesh are ours. The first time the rows are put in place."""
+    """Applies the rows to tensors on this mesh from now on. The first call installs them."""
     if not _meshes:
         _install(ROWS)
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
@@ -457,7 +449,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
 
 
 def agree_in_tiers() -> None:
-    """From now on ranks agree on operations of tensors in a tier. Does nothing the second time. [Note: tiers]"""
+    """Lets ranks tell one another of disks that fail in operations on tensors in a tier. Idempotent. [Note: tiers]"""
     if _redistribute.redistribute_local_tensor is not _redistributed:
         _install(_IN_TIERS)
         _redistribute.redistribute_local_tensor = _redistributed
@@ -480,7 +472,7 @@ def _run(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> objec
 
 
 def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> object:
-    """The operation as the rows from this one on, and at last torch, do it."""
+    """Does an operation as the rows from this number on say, and otherwise as torch does."""
     given = (*args, *kwargs.values()) if kwargs else args
     call = Call(operation, args, kwargs, [tensor for arg in given for tensor in _listed(arg) if _is_ours(tensor)])
     if call.ours:
@@ -526,11 +518,9 @@ def _table() -> dict[Any, Callable[..., Any]]:
 
 
 @cache  # reading a schema takes longer than the rest
-def _places_of(operation: Any) -> dict[str, tuple[int, tuple[Any, ...]]]:
-    """Where each argument stands, and the defaults up to there."""
-    arguments = operation._schema.arguments
-    defaults = tuple(argument.default_value for argument in arguments)
-    return {argument.name: (at, defaults[: at + 1]) for at, argument in enumerate(arguments)}
+def _arguments_of(operation: Any) -> dict[str, tuple[int, object]]:
+    """The position and the default of each argument."""
+    return {argument.name: (at, argument.default_value) for at, argument in enumerate(operation._schema.arguments)}
 
 
 # -- whole tensors in a forward ----------------------------------------------------------------------------------------
@@ -555,7 +545,7 @@ def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> 
 
 
 def _is_past_call(run: Run) -> bool:
-    """Whether the forward of a module of the transformed model is on the stack."""
+    """Whether the `forward` of a module of the transformed model is on the stack, called past its `__call__`."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -601,7 +591,8 @@ _stock = _redistribute.redistribute_local_tensor
 
 
 def _redistributed(local_tensor: Tensor, current_spec: DTensorSpec, target_spec: DTensorSpec, **options: Any) -> Tensor:
-    """Along axes that do not cut the tensor every rank has what it needs, and one may be alone in asking."""
+    """Reads a tensor that is in a tier, and redistributes it. Ranks along the axes that cut it read together; along other
+    axes each rank has what it needs, and one may be alone in asking."""
     if isinstance(local_tensor, TierTensor) and current_spec.placements != target_spec.placements:
         cut = [axis for axis, placement in enumerate(current_spec.placements) if not placement.is_replicate()]
         read = partial(in_memory, local_tensor)

@@ -1,12 +1,12 @@
-"""Copies between the host and an accelerator, on streams beside the one that computes: one for each way, as devices have one
-engine for each.
+"""Copies between the host and an accelerator, on streams beside the one that computes: one stream for each direction, as
+devices have one copy engine for each.
 
-A stream waits for what was issued before a copy, because that may still use the memory that is written; whoever reads what
-was copied waits for its event. Host memory that is pinned is copied while the host goes on, so it must stay as it is until
-then: neither the allocator of the device nor that of the host knows of our streams.
+Before a copy, its stream waits for what was issued so far, which may still use the memory that is written. Whoever reads the
+result waits for the event of the copy. From and to pinned memory the host does not wait for a copy, and neither the allocator
+of the device nor that of the host knows of these streams. So the memory must stay as it is until the event.
 
-[Note: in its own place] The half comes into the upper half of the place of the whole, and is spread from the beginning on: a
-block is written up to where the next one is still to be read, and not beyond.
+[Note: in its own place] A gradient in half precision arrives in the upper half of its place, and is widened block by block
+from the beginning: a block is written no further than where the next one is still to be read.
 
     place     |  ...  ...  ...  ...  |  a b c d e f g h  |
     block 1   |  a a  b b  c c  ...  |  . . . d e f g h  |
@@ -20,7 +20,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-__all__ = ["Arriving", "SideStream", "side_stream"]
+__all__ = ["Arriving", "SideStream", "on_host", "side_stream"]
 
 _BLOCK_NUMEL = 1 << 16
 
@@ -34,12 +34,13 @@ class SideStream:
         self._copying: deque[tuple[torch.Event, Tensor]] = deque()
 
     def copy(self, to: Tensor, source: Tensor, *, after: torch.Event | None = None) -> torch.Event:
-        """Copies after what has been issued so far. The tensor on the device lives until then; the caller keeps the other.
+        """Begins a copy, after what has been issued so far. The tensor on the device is kept alive until its end; the caller
+        keeps the one on the host.
 
         Args:
             to: What is written.
             source: What is read.
-            after: The end of a copy the other way that this one has to wait for.
+            after: The end of a copy in the other direction that this one has to wait for.
 
         Returns:
             The end of the copy: `wait_for` it before `to` is read or `source` written.
@@ -58,7 +59,7 @@ class SideStream:
         return event
 
     def wait_for(self, event: torch.Event) -> None:
-        """Lets what is issued from now on wait for a copy; the host goes on."""
+        """Lets the device wait for a copy before what is issued from now on; the host does not wait."""
         torch.accelerator.current_stream(self._device).wait_event(event)
 
 
@@ -71,9 +72,9 @@ def side_stream(device: torch.device) -> SideStream:
 class Arriving:
     """A gradient on its way from an accelerator into memory of the host, while the device computes the next ones.
 
-    One that was computed in bfloat16, and neither averaged nor added to in float32, is half the bytes, and no digit is lost.
-    Whether it is, the device finds out; its answer travels with the half, and if it is no, the whole follows.
-    [Note: in its own place]
+    A float32 gradient that was computed in bfloat16, and neither averaged nor added to since, is the same in bfloat16. Then
+    only that half of its bytes travels. The device compares the values; its answer travels with the half, and if they differ
+    the whole gradient follows. [Note: in its own place]
     """
 
     def __init__(self, place: Tensor, values: Tensor, computed: torch.dtype) -> None:
@@ -98,7 +99,7 @@ class Arriving:
             self._end = stream.copy(place, values)
 
     def finish(self) -> None:
-        """Waits until it is there."""
+        """Waits until the gradient is there."""
         self._end.synchronize()
         if self._half is None:
             return
@@ -108,3 +109,13 @@ class Arriving:
         for begin in range(0, self._place.numel(), _BLOCK_NUMEL):
             block = slice(begin, begin + _BLOCK_NUMEL)
             self._place[block].copy_(self._half[block].clone())
+
+
+def on_host(values: Tensor, computed: torch.dtype) -> Tensor:
+    """A dense gradient, or its copy in memory of the host. `computed` is the dtype in which it was computed."""
+    if values.device.type == "cpu":
+        return values
+    copied = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype)
+    flat = (values.numel(),), (1,)
+    Arriving(copied.as_strided(*flat), values.as_strided(*flat), computed).finish()
+    return copied

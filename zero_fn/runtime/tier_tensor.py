@@ -31,7 +31,7 @@ from zero_fn.errors import StateError
 from zero_fn.runtime.parcels import Form
 from zero_fn.storage import Shelf
 
-__all__ = ["PLACE", "TierTensor", "in_memory", "on_host", "same_place", "written_by"]
+__all__ = ["PLACE", "TierTensor", "in_memory", "same_place", "written_by"]
 
 _aten = torch.ops.aten
 _set_data: Callable[[Tensor, Tensor], None] = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -153,18 +153,6 @@ class TierTensor(Tensor):
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy in memory of one that rests in another tier."""
     return tensor.detach().clone() if isinstance(tensor, TierTensor) else tensor
-
-
-def on_host(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Values in memory of the host. Those of a device that a smaller dtype holds as well arrive in that one: a gradient that
-    was computed in bfloat16, and neither averaged nor added to in float32, is half the bytes."""
-    if values.device.type == "cpu":
-        return values
-    if dtype.itemsize < values.dtype.itemsize:
-        narrow = values.to(dtype)
-        if torch.equal(narrow.to(values.dtype), values):  # waits for the device, as the copy does
-            values = narrow
-    return values.cpu()
 
 
 def same_place(one: Tensor, other: Tensor) -> bool:
