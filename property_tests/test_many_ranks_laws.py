@@ -11,13 +11,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import zero_fn as zf
 from property_tests.programs import Chain, Leaf, Link, Node, Tree, apply, batch, build
 from property_tests.strategies import FLOATS, chains, leaves, trees
 from tests.local_tensor import LocalTensors, World
 from tests.profiles import examples
-from zero_fn.resting import on_spec, resting_parameter, resting_spec
+from zero_fn.resting import on_spec, resting_parameter
 from zero_fn.runtime.refused import note_mesh
 from zero_fn.values.layout import ShardLayout, is_shardable, shard_layout
 
@@ -43,7 +44,8 @@ def at_rest(world: World, whole: Tensor, layout: ShardLayout) -> DTensor:
         empty = torch.empty_strided(layout.local_shape(rank), layout.local_stride(rank), dtype=whole.dtype)
         return empty.copy_(whole.narrow(layout.dim, *layout.owned_rows(rank)))
 
-    spec = resting_spec(world.axis, layout.dim, whole.shape, layout.stride, whole.dtype)
+    meta = TensorMeta(whole.shape, layout.stride, whole.dtype)
+    spec = DTensorSpec(world.axis.mesh, (Shard(layout.dim),), tensor_meta=meta)
     return on_spec(world.each(shard), spec)
 
 

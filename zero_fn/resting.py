@@ -11,10 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-
-from zero_fn.values.mesh import Axis
 
 __all__ = [
     "alone",
@@ -25,20 +23,11 @@ __all__ = [
     "on_spec",
     "rest_gradient",
     "resting_parameter",
-    "resting_spec",
     "set_local",
     "spanned",
     "spec_on",
     "way_to_be_alone",
 ]
-
-
-def resting_spec(
-    axis: Axis, dim: int | None, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-) -> DTensorSpec:
-    """How a tensor lies on the axis: `Shard(dim)`, or `Replicate` where `dim` is None."""
-    placement: Placement = Replicate() if dim is None else Shard(dim)
-    return DTensorSpec(axis.mesh, (placement,), tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:

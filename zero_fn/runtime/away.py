@@ -28,9 +28,9 @@ __all__ = ["Away"]
 
 
 class Away:
-    """The shelves of one transformed module, and its gradients that are being written.
+    """The shelves of one transformed module, and its gradients that are being written to them.
 
-    A disk that fails during a backward is remembered until all ranks are told, at its end.
+    If a disk fails during a backward, the error is kept until the end of the backward, when all ranks are told.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -41,7 +41,7 @@ class Away:
         self._failure: StorageError | None = None
 
     def shelf(self, what: Shelved) -> Shelf:
-        """Where parameters or gradients of the module rest in a tier.
+        """The shelf for parameters, or for gradients, of the module in a tier.
 
         Raises:
             StorageError: The path takes no files.
@@ -52,14 +52,14 @@ class Away:
         return self._shelves[what]
 
     def shelves(self) -> list[tuple[str, Shelf]]:
-        """All of them, with what they hold."""
+        """All shelves, each with the name of what it holds."""
         return [(kind, shelf) for (kind, _), shelf in self._shelves.items()]
 
     def reserve(self, records: dict[Shelved, list[list[Form]]], device: torch.device) -> None:
-        """Makes room for records that will be laid out, in this order, for a device.
+        """Makes room for all records of the module, which will be laid out in this order.
 
         Raises:
-            TierError: A tier, or the memory for stagings, is too small.
+            TierError: A tier, or host memory for staging buffers, is too small.
             StorageError: The path takes no files.
         """
         for what, forms in records.items():
@@ -68,21 +68,21 @@ class Away:
             self.shelf(what).stage(max(sizes), stagings_for(device.type))
 
     def place_for(self, what: Shelved, forms: list[Form], device: torch.device) -> int:
-        """The place of the next record: one that was reserved, or another."""
+        """The place of the next record: the next one that was reserved, or else a new one."""
         nbytes, reserved = record_nbytes(forms), self._reserved.get(what)
         self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
     def add_gradient(self, slot: Slot, grad: Tensor) -> None:
-        """Makes `grad` the gradient of a parameter, or adds it to the one there is, which may be in its tier."""
-        try:  # for each parameter: a context manager costs nine calls
+        """Makes `grad` the gradient of a parameter, or adds it to the present one, which may be in its tier."""
+        try:  # not `_failing_at_the_end`, which costs nine calls for each parameter
             add_gradient(slot, grad)
         except StorageError as error:
             self._failure = self._failure or error
 
     def put_gradients(self, groups: Groups) -> None:
-        """Begins to write gradients that rest in another tier, a unit for each staging: on an accelerator those of one unit
-        come to the host while those of the one before are written."""
+        """Begins to write gradients that rest in another tier, one group for each staging buffer. On an accelerator the
+        gradients of one group come to the host while those of the group before are written."""
         for group in groups.members:
             record = group.gradient_record
             values = _take_gradients(group) if record is not None else {}
@@ -97,10 +97,10 @@ class Away:
                 record.begin_writing(values, group.kind.compute_dtype)
 
     def finish_gradients(self, units: Iterable[Groups]) -> None:
-        """Waits until gradients are in their tier.
+        """Waits until all gradients are in their tier.
 
         Raises:
-            StorageError: On every rank, if that failed on any.
+            StorageError: On every rank, if a disk failed on any.
         """
         if all(group.gradient_record is None for groups in units for group in groups.members):
             return
@@ -118,7 +118,7 @@ class Away:
 
     @contextmanager
     def _failing_at_the_end(self) -> Iterator[None]:
-        """Keeps a failure until all ranks are told."""
+        """Keeps the error of a disk until all ranks are told."""
         try:
             yield
         except StorageError as error:
@@ -126,7 +126,8 @@ class Away:
 
 
 def _take_gradients(group: Group) -> dict[int, Tensor]:
-    """Gradients in memory whose place is in another tier, by number, flat as they lie there; their tensors replace them."""
+    """The gradients of a group that are in memory and belong into another tier, flat, by number. Tensors in that tier replace
+    them as `.grad` of the parameters."""
     found: dict[int, Tensor] = {}
     for slot in group.slots:
         grad, place = slot.parameter.grad, slot.gradient_place

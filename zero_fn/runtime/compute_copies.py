@@ -1,10 +1,10 @@
-"""Parameters in another tier, and copies of them in the dtype they are computed with.
+"""Parameters in another tier, and copies of them in the dtype in which they are computed with.
 
-[Note: compute copies] If parameters are computed with in a smaller dtype than they rest in (bfloat16 and float32), a second
-record holds copies in that dtype. A gather reads the copies, half the bytes in each forward and backward. The parcels of
-the copies hold the same pieces as those of the originals, and each knows the version of its original. A streamed step
-writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the next gather then reads
-the originals and renews the copy.
+[Note: compute copies] Parameters may be computed with in a smaller dtype than they rest in, bfloat16 for float32. A second
+record then holds copies in that dtype, and a gather reads the copies: half the bytes in each forward and backward. The
+parcels of the copies hold the same pieces as those of the originals, and the version of the original that they were made of.
+A streamed step writes both (the kernel of Adam in one pass). Any other write to an original outdates its copy; the next
+gather then reads the originals and makes the copies anew.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _NO_VERSION = -1
 
 
 class ParameterRecord(Record):
-    """The parameters of a unit in a tier.
+    """The parameters of a group in a tier.
 
     Attributes:
-        copies: The same tensors in the dtypes that they are computed with, or None. [Note: compute copies]
+        copies: The same tensors in the compute dtype, or None. [Note: compute copies]
     """
 
     copies: Record | None = None
 
     @property
     def source(self) -> Record:
-        """What a gather would read: the copies, if there are any and they hold what the originals hold.
+        """The record that a gather would read: the copies, if there are any and all are up to date; else the originals.
 
         Raises:
-            StorageError: A step that waited for them failed.
+            StorageError: A step that waited for these tensors failed.
         """
         self.settle()
         copies = self.copies
@@ -46,11 +46,11 @@ class ParameterRecord(Record):
 
     @property
     def read(self) -> Record:
-        """What has arrived for the gather under way."""
+        """The record that was fetched for the gather under way."""
         return self.copies if self.copies is not None and self.copies.fetched is not None else self
 
     def arrive_for_gather(self) -> None:
-        """Waits until what a gather reads is in memory, and renews copies that are behind.
+        """Waits until the record that a gather reads is in memory, and renews copies that are out of date.
 
         Raises:
             StorageError: The disk failed, or does not hold what was written to it.
@@ -68,21 +68,21 @@ class ParameterRecord(Record):
                 copy.version = version
 
     def let_go(self) -> None:
-        """Drops what was fetched, of originals and copies."""
+        """Gives up fetched originals and copies."""
         self.drop()
         if self.copies is not None:
             self.copies.drop()
 
     def begin_copy(self, index: int, room: Tensor) -> dict[int, Tensor]:
-        """Begins to make the copy of a parcel anew. Until it was written there is none.
+        """Begins to make the copy of a parcel anew. Until `write_copy` is done the copy counts as out of date.
 
         Args:
-            index: Which.
+            index: The number of the parcel.
             room: Memory for the copy, whole pages; may be that of the copy itself.
 
         Returns:
-            The room of each piece, flat, in the dtype of the copy, by the first byte of the piece in the parcel. Pieces
-            without elements have none: they begin where others do.
+            The room of each piece, flat, in the compute dtype, by the first byte of the piece in the parcel of the original.
+            Pieces without elements are left out, as they begin where others do.
         """
         assert self.copies is not None
         copy = self.copies.parcels[index]
@@ -91,27 +91,27 @@ class ParameterRecord(Record):
         return {begin: rooms[in_copy] for begin, in_copy in places if in_copy in rooms}
 
     def fill_copy(self, index: int, memory: Tensor, rooms: Mapping[int, Tensor]) -> None:
-        """Casts pieces of a parcel.
+        """Casts pieces of a parcel into their copies.
 
         Args:
-            index: Which.
+            index: The number of the parcel.
             memory: The parcel.
-            rooms: Memory for the pieces to cast, as `begin_copy` has returned them.
+            rooms: Rooms of the pieces to cast, out of those that `begin_copy` returned.
         """
         for begin, piece in _pieces(self, self.parcels[index], memory).items():
             if begin in rooms:
                 rooms[begin].copy_(piece)
 
     def write_copy(self, index: int, room: Tensor) -> Copying:
-        """Begins to write the copy of a parcel. It counts as one once it has been waited for."""
+        """Begins to write the copy of a parcel. It counts as up to date once it was waited for."""
         assert self.copies is not None
         copy = self.copies.parcels[index]
         return Copying(self.copies.write_parcel(copy, room, _NO_VERSION), self.parcels[index], copy)
 
 
 class Copying:
-    """The copy of a parcel on its way: of the version that the parcel has now, whatever is written there before it is waited
-    for."""
+    """The copy of a parcel on its way to the tier. It is a copy of the version that the parcel has now, even if the parcel is
+    written again before `wait`."""
 
     __slots__ = ("_copy", "_transfer", "_version")
 
@@ -125,13 +125,13 @@ class Copying:
 
 
 def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
-    """The tensors of compute copies of these parameters; none if they were not smaller."""
+    """The tensors of the compute copies of these parameters; empty if copies would not be smaller."""
     saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
     return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:
-    """The pieces of a parcel in memory, flat, by their first byte; but for those without elements."""
+    """The pieces of a parcel in memory that have elements, flat, by their first byte."""
     found = {}
     for piece, begin in zip(parcel.pieces, parcel.offsets, strict=True):
         if piece.numel:

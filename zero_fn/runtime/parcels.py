@@ -1,11 +1,11 @@
-"""How tensors lie in one range of bytes: pure arithmetic.
+"""How the tensors of a record lie in one range of bytes of a tier. Pure arithmetic.
 
     parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page and is at most 4 MiB
     tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
 
-A parcel is what is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward,
-a tensor alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on
-the size of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
+A parcel is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward, a tensor
+alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on the size
+of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _ALIGNMENT_NBYTES = 64
 
 
 class Form(NamedTuple):
-    """A tensor of a record.
+    """The elements and dtype of one tensor of a record.
 
     Attributes:
-        numel: Number of its elements.
+        numel: Number of elements.
         dtype: Their dtype.
-        packed_as: The dtype by which parcels are cut; None is its own.
+        packed_as: The dtype whose bytes decide where parcels are cut, so that a record and its compute copies are cut alike;
+            None is `dtype`.
     """
 
     numel: int
@@ -44,12 +45,13 @@ class Parcel:
     """Pieces of tensors that are read and written as one.
 
     Attributes:
-        pieces: The elements of tensors that lie in it.
+        pieces: Which elements of which tensors lie in it.
         offsets: The first byte of each piece in the parcel.
         start: Its first byte in the record.
         nbytes: Its bytes, in whole pages.
-        is_stored: Whether the tier holds it: what was never written is taken to be zero.
-        version: How often it was written; of a copy, the version of the original that it holds (`compute_copies.py`).
+        is_stored: Whether it was ever written; before, its elements are zero.
+        version: How often it was written; of a compute copy, the version of the original that it holds
+            (`compute_copies.py`).
     """
 
     pieces: tuple[Piece, ...]
@@ -65,7 +67,7 @@ def _padded(nbytes: int) -> int:
 
 
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
-    """The parcels that a record of such tensors is cut into."""
+    """The parcels of a record of such tensors."""
     packed = chunks_of(
         [form.numel for form in forms],
         [None] * len(forms),
@@ -84,5 +86,5 @@ def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
 
 
 def record_nbytes(forms: Sequence[Form]) -> int:
-    """Bytes that a record of such tensors takes, in whole pages."""
+    """Bytes of a record of such tensors, in whole pages."""
     return sum(parcel.nbytes for parcel in parcels_of(forms))

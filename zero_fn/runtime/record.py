@@ -1,7 +1,7 @@
-"""Tensors of one unit that rest in another tier, in parcels (`parcels.py`).
+"""The tensors of one group that rest in another tier, in parcels (`parcels.py`).
 
-[Note: a step that waits] An optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything that brings
-values from the tier or puts them there, but for the step itself, calls `settle` first.
+[Note: a step that waits] A streamed optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything else
+that reads or writes the tier calls `settle` first, which takes that step.
 """
 
 from __future__ import annotations
@@ -25,33 +25,26 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 class Record:
-    """The tensors of a unit in a tier.
+    """The tensors of a group in a tier.
 
     Attributes:
-        shelf, place: Where they rest: on which shelf, and from which byte of it on.
-        is_addressable: Whether that is memory of the host, which needs no transfers.
-        forms: Elements and dtype of each.
-        device: Where they are computed with.
-        parcels, nbytes: Their parcels, in order, and the bytes of all.
-        owner: Whose tensors they are, weakly.
-        waited_for: A step that has to be taken before anything else reads or writes it, as a function and what to call it
-            with. [Note: a step that waits]
-        fetched: All of it in memory of the host, or on its way there.
-        leaving: The last copy of its memory to the device: until it has ended, that memory stays as it is.
-        writing: What is being written behind whoever gave it.
+        shelf, place: Where they rest: the shelf, and their first byte on it.
+        is_addressable: Whether the tier is memory of the host, which is used where it lies, without transfers.
+        forms: Elements and dtype of each tensor.
+        device: The device that computes with them.
+        parcels, nbytes: Their parcels, in order, and the bytes of all parcels.
+        owner: The unit of the tensors, weakly.
+        waited_for: A step that has to be taken before anything else reads or writes the record: a function, and its argument.
+            [Note: a step that waits]
+        fetched: Host memory with all tensors, or with all of them on their way there.
+        leaving: The end of the last copy from host memory of the record to the device; that memory must not change before.
+        writing: Host memory that is being written to the tier in the background.
     """
 
     waited_for: tuple[Callable[[int], None], int] | None = None
 
     def __init__(self, shelf: Shelf, forms: Sequence[Form], device: torch.device, place: int) -> None:
-        """Lays tensors out in a range that was reserved for them.
-
-        Args:
-            shelf: Where they rest.
-            forms: Elements and dtype of each.
-            device: Where they are computed with.
-            place: The first byte of the range, `record_nbytes(forms)` long.
-        """
+        """Lays tensors out in a range of a shelf that was reserved for them: `record_nbytes(forms)` bytes from `place` on."""
         self.shelf, self.forms, self.device, self.place = shelf, list(forms), device, place
         self.is_addressable = isinstance(shelf.tier, Cpu)
         self.owner: Callable[[], object] = lambda: None
@@ -76,11 +69,11 @@ class Record:
                 stretch.abandon(self)
 
     def tensor(self, number: int) -> TierTensor:
-        """A tensor, flat."""
+        """One of the tensors, flat, without memory."""
         return TierTensor(self, number, (self.forms[number].numel,), (1,))
 
     def settle(self) -> None:
-        """Takes a step that waits for these tensors. [Note: a step that waits]
+        """Takes the step that waits for these tensors, if one does. [Note: a step that waits]
 
         Raises:
             StorageError: The disk failed.
@@ -92,7 +85,7 @@ class Record:
     # -- all of it ------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Begins to bring everything into memory; nothing if it is there or on its way.
+        """Begins to bring all tensors into host memory, unless they are there or on their way.
 
         Raises:
             StorageError: A step that waited for it failed.
@@ -104,7 +97,7 @@ class Record:
             self.fetched.read(self, self.parcels)
 
     def arrive(self) -> Stretch:
-        """Waits until everything is in memory; fetches it if nobody has.
+        """Waits until all tensors are in host memory; fetches them if nobody has.
 
         Raises:
             StorageError: The disk failed, or does not hold what was written to it. Nothing is in memory.
@@ -119,33 +112,34 @@ class Record:
         return self.fetched
 
     def values(self, number: int) -> Tensor:
-        """A tensor that has arrived, flat, in memory of the host."""
+        """A tensor that has arrived, flat, in host memory."""
         assert self.fetched is not None, "not fetched"
         return self.fetched.tensor(self, number)
 
     def drop(self) -> None:
-        """Lets go of fetched memory."""
+        """Gives up the fetched tensors."""
         fetched, self.fetched = self.fetched, None
         if fetched is not None:
             left = None
-            if not self.is_addressable:  # memory for others, once it has left
+            if not self.is_addressable:  # the staging may be used again once the copy has ended
                 left, self.leaving = self.leaving, None
             fetched.close(self, left)
 
     def write(self, values: Mapping[int, Tensor]) -> None:
-        """Writes tensors, as `begin_writing` and `finish_writing` do."""
+        """Writes tensors, as `begin_writing` does, and waits."""
         self.begin_writing(values)
         self.finish_writing()
 
     def begin_writing(self, values: Mapping[int, Tensor], computed: torch.dtype | None = None) -> None:
-        """Begins to write tensors, given as they lie here, from memory of its own; the others stay as they are.
+        """Begins to write some tensors from a copy of their values; the others stay as they are.
 
         Args:
-            values: By number, on the host or the device. Those on the device may change once they are finished.
-            computed: The dtype they were computed in, if that is known.
+            values: Flat, by number, on the host or the device. Those on the device must stay as they are until
+                `finish_writing`.
+            computed: The dtype in which gradients on the device were computed, if known.
 
         Raises:
-            StorageError: What was written before failed, or what is beside these tensors cannot be read.
+            StorageError: An earlier write failed, or the other tensors in the same parcels cannot be read.
         """
         self.settle()
         self.finish_writing()
@@ -172,10 +166,10 @@ class Record:
             stretch.go_on(self)
 
     def finish_writing(self) -> None:
-        """Waits for what `begin_writing` began.
+        """Waits for the writes of `begin_writing`.
 
         Raises:
-            StorageError: It failed.
+            StorageError: A write failed.
         """
         writing, self.writing = self.writing, None
         if writing is not None:
@@ -193,8 +187,8 @@ class Record:
 
         Args:
             number: The number of the tensor.
-            is_written: Whether it is to be written back at the end.
-            on_host: Whether it is to be in memory of the host, and not of the device.
+            is_written: Whether to write it back at the end.
+            on_host: Whether it is wanted in host memory rather than on the device.
 
         Raises:
             StorageError: The disk failed, or does not hold what was written to it.
@@ -220,16 +214,16 @@ class Record:
     # -- one parcel -----------------------------------------------------------------------------------------------
 
     def memory_of(self, parcel: Parcel) -> Tensor:
-        """The memory of a parcel, if that is addressable, to be read and written."""
+        """The memory of a parcel of an addressable record, to be read and written in place."""
         self.finish_writing()
         _stay(self)
         return self.shelf.borrow(self.place + parcel.start, parcel.nbytes)
 
     def read_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
-        """Begins to fill memory, whole pages, with a parcel.
+        """Begins to read a parcel into memory of whole pages.
 
         Raises:
-            StorageError: What was written before failed.
+            StorageError: An earlier write failed.
         """
         self.finish_writing()
         if not parcel.is_stored:
@@ -238,7 +232,7 @@ class Record:
         return self.shelf.read(self.place + parcel.start, memory)
 
     def write_parcel(self, parcel: Parcel, memory: Tensor, version: int | None = None) -> Transfer | None:
-        """Begins to write a parcel, which counts as that version from now on, or as the next one."""
+        """Begins to write a parcel. It has the given version from now on, or the next one."""
         self.drop()  # what was fetched ahead is out of date
         parcel.is_stored = True
         parcel.version = parcel.version + 1 if version is None else version
@@ -246,11 +240,13 @@ class Record:
 
 
 class Stretch:
-    """Parcels of a record that follow one another, in memory of the host: that of the tier, or a staging on the way there.
+    """Consecutive parcels of a record in host memory: memory of the tier itself, or a staging buffer on the way to a disk.
+
+    Its methods are given the record, which holds it: a reference back would be a cycle.
 
     Attributes:
-        arriving: What is on its way into this memory from the device.
-        unwritten: The parcels that are to be written once it has arrived.
+        arriving: Gradients on their way from the device into this memory.
+        unwritten: The parcels to write once these have arrived.
     """
 
     __slots__ = ("_memory", "_start", "_transfers", "arriving", "unwritten")
@@ -272,10 +268,10 @@ class Stretch:
         self._begin(record.write_parcel, parcels)
 
     def go_on(self, record: Record) -> None:
-        """Waits for what is on its way from the device, and begins to write it.
+        """Waits for gradients on their way from the device, and begins to write them to the tier.
 
         Raises:
-            StorageError: The tier takes nothing.
+            StorageError: The write could not begin.
         """
         arriving, self.arriving = self.arriving, []
         for each in arriving:
@@ -284,7 +280,7 @@ class Stretch:
         self.write(record, unwritten)
 
     def wait(self) -> None:
-        """Waits for what is under way between this memory and the tier.
+        """Waits for all transfers between this memory and the tier.
 
         Raises:
             StorageError: The disk failed.
@@ -293,18 +289,18 @@ class Stretch:
         self._transfers = []
 
     def tensor(self, record: Record, number: int) -> Tensor:
-        """A tensor of the record, flat."""
+        """The memory of a tensor of the record, flat."""
         numel, dtype, _ = record.forms[number]
         return self._part(record.starts[number], numel * dtype.itemsize).view(dtype)
 
     def close(self, record: Record, left: torch.Event | None = None) -> None:
-        """Gives the memory back: to others, once a copy from it has left for the device."""
+        """Waits for transfers, and gives the memory back. `left`: the end of a copy from it to the device."""
         with suppress(StorageError):
             self.wait()
         self.abandon(record, left)
 
     def abandon(self, record: Record, left: torch.Event | None = None) -> None:
-        """Does the same in a finalizer, which cannot wait for a disk: whoever uses the memory next waits."""
+        """Gives the memory back without waiting for transfers, as a finalizer must: whoever borrows it next waits."""
         for each in self.arriving:
             each.finish()
         memory, self._memory = self._memory, _NOTHING
@@ -321,13 +317,13 @@ class Stretch:
 
 
 def _stay(record: Record) -> None:
-    """Waits until nothing of the memory of a record is on its way to the device: it is about to change."""
+    """Waits until no copy from the memory of a record to the device is under way: the memory is about to change."""
     leaving, record.leaving = record.leaving, None
     if leaving is not None:
         leaving.synchronize()
 
 
 def record_of(tensor: TierTensor) -> Record:
-    """Where a tensor in a tier rests."""
+    """The record of a tensor in a tier."""
     assert isinstance(tensor.record, Record)
     return tensor.record

@@ -1,20 +1,20 @@
 """A tensor whose values are in another tier: it has shape, strides, dtype and device, and no memory.
 
 Each read of it reads the tier, and each write writes the tier. So an offloaded parameter is right wherever it is met: in
-`clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. Each of these pays the way to
-the tier; the runtime and streamed optimizers, which know what comes next, read ahead instead.
+`clip_grad_norm_`, `full_tensor()`, `state_dict()`, a penalty in the loss, an edit in place. Each of these waits for the tier;
+the runtime and streamed optimizers, which know what comes next, read ahead instead.
 
-[Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run one
+[Note: one tensor at a time] `_foreach_` and `_fused_` operations take all tensors of a model at once. They are run for one
 tensor after another, so that no more than one is in memory.
 
-[Note: .data] `Module.to` writes `parameter.data = values`. The tensor then has other values, in memory, until its unit
-follows it and gives it a place in the tier again.
+[Note: .data] `Module.to` writes `parameter.data = values`. From then on the tensor has these values, in memory, until its
+unit gives it a place in the tier again (`AtRest.follow_moved`).
 
-[Note: where it is computed] Of a model on an accelerator the values are on the host once they are fetched. What reads or
-writes nothing else that is large (norms, scaling, zeroing, sums of gradients) is computed there, and only results and other
-arguments cross to the device and from it; all else is computed on the device.
+[Note: where it is computed] Values that are fetched are on the host, also if the model is on an accelerator. Operations that
+read and write nothing else that is large (norms, scaling, zeroing, sums of gradients) run there, and only results and small
+arguments cross to or from the device. All other operations run on the device.
 
-[Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it arrive.
+[Note: views] A view of such a tensor is another one, on other elements of the same range: writes through it reach the tier.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 
 
 class Holder(Protocol):
-    """What holds tensors in a tier. (record.py)"""
+    """What holds the values of tensors in a tier. (record.py)"""
 
     device: torch.device
     shelf: Shelf
@@ -54,17 +54,17 @@ class Holder(Protocol):
 
 
 PLACE = ("record", "number", "first", "moved")
-"""Attributes of a `TierTensor` that say where it rests."""
+"""The attributes of a `TierTensor` that say where its values are."""
 
 
 class TierTensor(Tensor):
-    """Elements of one tensor of a record.
+    """A tensor, or a view of a tensor, of a record.
 
     Attributes:
-        record: The record that holds its values.
-        number: Its number in the record.
-        first: Its first element there, as a storage offset.
-        moved: Values in memory that were put in place of those; see [Note: .data].
+        record: The record that holds the values.
+        number: The number of the tensor in the record.
+        first: The storage offset of the view in that tensor.
+        moved: Values in memory that have replaced those in the tier. [Note: .data]
     """
 
     record: Holder
@@ -121,7 +121,7 @@ class TierTensor(Tensor):
         return _computed(func, args, kwargs)
 
     def __dlpack__(self, *_: object, **__: object) -> Any:
-        """Memory is what other libraries are given, and there is none."""
+        """Refuses: other libraries are given memory, and there is none."""
         raise StateError(
             "A tensor that rests in another tier has no memory to share.",
             tensor=self,
@@ -129,7 +129,7 @@ class TierTensor(Tensor):
         )
 
     def set_(self, *_: object, **__: object) -> Tensor:
-        """torch would keep the values in the tier, and drop the new ones."""
+        """Refuses: torch would keep the values in the tier, and drop the new ones."""
         raise StateError(
             "The memory of a tensor that rests in another tier was to be replaced by `set_`.",
             tensor=self,
@@ -137,7 +137,7 @@ class TierTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        """A copy in memory: whoever copies a module lays it out anew."""
+        """Copies into memory. Whoever copies a module gives its parameters new places in the tier."""
         values: Tensor = self.detach().clone()
         copied = nn.Parameter(values, requires_grad=self.requires_grad) if isinstance(self, nn.Parameter) else values
         memo[id(self)] = copied
@@ -151,7 +151,7 @@ class TierTensor(Tensor):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or a copy in memory of one that rests in another tier."""
+    """The tensor itself; of one in another tier, a copy in memory."""
     return tensor.detach().clone() if isinstance(tensor, TierTensor) else tensor
 
 
@@ -165,7 +165,7 @@ def same_place(one: Tensor, other: Tensor) -> bool:
 
 
 def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[Note: one tensor at a time]"""
+    """Runs an operation on lists for one element of each list after another. [Note: one tensor at a time]"""
     count = next(len(arg) for arg in (*args, *kwargs.values()) if isinstance(arg, list | tuple))
 
     def nth(arg: Any, i: int) -> Any:
@@ -180,14 +180,14 @@ def _one_at_a_time(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def _blank(arg: Any) -> Any:
-    """Memory of the same form with any content: only its form is asked for."""
+    """In place of a tensor in a tier, memory of the same form with any content; for operations that read only the form."""
     if not isinstance(arg, TierTensor):
         return arg
     return torch.empty_strided(arg.size(), arg.stride(), dtype=arg.dtype, device=arg.device)
 
 
 def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """[Note: views] The arithmetic of views is done on a tensor of the same form without memory."""
+    """A view of a tensor in a tier; torch computes its form on `meta`. [Note: views]"""
     base: TierTensor = args[0]
     if base.moved is not None:
         return func(base.moved, *args[1:], **kwargs)
@@ -210,7 +210,7 @@ def _viewed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs an operation on values that are fetched, and puts back those that it writes."""
+    """Fetches values, runs an operation on them, and puts back those that it writes."""
     leaves, spec = tree_flatten((args, kwargs))
     written = written_by(func, args, kwargs)
     is_for_host = _is_for_host(func, leaves, written)
@@ -242,7 +242,7 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_for_host(func: Any, leaves: Sequence[Any], written: set[int]) -> bool:
-    """[Note: where it is computed]"""
+    """Whether an operation is to run on the host. [Note: where it is computed]"""
     ours = [leaf for leaf in leaves if isinstance(leaf, TierTensor)]
     if any(leaf.moved is not None for leaf in ours) or all(leaf.device.type == "cpu" for leaf in ours):
         return False
@@ -253,7 +253,7 @@ def _is_for_host(func: Any, leaves: Sequence[Any], written: set[int]) -> bool:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """The ids of the tensors that an operation writes into."""
+    """The ids of the arguments that an operation writes into."""
     found: set[int] = set()
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:

@@ -1,4 +1,4 @@
-"""Carriers of disk requests: io_uring where the kernel allows it, threads elsewhere. Chosen once for the process."""
+"""What carries disk requests: io_uring where the kernel allows it, threads elsewhere. One carrier for each process."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _THREADS = 4
 
 
 class Carrier(Protocol):
-    """What carries requests, and keeps them until they are done. Printed, it says what it is."""
+    """What carries requests, and holds them until they are done. As text it says what it is."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests; returns at once."""
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Returns when all of these are done or have failed."""
+        """Waits until all of these are done or have failed."""
 
 
 class Threads:
     """Carries requests with `os.preadv` and `os.pwritev` in a few threads.
 
-    As fast as io_uring while the interpreter is idle. Beside a busy main thread each request waits for the interpreter, which
-    costs up to two thirds of the speed; that is why this is second choice.
+    They are as fast as io_uring while the interpreter is idle. Beside a busy main thread each request waits for the
+    interpreter, which costs up to two thirds of the speed; so they are the second choice.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Threads:
             request.ticket = self._pool.submit(_carry, request)
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Returns when all of these are done or have failed."""
+        """Waits until all of these are done or have failed."""
         for request in requests:
             if isinstance(request.ticket, Future):
                 request.ticket.result()
@@ -65,7 +65,7 @@ def _carry(request: Request) -> None:
 
 
 def chosen_carrier() -> Carrier:
-    """The carrier of this process. A forked process makes its own: a ring belongs to the one that made it."""
+    """The carrier of this process. A forked process makes its own, as a ring belongs to the process that made it."""
     return _of_process(os.getpid())
 
 

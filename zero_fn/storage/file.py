@@ -15,7 +15,7 @@ from zero_fn.values.tiers import bytes_text
 __all__ = ["FULL", "SpillFile", "too_small"]
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
-"""Errors that say that there is no more room."""
+"""Error numbers of the system that mean that there is no room."""
 
 _NO_FALLOCATE = frozenset((errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS))
 _ZEROS_NBYTES = 8 << 20
@@ -26,9 +26,9 @@ class SpillFile:
 
     Attributes:
         fd: The open file.
-        name: What errors call it.
+        name: Its name in errors.
         nbytes: Bytes reserved on the disk.
-        is_direct: Whether reads and writes pass the page cache by.
+        is_direct: Whether reads and writes bypass the page cache.
     """
 
     def __init__(self, path: str, what: str) -> None:
@@ -46,10 +46,10 @@ class SpillFile:
         self.close = weakref.finalize(self, os.close, self.fd)
 
     def reserve(self, nbytes: int) -> None:
-        """Makes sure that the disk has room for `nbytes` in all, before anything relies on it.
+        """Reserves room on the disk, so that the file has `nbytes` in all.
 
         Raises:
-            TierError: It has not. The file is as it was.
+            TierError: The disk has no room. The file is as it was.
             StorageError: The disk failed.
         """
         if nbytes <= self.nbytes:
@@ -69,13 +69,13 @@ class SpillFile:
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
-        """Gives back what was reserved beyond `nbytes`."""
+        """Gives back the room beyond `nbytes`."""
         if nbytes < self.nbytes:
             os.ftruncate(self.fd, nbytes)
             self.nbytes = nbytes
 
     def _room(self, error: OSError) -> tuple[int, str]:
-        """How large the file may become, and what bounds it."""
+        """How large the file may become, and what sets that bound."""
         room = os.fstatvfs(self.fd)
         free_nbytes = room.f_bavail * room.f_frsize + self.nbytes
         if error.errno != errno.EFBIG:
@@ -87,7 +87,7 @@ class SpillFile:
 
 
 def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError:
-    """The error for a disk, or a limit, that leaves less room than is needed."""
+    """The error where a disk, or a limit, leaves less room than `name` needs."""
     return TierError(
         f"{name} need {bytes_text(nbytes)} of disk, {bytes_text(room_nbytes)} can be taken.",
         needs=f"{nbytes} B",
@@ -127,15 +127,15 @@ def _allocate(fd: int, begin: int, end: int) -> None:
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise
-    # A file system that cannot reserve (NFS before 4.2, ext2, some of FUSE), or macOS: what is written has its room. The C
-    # library would write single bytes in place of that, which direct I/O refuses.
+    # A file system that cannot reserve (NFS before 4.2, ext2, some of FUSE), or macOS: writing zeros takes the room. The C
+    # library would write single bytes, which direct I/O refuses.
     with mmap.mmap(-1, min(end - begin, _ZEROS_NBYTES)) as zeros, memoryview(zeros) as view:
         while begin < end:
             begin += os.pwrite(fd, view[: end - begin], begin)
 
 
 def _opened(path: str) -> tuple[int, bool]:
-    """An open file without a name, and whether it takes direct I/O (some file systems in memory do not)."""
+    """Opens a file without a name; returns whether it takes direct I/O, too, which some file systems in memory do not."""
     direct = getattr(os, "O_DIRECT", 0)
     try:
         return _unnamed(path, direct), bool(direct)

@@ -1,4 +1,4 @@
-"""Guards what a forked process must not use: transfers and buffers belong to the process that made them.
+"""Refuses use in a forked process: transfers and buffers belong to the process that made them.
 
 A child shares the ring of io_uring with its parent, and has none of the parent's threads. Buffers are not copied into
 children (`MADV_DONTFORK`), so a child that read one would be killed.
@@ -14,16 +14,16 @@ __all__ = ["Owned"]
 
 
 class Owned:
-    """Belongs to the process that makes it."""
+    """What may be used only by the process that made it."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     def require_own(self) -> None:
-        """For whatever begins a read or a write, or waits for one.
+        """Called before each read, write or wait.
 
         Raises:
-            StorageError: This process was forked from the one that made it.
+            StorageError: This process was forked from the one that made this.
         """
         if os.getpid() != self._pid:
             raise StorageError(

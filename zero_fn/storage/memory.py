@@ -1,4 +1,4 @@
-"""How much memory this process may still take, and what bounds it."""
+"""How much memory this process may still take, and what sets the bound."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Available:
-    """Memory that can be taken.
+    """Memory that the process may still take under one bound.
 
     Attributes:
-        nbytes: Bytes that may still be taken.
-        bound: What bounds it, in words.
+        nbytes: Its bytes.
+        bound: What sets the bound, in words.
     """
 
     nbytes: int
@@ -26,7 +26,7 @@ class Available:
 
 
 def available() -> Available:
-    """The least of what the machine has free, its cgroups leave, and the limits of the process allow."""
+    """The smallest of what the machine has free, what cgroups leave, and what limits of the process allow."""
     bounds = [_machine(), *_cgroups(), *_limits()]
     return min(bounds, key=lambda bound: bound.nbytes)
 
@@ -42,7 +42,7 @@ def _machine() -> Available:
 
 
 def _cgroups(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -> list[Available]:
-    """What each cgroup on the way to the root leaves, in both versions of cgroups."""
+    """What each cgroup of the process leaves, up to the root, in both versions of cgroups."""
     try:
         lines = process.read_text().splitlines()
     except OSError:
@@ -57,7 +57,7 @@ def _cgroups(process: Path = Path("/proc/self/cgroup"), root: Path = _CGROUPS) -
             cache = "total_inactive_file"
         else:
             continue
-        # In a container the path may be that of the host: then only the root can be read.
+        # In a container the path may be the one on the host: then only the root can be read.
         for depth in range(len(Path(path).parts)):
             at = folder.joinpath(*Path(path).parts[1 : 1 + depth])
             left = _left(at, limit, used, cache)

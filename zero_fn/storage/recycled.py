@@ -1,12 +1,13 @@
-"""Large buffers for gathered units and chunks: memory that one buffer gives up is used by the next of its size.
+"""Large flat buffers that come and go, for gathered units and their gradients: the next buffer of a size takes over the
+memory of the last one.
 
-[Note: not from the heap] A heap gives a block as large as a gathered unit, or its gradients, back to the system when it is
-freed, which clears every page when the next unit asks: 15,000 page faults and an eighth of a step where 25 M parameters are
+[Note: not from the heap] When a block as large as a gathered unit is freed, the heap either gives it back to the system,
+which then clears every page again for the next unit: 15,000 page faults and an eighth of a step where 25 M parameters are
 gathered twice. Or it cuts activations from the hole, takes new memory for the next unit, and so grows with the model.
-Mappings of their own, that the next buffer of the same size takes over, do neither.
+Mappings of their own, taken over by the next buffer of the same size, do neither.
 
-[Note: free, and there] Memory that waits for its next buffer is the system's to take (`MADV_FREE`), should any process need
-it; until then no page of it has to be found and cleared again. On pages of 2 MiB that costs next to nothing.
+[Note: free, and there] The system may take memory that waits for its next buffer (`MADV_FREE`) if any process needs it. Until
+then the next buffer finds the pages as they are. With pages of 2 MiB that costs next to nothing.
 """
 
 from __future__ import annotations
@@ -21,21 +22,21 @@ from zero_fn.storage.slab import MappedMemory, advise, map_memory, whole_pages
 __all__ = ["Recurring"]
 
 _RECYCLED_NBYTES = 1 << 20
-"""Buffers from this size on are worth it."""
+"""Smaller buffers are taken from the heap."""
 
 
 class _Free(list[MappedMemory]):
-    """Mappings of one size that wait for their next buffer. They are unmapped when nobody has this any more."""
+    """Mappings of one size that wait for their next buffer. They are unmapped once no `Recurring` of that size is left."""
 
 
-_free: weakref.WeakValueDictionary[int, _Free] = weakref.WeakValueDictionary()  # by size, for all who ask
+_free: weakref.WeakValueDictionary[int, _Free] = weakref.WeakValueDictionary()  # by size in bytes
 
 
 class Recurring:
-    """A flat buffer that is taken again and again.
+    """Makes flat buffers of one form, one after another.
 
     Attributes:
-        numel, dtype, device: Of each.
+        numel, dtype, device: The form of each buffer.
     """
 
     __slots__ = ("_free", "device", "dtype", "numel")
@@ -48,10 +49,10 @@ class Recurring:
             self._free = _free.setdefault(whole_pages(nbytes), _Free())
 
     def take(self) -> Tensor:
-        """A buffer of any values. Its memory serves the next one when no tensor on it is left.
+        """A buffer with any content. Once no tensor on it is left, its memory serves the next one.
 
         Raises:
-            TierError: The machine or a limit of the process does not leave so much.
+            TierError: The machine, or a limit of the process, leaves less memory.
         """
         if self._free is None or torch._C._len_torch_dispatch_stack():  # modes make tensors of their own
             return torch.empty(self.numel, dtype=self.dtype, device=self.device)

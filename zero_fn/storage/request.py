@@ -1,7 +1,7 @@
 """One read or write of a range of a file, carried on until all of it is done.
 
-The kernel may do less than it was asked: a signal, a limit, the end of a file. What is left is asked for again, from
-the last whole sector, because direct I/O takes no other.
+The kernel may do less than it was asked: after a signal, at a limit, at the end of a file. The rest is asked for again, from
+the last whole sector on, because direct I/O begins at sectors only.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ _SECTOR_NBYTES = 4096
 class Request:
     """A transfer between a range of memory and a range of a file.
 
-    It holds the memory, as its carrier holds it until it is done: an exception that drops what would have waited for it
-    (an interrupt, say) must not give the memory to somebody else, who would find a block of a file in it.
+    The carrier holds the request until it is done, and the request holds the memory. Otherwise an exception (an interrupt,
+    say) could drop whoever was to wait, and the memory would go to somebody else while a block of the file is still arriving
+    there.
 
     Attributes:
         file: The file.
-        begin: The offset at which it began.
-        memory: All of the memory, bytes.
-        offset, address, nbytes: What is left to do: where in the file, where in memory, how much.
-        is_write: The direction.
-        is_done: Whether nothing is left, or it failed.
-        failure: What went wrong, if anything did.
+        begin: The first byte of the range in the file.
+        memory: The range of memory, as bytes.
+        offset, address, nbytes: What is left to do: its place in the file, its address in memory, its bytes.
+        is_write: Whether memory is written to the file.
+        is_done: Whether nothing is left to do, or the request failed.
+        failure: The error, if it failed.
     """
 
     __slots__ = ("address", "begin", "failure", "file", "is_done", "is_write", "memory", "nbytes", "offset", "ticket")
@@ -45,13 +46,13 @@ class Request:
         self.address, self.nbytes = memory.data_ptr(), memory.numel()
         self.is_done = self.nbytes == 0
         self.failure: StorageError | None = None
-        self.ticket: object = None  # of the carrier that carries it
+        self.ticket: object = None  # for the carrier
 
     def advance(self, result: int) -> None:
-        """Takes note of what the kernel answered: bytes done, or minus an errno."""
+        """Notes the answer of the kernel: bytes done, or minus an errno."""
         if -result in _AGAIN:
             return
-        # The end of the last piece may lie within a sector; other pieces are continued at one.
+        # What is left begins at a whole sector; only the end of the range may lie within one.
         done = result if result == self.nbytes else result // _SECTOR_NBYTES * _SECTOR_NBYTES
         if result < 0:
             self.failure = self._failed(-result)

@@ -1,4 +1,4 @@
-"""Host memory that bytes of a disk pass through: equal ranges of one slab, taken in turn."""
+"""Host buffers that bytes pass through on the way to or from a disk: equal ranges of one slab, used in turn."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def ring_form(count: int, largest_nbytes: int) -> tuple[int, int]:
-    """How many buffers so many byte strings pass through, and of how many bytes."""
+    """The number and the bytes of the buffers for so many byte strings, the largest of so many bytes."""
     return min(count, BUFFERS), whole_pages(largest_nbytes)
 
 
 def ring_of(sizes: Sequence[int], what: str) -> Ring:
-    """As many buffers as there are byte strings of these sizes, but at most four, each as large as the largest.
+    """One buffer for each byte string of these sizes, but at most four; each as large as the largest.
 
     Raises:
-        TierError: There is not so much memory.
+        TierError: There is less memory.
     """
     return Ring(*ring_form(len(sizes), max(sizes, default=0)), f"buffers of {what}")
 
@@ -41,10 +41,10 @@ class Ring(Owned):
     """
 
     def __init__(self, count: int = 0, nbytes: int = 0, what: str = "") -> None:
-        """Takes memory for `count` buffers of `nbytes`; none, if either is 0. `what` they are for, in errors.
+        """Takes memory for `count` buffers of `nbytes`. `what` says in errors what they are for.
 
         Raises:
-            TierError: There is not so much memory.
+            TierError: There is less memory.
         """
         super().__init__()
         self.count, self.size, self.nbytes = count, whole_pages(nbytes), 0
@@ -59,13 +59,13 @@ class Ring(Owned):
         """The buffers, uint8.
 
         Raises:
-            StorageError: In a forked process, where they are not.
+            StorageError: This is a forked process, which does not have them.
         """
         self.require_own()
         return self._views
 
     def buffer(self, turn: int, nbytes: int) -> Tensor:
-        """Memory for that many bytes, in whole pages."""
+        """The buffer of a turn, cut to so many bytes, in whole pages."""
         return self.views[turn % self.count][: whole_pages(nbytes)]
 
     def __str__(self) -> str:

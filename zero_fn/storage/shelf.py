@@ -1,11 +1,11 @@
-"""Room on a tier, and the host memory that its bytes pass through.
+"""Room on a tier, and the host memory through which its bytes pass.
 
-    disk        ranges of one unnamed file; staging buffers, as large as the largest range that is read at once
-    host        ranges of one slab, of which fetched ranges are views
+    disk        ranges of one unnamed file on each path; staging buffers, as large as the largest range that is read at once
+    host        ranges of one slab, which are used where they lie
 
-One staging buffer is enough on a CPU: a schedule fetches the next unit once the previous one has been copied to its
-gathered buffer. With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets
-memory of its own, which is freed after it.
+One staging buffer is enough on a CPU: a schedule fetches the next unit after the last one was copied to its gathered buffer.
+With an accelerator that copy is still under way then, so there are two. A fetch out of schedule gets memory of its own, which
+is freed after it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BLOCK_NBYTES = 8 << 20
 
 
 def stagings_for(device_type: str) -> int:
-    """How many stagings a disk has on the way to a device."""
+    """How many staging buffers a disk has on the way to a device."""
     return 2 if is_accelerator(device_type) else 1
 
 
@@ -50,25 +50,25 @@ def shelf_of(tier: Tier, what: str) -> Shelf:
 
 
 class Shelf:
-    """Ranges of whole pages on a tier, which here is memory of the host: it is read and written where it lies.
+    """Ranges of whole pages on a tier. In this class the tier is memory of the host, which is used where it lies.
 
     The place of a range is its first byte.
 
     Attributes:
         tier: The tier.
-        nbytes: Bytes taken of it.
+        nbytes: Bytes taken of the tier.
         may_fail: Whether reading may fail on one rank alone: it is a disk, or a step that waits is taken before.
     """
 
     def __init__(self, tier: Tier, what: str) -> None:
-        """An empty one, for what is named so in errors."""
+        """An empty shelf. `what` says in errors what it holds."""
         self.tier, self._what, self.nbytes = tier, what, 0
         self.may_fail = not isinstance(tier, Cpu)
         self._slabs: list[tuple[int, Slab]] = []  # with their first byte
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of host memory taken for stagings."""
+        """Bytes of host memory taken for staging buffers."""
         return 0
 
     def reserve(self, sizes: list[int]) -> list[int]:
@@ -84,35 +84,35 @@ class Shelf:
         return places
 
     def stage(self, nbytes: int, count: int) -> None:
-        """Makes so many stagings for ranges of so many bytes, unless there are such.
+        """Makes sure that there are `count` staging buffers of `nbytes` bytes.
 
         Raises:
-            TierError: There is not so much memory.
+            TierError: There is less memory.
         """
 
     def require_own(self) -> None:
-        """Memory of the host is there in forked processes, too. See `Owned`."""
+        """See `Owned`. Memory of the host may be used in forked processes, too."""
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
-        """Memory for a range, uint8, until it is given back: on the way to a disk whole pages."""
+        """Memory for a range, as bytes, until `give_back`: the range itself, or a staging buffer of whole pages."""
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
     def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
-        """The memory that `borrow` gave is no longer needed, once it has left for the device, if it is on its way there, and
-        transfers have ended that nobody waits for."""
+        """Gives back memory from `borrow`. It is used again after a copy of it to the device has ended (`left`), and after
+        transfers that nobody waits for."""
 
     def read(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to fill memory with a range that was written as one; None if it is there."""
+        """Begins to read a range that was written as one; None if the memory is the range itself."""
         return None
 
     def write(self, place: int, memory: Tensor) -> Transfer | None:
-        """Begins to put a range back, from memory that is left alone until the transfer was waited for; None if it is
-        there."""
+        """Begins to write a range, from memory that must stay as it is until the transfer was waited for; None if the memory
+        is the range itself."""
         return None
 
     def _grow(self, nbytes: int) -> None:
-        """Takes room for so many bytes in all."""
+        """Takes room, so that the shelf has so many bytes in all."""
         assert isinstance(self.tier, Cpu)
         limit = self.tier.limit_nbytes
         left = Cpu(self.tier.pinned, None if limit is None else limit - self.nbytes)
@@ -120,23 +120,23 @@ class Shelf:
 
 
 class Disk(Owned, Shelf):
-    """Ranges of unnamed files, one on each path of the tier. Printed, it says where it is and how it is read and written.
+    """Ranges of unnamed files, one file on each path of the tier. As text it says where it is and how it is read and written.
 
     Attributes:
-        files: The files of the shelf, by path.
-        stagings: The memory that `borrow` gives.
+        files: The files, in the order of the paths.
+        stagings: The staging buffers that `borrow` lends.
     """
 
     def __init__(self, tier: Nvme, what: str, carrier: Carrier | None = None) -> None:
-        """Makes an empty file.
+        """Makes the files, empty.
 
         Args:
             tier: The tier, with its limit.
             what: What it holds, for errors.
-            carrier: What carries its reads and writes; None is that of the process.
+            carrier: What carries its requests; None is the carrier of the process.
 
         Raises:
-            StorageError: No file can be made there.
+            StorageError: No file can be made on a path.
         """
         Shelf.__init__(self, tier, what)
         Owned.__init__(self)
@@ -145,8 +145,10 @@ class Disk(Owned, Shelf):
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
         self.stagings = Ring()
-        self._free: list[tuple[Tensor, torch.Event | None, Sequence[Transfer]]] = []  # with what is under way in them
-        self._lent: dict[int, Tensor] = {}  # the others, by their first byte
+        self._free: list[
+            tuple[Tensor, torch.Event | None, Sequence[Transfer]]
+        ] = []  # with the end of a copy to the device, and transfers
+        self._lent: dict[int, Tensor] = {}  # by address
         _disks.add(self)
 
     def __str__(self) -> str:
@@ -161,7 +163,7 @@ class Disk(Owned, Shelf):
         count, size = max(count, self.stagings.count), max(whole_pages(nbytes), self.stagings.size)
         if (count, size) != (self.stagings.count, self.stagings.size):
             self._await_left()
-            self._free, self._lent, self.stagings = [], {}, Ring()  # what was there goes first
+            self._free, self._lent, self.stagings = [], {}, Ring()  # frees the old buffers first
             self.stagings = Ring(count, size, f"buffers of {self._what}")
             self._free = [(view, None, ()) for view in self.stagings.views]
 
@@ -169,11 +171,11 @@ class Disk(Owned, Shelf):
         self.require_own()
         if not self._free or nbytes > self.stagings.size:
             return Slab(nbytes, Cpu(False, None), f"a buffer of {self._what}", forked=False).memory
-        memory, left, under_way = self._free.pop(0)  # the one that was given back first
+        memory, left, under_way = self._free.pop(0)  # the one that was given back longest ago
         self._lent[memory.data_ptr()] = memory
         if left is not None:
             left.synchronize()
-        with suppress(StorageError):  # whoever began these did not wait for them
+        with suppress(StorageError):  # nobody wants to know how these ended
             wait_all(under_way)
         return memory[: whole_pages(nbytes)]
 
@@ -181,7 +183,7 @@ class Disk(Owned, Shelf):
         whole = self._lent.pop(memory.data_ptr(), None)
         if whole is not None:
             self._free.append((whole, left, under_way))
-        elif left is not None:  # memory out of schedule, or of stagings that were too small
+        elif left is not None:  # memory of its own, or of staging buffers that were replaced
             left.synchronize()
 
     def read(self, place: int, memory: Tensor) -> Transfer:
@@ -201,13 +203,14 @@ class Disk(Owned, Shelf):
             self._await_left()
 
     def _await_left(self) -> None:
-        """Copies to the device do not hold the memory. Transfers do, and a finalizer cannot wait for them."""
+        """Waits for copies to the device, which do not keep the memory alive. Transfers do, and a finalizer cannot wait for
+        them."""
         for _, left, _ in self._free:
             if left is not None:
                 left.synchronize()
 
     def _cut(self, place: int, memory: Tensor, *, is_write: bool) -> tuple[list[Request], list[Block]]:
-        """The requests that a range takes, and the block of each."""
+        """The requests for a range, and the block of each."""
         self.require_own()
         requests, blocks = [], []
         for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):

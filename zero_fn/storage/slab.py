@@ -1,22 +1,20 @@
 """One range of host memory of exact size, of which tensors are views.
 
-It is anonymous memory aligned to pages, so that direct I/O can use it, and it is registered with the accelerator as a
+The memory is anonymous and aligned to pages, so that direct I/O can use it, and it is registered with the accelerator as a
 whole: pools that allocate pinned memory round every tensor up to a power of two, which costs up to half of it.
 
-[Note: huge pages] A direct read into pages of 4 KiB pays for each of them. Private memory may be asked to use pages of
-2 MiB (`MADV_HUGEPAGE`), which made direct reads and writes 1.5 times as fast. Beside a full page cache the system moves other
-pages to make room for one: the first touch of 400 MB took 1.0 to 1.8 s, and 0.3 to 0.6 s of small pages.
+[Note: huge pages] A direct read into pages of 4 KiB pays for each page. With pages of 2 MiB (`MADV_HUGEPAGE`) direct reads
+and writes were 1.5 times as fast. But beside a full page cache the system has to move other pages to make room for a huge
+one: the first touch of 400 MB took 1.0 to 1.8 s, and 0.3 to 0.6 s with small pages.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +38,9 @@ class Slab:
     """Host memory of a fixed size.
 
     Attributes:
-        memory: All of it, as bytes. Views of it keep it alive.
-        nbytes: Bytes of the slab: those that were asked for, in whole pages.
-        is_pinned: Whether the accelerator knows it.
+        memory: The memory, as bytes. Views keep it alive.
+        nbytes: Its bytes: those that were asked for, in whole pages.
+        is_pinned: Whether it is registered with the accelerator.
     """
 
     def __init__(self, nbytes: int, tier: Cpu, what: str, *, forked: bool = True, huge: bool = True) -> None:
@@ -52,11 +50,11 @@ class Slab:
             nbytes: Bytes needed.
             tier: The tier, which says the limit and whether to pin.
             what: What it is for, for errors.
-            forked: Whether forked processes see it. Memory that a disk writes into had better not be shared.
-            huge: Whether to ask for huge pages, which memory that is used once does not repay. [Note: huge pages]
+            forked: Whether forked processes inherit it. Memory that a disk writes into must not be shared.
+            huge: Whether to ask for huge pages, which do not pay for memory that is used once. [Note: huge pages]
 
         Raises:
-            TierError: The limit of the tier, the machine or a cgroup does not leave so much.
+            TierError: The limit of the tier, the machine or a cgroup leaves less.
         """
         self.nbytes = max(whole_pages(nbytes), PAGE_NBYTES)
         if tier.limit_nbytes is not None and self.nbytes > tier.limit_nbytes:
@@ -87,7 +85,7 @@ def map_memory(nbytes: int, what: str, *, huge: bool = True) -> MappedMemory:
     """Anonymous memory, zeroed. [Note: huge pages]
 
     Raises:
-        TierError: There is not so much.
+        TierError: There is less memory.
     """
     try:
         mapped = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -107,7 +105,7 @@ def advise(mapped: mmap.mmap, advice: str) -> None:
 
 
 class MappedMemory(mmap.mmap):
-    """Memory that tells the driver before it goes."""
+    """Memory that is unregistered with the driver before it is unmapped."""
 
     unregister: Callable[[], object] | None = None
 
@@ -117,21 +115,14 @@ class MappedMemory(mmap.mmap):
 
 
 def _register(mapped: MappedMemory, nbytes: int) -> bool:
-    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch. Not yet run on one."""
+    """Pins the memory for the accelerator. Not yet run on one."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
-        if importlib.util.find_spec("cupy") is not None:
-            import cupy  # type: ignore[import-not-found,unused-ignore]
-
-            runtime: Any = cupy.cuda.runtime
-            runtime.hostRegister(address, nbytes, 0)
-            mapped.unregister = lambda: runtime.hostUnregister(address)
-        else:
-            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-            code = int(runtime.cudaHostRegister(address, nbytes, 0))
-            if code:
-                raise RuntimeError(f"cudaHostRegister returned {code}")
-            mapped.unregister = lambda: runtime.cudaHostUnregister(address)
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(address, nbytes, 0))
+        if code:
+            raise RuntimeError(f"cudaHostRegister returned {code}")
+        mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
             f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",

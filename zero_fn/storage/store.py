@@ -1,9 +1,8 @@
 """Room for byte strings on a tier, and the memory in which they are used.
 
 device    tensors of the device: nothing moves
-host      ranges of a shelf, which are used where they are
-disk      ranges of a shelf, which pass through four of its buffers: one is used, one or two are being filled, one or two
-          written back
+host      ranges of a shelf, which are used where they lie
+disk      ranges of a shelf, which pass through four buffers: one is in use, one or two are being filled, one or two written
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ __all__ = ["Store", "Stored"]
 
 
 class Stored(Protocol):
-    """What rests in a store as one.
+    """A byte string of a store.
 
     Attributes:
         nbytes: Number of its bytes.
         place: Its place in the store.
-        is_stored: Whether it rests there yet.
+        is_stored: Whether it was ever written there.
     """
 
     nbytes: int
@@ -39,10 +38,10 @@ class Stored(Protocol):
 
 
 class Store:
-    """Room for byte strings, and their way in and out. Printed, it says where they rest and how they get there."""
+    """Room for byte strings, and their way in and out. As text it says where they rest and how they get there."""
 
     def __init__(self, tier: Tier | None, what: str) -> None:
-        """An empty store; a tier of None is the memory of the device itself.
+        """An empty store. A tier of None is the memory of the device itself.
 
         Raises:
             StorageError: The path takes no files.
@@ -51,7 +50,7 @@ class Store:
         self._on_device: list[Tensor] = []
         self._count = self._largest_nbytes = 0
         self._free: dict[int, list[int]] = {}  # places that were given up, by their bytes
-        # What is in memory, by its place, with what is under way there; what was used last at the end.
+        # Memory of the byte strings used last, by place, the latest at the end, with transfers that are under way there.
         self._held: dict[int, tuple[Tensor, Sequence[Transfer | None]]] = {}
 
     def __str__(self) -> str:
@@ -62,19 +61,19 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes of its tier."""
+        """Bytes taken of the tier."""
         return self._shelf.nbytes if self._shelf is not None else sum(map(len, self._on_device))
 
     @property
     def buffers_nbytes(self) -> int:
-        """Bytes of host memory that byte strings pass through."""
+        """Bytes of the buffers in host memory that byte strings pass through."""
         return self._shelf.buffers_nbytes if self._shelf is not None else 0
 
     def reserve(self, members: Sequence[Stored], device: torch.device) -> None:
-        """Gives byte strings a place: one that was given up, or a new one, for the memory of a device there.
+        """Gives each byte string a place, one that was given up or a new one. `device` is used if the tier is the device.
 
         Raises:
-            TierError: The tier, or memory for buffers, is too small.
+            TierError: The tier, or host memory for buffers, is too small.
             StorageError: An earlier write failed.
         """
         new = []
@@ -82,7 +81,7 @@ class Store:
             free = self._free.get(whole_pages(member.nbytes))
             if free:
                 member.place = free.pop()
-                self._let_go(member.place)  # of what was there before
+                self._let_go(member.place)  # the memory of what was there before
             else:
                 new.append(member)
         sizes = [member.nbytes for member in new]
@@ -97,7 +96,7 @@ class Store:
             self._largest_nbytes = max(self._largest_nbytes, *sizes)
             count, size = ring_form(self._count, self._largest_nbytes)
             if count > self._shelf.stagings.count or size > self._shelf.stagings.size:
-                self.forget()  # what was there goes first
+                self.forget()  # frees the old buffers first
                 self._shelf.stage(size, count)
         else:
             (begin,) = self._shelf.reserve([sum(sizes)])
@@ -106,12 +105,12 @@ class Store:
             member.place = place
 
     def free(self, member: Stored) -> None:
-        """Gives up the place of one on a shelf. Waits for nothing: a finalizer may call it."""
+        """Gives up the place of a byte string on a shelf. A finalizer may call it: it waits for nothing."""
         self._free.setdefault(whole_pages(member.nbytes), []).append(member.place)
 
     def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
-        """Memory of a byte string, and what is under way there: its bytes come, or were written. That of the one that came
-        four before may be taken.
+        """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
+        The memory of the one that came four before may be taken.
 
         Raises:
             StorageError: That one could not be written.
@@ -131,7 +130,7 @@ class Store:
         return held
 
     def get(self, member: Stored) -> Tensor:
-        """The bytes of one, in memory. Waits.
+        """The bytes of a byte string, in memory. Waits.
 
         Raises:
             StorageError: The disk failed, or gave other bytes than were written.
@@ -145,7 +144,7 @@ class Store:
         return memory[: member.nbytes]
 
     def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
-        """Begins to put one back. Its memory may be read meanwhile."""
+        """Begins to write a byte string from its memory, which may be read meanwhile."""
         member.is_stored = True
         if self._shelf is None or not member.nbytes:
             return ()
@@ -154,12 +153,12 @@ class Store:
         return transfers
 
     def forget(self) -> None:
-        """What is in buffers can not be relied on: a computation or a transfer failed."""
+        """Gives up what is in buffers, which cannot be relied on after a failure."""
         while self._held:
             self._let_go(next(iter(self._held)))
 
     def _let_go(self, place: int) -> None:
-        """Gives memory to others, once nothing is under way there."""
+        """Waits for what is under way in the memory of a place, and gives the memory to others."""
         if place in self._held and self._shelf is not None:
             memory, transfers = self._held.pop(place)
             try:

@@ -1,10 +1,10 @@
-"""One range of bytes over several disks, which are read and written at once: RAID-0 without RAID. Pure arithmetic.
+"""One range of bytes over several disks that are read and written at once, as RAID-0 does. Pure arithmetic.
 
     bytes       |- stripe 0 -|- stripe 1 -|- stripe 2 -|- stripe 3 -|- 4 -|
     disk 0      |- stripe 0 -|- stripe 2 -|- 4 -|
     disk 1      |- stripe 1 -|- stripe 3 -|
 
-On one disk a range is not cut.
+On one disk the range is not cut.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Extent(NamedTuple):
     """Bytes that lie in a row on one disk.
 
     Attributes:
-        start, nbytes: Which of the range that was asked for.
+        start, nbytes: The first of them in the range that was asked for, and their number.
         disk: The number of the disk.
         offset: The first byte in the file of the disk.
     """
@@ -33,7 +33,7 @@ class Extent(NamedTuple):
 
 
 def extents_of(begin: int, nbytes: int, disks: int, largest_nbytes: int) -> Iterator[Extent]:
-    """A range of bytes, cut where it goes on on another disk or would be longer than `largest_nbytes`."""
+    """A range of bytes, cut where it continues on another disk or would be longer than `largest_nbytes`."""
     start = 0
     while start < nbytes:
         left = min(nbytes - start, largest_nbytes)
@@ -47,7 +47,7 @@ def extents_of(begin: int, nbytes: int, disks: int, largest_nbytes: int) -> Iter
 
 
 def share_of(disk: int, nbytes: int, disks: int) -> int:
-    """How many of the first `nbytes` are on the disk of this number."""
+    """How many of the first `nbytes` bytes lie on the disk of this number."""
     if disks == 1:
         return nbytes
     stripes, rest = divmod(nbytes, STRIPE_NBYTES)

@@ -1,9 +1,9 @@
-"""Blocks on their way to or from a disk, each with its checksum and its generation.
+"""Transfers between memory and a disk, in blocks that each have a checksum and a generation.
 
-Both are kept in memory, as the file dies with the process anyway. A read that finds other bytes than the last write
-left raises, and says whether they are those of the write before: a disk that lost a write.
+Both are kept in memory, as the file ends with the process. A read that finds other bytes than the last write left raises, and
+says whether they are the bytes of the write before: then the disk has lost a write.
 
-The digests of a write are taken while the disk reads the same memory: 64 bits of xxh3, at some 37 GB/s on one core. They see
+The digest of a write is taken while the disk reads the same memory: 64 bits of xxh3, at some 37 GB/s on one core. It detects
 flipped bits, and sectors or words that are lost, stale or in the wrong place.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["Block", "Transfer", "Waited", "wait_all"]
 
 
 class Block:
-    """What was written last at one place.
+    """The digest of what was last written at one place of a disk.
 
     Attributes:
         nbytes: Bytes of the block.
@@ -37,16 +37,16 @@ class Block:
         self._digest = self._before = 0  # of the last two times
 
     def note(self, request: Request) -> None:
-        """A request writes it."""
+        """Notes what a request writes."""
         self.nbytes = request.memory.numel()
         self._before, self._digest = self._digest, _digest(request)
         self._generation += 1
 
     def require_undamaged(self, request: Request) -> None:
-        """Compares it with what a request has read.
+        """Compares what a request has read with what was written last.
 
         Raises:
-            StorageError: Those are other bytes.
+            StorageError: They differ.
         """
         found = _digest(request)
         if found == self._digest:
@@ -66,36 +66,36 @@ class Block:
 
 
 class Transfer(Owned):
-    """Requests under way. They must be waited for before their memory is used or given up."""
+    """Requests under way. Whoever began them must wait before using their memory or giving it up."""
 
     def __init__(self, carrier: Carrier, requests: Sequence[Request], read: Sequence[Block] = ()) -> None:
         """Begins them.
 
         Args:
-            carrier: What carries them.
+            carrier: What carries the requests.
             requests: The requests.
-            read: The blocks that they read.
+            read: The blocks that they read, to be compared.
         """
         super().__init__()
         self._carrier, self._requests, self._read = carrier, requests, read
         carrier.submit(requests)
 
     def wait(self) -> None:
-        """Returns when every byte is there, checked if it was read. May be called again.
+        """Waits until every byte is there, and compares digests of what was read. May be called again.
 
         Raises:
-            StorageError: The disk failed, or gave other bytes than were written. Nothing is under way any more. Or this
-                process was forked from the one that began it.
+            StorageError: The disk failed, or gave other bytes than were written; nothing is under way any more. Or this
+                process was forked from the one that began the transfer.
         """
         if not self._requests:
             return
         self.require_own()
-        self._carrier.wait(self._requests)  # an interrupt leaves them to the next who waits
+        self._carrier.wait(self._requests)  # after an interrupt the next call waits for them
         requests, self._requests = self._requests, ()
         for request in requests:
             if request.failure is not None:
                 raise request.failure
-        for request, block in zip(requests, self._read, strict=False):  # none, of what was written
+        for request, block in zip(requests, self._read, strict=False):  # no blocks if this is a write
             block.require_undamaged(request)
 
 
@@ -107,7 +107,7 @@ class Waited(Protocol):
 
 
 def wait_all(transfers: Iterable[Waited | None]) -> None:
-    """Waits for all of them, and raises what went wrong first. None stands for what was there already."""
+    """Waits for all transfers, and raises the first failure. None stands for what needed no transfer."""
     failure: StorageError | None = None
     for transfer in transfers:
         try:

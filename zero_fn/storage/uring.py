@@ -1,13 +1,13 @@
-"""Requests through io_uring: the kernel carries them while this process computes, without a thread of ours.
+"""Carries requests by io_uring: the kernel works on them while this process computes, without a thread of ours.
 
-[Note: rings in Python] The rings are memory shared with the kernel. The kernel reads the submission ring in
-`io_uring_enter` only, which this thread calls after it has written; completions are read after a call of
-`io_uring_enter`, too. The system call orders both sides on every processor, so no other barrier is needed. Layouts are
-those of `linux/io_uring.h`, which never change.
+[Note: rings in Python] The rings are memory shared with the kernel. The kernel reads the submission ring in `io_uring_enter`
+only, which this thread calls after it has written; completions are read after a call of `io_uring_enter`, too. The system
+call orders both sides on every processor, so no other barrier is needed. Layouts are those of `linux/io_uring.h`, which never
+change.
 
-[Note: giving the interpreter away] A call that releases the interpreter may wait 5 ms to have it back, when another thread
-runs Python. So calls that do not wait for a disk keep it. That is what io_uring is for here: beside a busy interpreter it
-reads and writes blocks 1.3 to 1.8 times as fast as threads do, beside an idle one as fast.
+[Note: giving the interpreter away] A call that releases the interpreter may wait 5 ms to have it back if another thread runs
+Python. So calls that do not wait for a disk keep it. This is what io_uring is for here: beside a busy interpreter it reads
+and writes blocks 1.3 to 1.8 times as fast as threads do, beside an idle one as fast.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _libc_kept = ctypes.PyDLL(None, use_errno=True)
 
 
 class Uring:
-    """One ring. Calls may come from several threads, but not from finalizers: those run in the midst of other calls.
+    """One ring. It may be called from several threads, but not from finalizers, which run in the midst of other calls.
 
     Raises, when it is made:
         OSError: The kernel has no io_uring or refuses it (seccomp, `io_uring_disabled`).
@@ -80,15 +80,15 @@ class Uring:
             self._enter(0)
 
     def wait(self, requests: Sequence[Request]) -> None:
-        """Returns when all of these are done or have failed."""
+        """Waits until all of these are done or have failed."""
         with self._lock:
             self._enter(0)
-            # As many answers as these lack have come, at the latest, when all of these are done.
+            # Each of these that is not done lacks one answer at least.
             while lacking := sum(not request.is_done for request in requests):
                 self._enter(lacking)
 
     def _enter(self, least: int) -> None:
-        """Hands waiting requests to the kernel, and takes note of those that are done: of `least` at least."""
+        """Hands waiting requests to the kernel, and waits for at least so many answers."""
         handed = 0
         while self._waiting and len(self._under_way) < self._entries:
             self._hand_over(self._waiting.popleft())
@@ -129,7 +129,7 @@ class Uring:
 
 
 def _syscall(number: int, *args: object, waits: bool = True) -> int:
-    """Calls the kernel. What does not wait keeps the interpreter meanwhile. [Note: giving the interpreter away]"""
+    """Calls the kernel; a call that does not wait keeps the interpreter. [Note: giving the interpreter away]"""
     wide = [ctypes.c_long(arg) if isinstance(arg, int) else arg for arg in args]
     library = _libc if waits else _libc_kept
     result: int = library.syscall(ctypes.c_long(number), *wide)
