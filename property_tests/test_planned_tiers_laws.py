@@ -17,7 +17,7 @@ import zero_fn as zf
 from tests.profiles import examples
 from tests.simulation import Simulated
 from tests.simulation.simulated import axis
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 
 STAGES = ("plain", "replicate", "zero1", "zero2", "zero3")
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {

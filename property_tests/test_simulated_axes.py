@@ -18,7 +18,7 @@ from tests.profiles import examples
 from tests.seeds import seed_generator
 from tests.simulation import Simulated, axis
 from zero_fn.resting import local_of
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.values.mesh import root_of
 
 SKIPS = st.lists(st.sets(st.integers(0, 2), max_size=2), min_size=4, max_size=4)

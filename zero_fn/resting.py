@@ -31,18 +31,18 @@ __all__ = [
 
 
 def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
-    """The same placements for a tensor of this shape, these strides and this dtype."""
+    """The spec of a tensor of this shape, strides and dtype, with the placements of `model`."""
     return DTensorSpec(model.mesh, model.placements, tensor_meta=TensorMeta(torch.Size(shape), tuple(stride), dtype))
 
 
 def alone(view: Tensor) -> Tensor:
-    """The same memory as a tensor on a storage of its own, which begins and ends where this view does.
+    """A tensor on the memory of a view, with a storage of its own that begins and ends where the view does.
 
     A DTensor takes over the storage offset of its local tensor, and one that has an offset passes for a tensor with memory
     of its own: `copy.deepcopy` and `torch.save` look for its bytes and raise (2.13). And whoever pickles or copies a view
     takes all of its storage along, here those of a unit.
     """
-    if type(view) is not Tensor:  # simulated, fake or in another tier: it has no storage to cut
+    if type(view) is not Tensor:  # simulated, fake or in another tier: there is no storage to cut
         return view
     if view.is_meta:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device="meta")
@@ -53,14 +53,14 @@ def alone(view: Tensor) -> Tensor:
 
 
 def spanned(tensor: Tensor) -> int:
-    """Elements of memory from its first to its last, with gaps."""
+    """Elements of memory from the first element of a tensor to its last, gaps included."""
     if not tensor.numel():
         return 0
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
 
 
 def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
-    """Numbers of tensors that begin where an earlier one does: of that, and of the tensor. Empty ones begin nowhere."""
+    """Pairs of numbers of tensors that begin at the same address, the earlier one first. Empty tensors are left out."""
     first: dict[tuple[torch.device, int], int] = {}
     for number, tensor in enumerate(tensors):
         if tensor.numel():
@@ -70,8 +70,8 @@ def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
 
 
 def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """`alone` for views of this shape on memory like this, many times over: through DLPack at half the cost, where it knows
-    the dtype and keeps all strides (some versions set those of dims of one element to 1)."""
+    """The cheapest way to do what `alone` does, for views of this shape on memory like this. DLPack has half the cost; it
+    serves where it knows the dtype and keeps all strides (some versions set those of dims of one element to 1)."""
     is_kept = type(like) is Tensor and like.dtype in _IN_DLPACK and all(size > 1 for size in shape)
     return _through_dlpack if is_kept else alone
 
@@ -91,25 +91,25 @@ def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def detached(tensor: DTensor) -> DTensor:
-    """The same elements without autograd, to be redistributed in an operation: what requires gradients would be detached in
-    place then, which DTensor does not know in 2.11."""
+    """The same elements outside autograd, for a redistribution inside an operation: DTensor would detach a tensor that
+    requires gradients in place there, which it does not support in 2.11."""
     return on_spec(local_of(tensor), tensor._spec)
 
 
 def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad: bool) -> nn.Parameter:
-    """The parameter to register: a DTensor over `local`, or, on no axis (spec None), `local` itself."""
+    """The parameter to register: a DTensor over `local`; if `spec` is None (no mesh axis), `local` itself."""
     if spec is None:
         return nn.Parameter(local, requires_grad=requires_grad)
     # Not `nn.Parameter(...)`, which detaches: DTensor then works out the placements of a detach for every new shape (1 ms).
     parameter: nn.Parameter = on_spec(local, spec)  # type: ignore[assignment]
-    parameter._is_param = True  # what makes a tensor of another class a parameter
+    parameter._is_param = True  # torch takes a tensor of another class with this flag for a parameter
     parameter.requires_grad_(requires_grad)
     return parameter
 
 
 def rest_gradient(parameter: Tensor) -> None:
-    """Cuts the gradient of a resting parameter as the parameter is: that of a penalty on a row, `p[3].square()`, comes whole.
-    A collective of torch where it comes in parts that are to be summed."""
+    """Cuts the gradient of a resting parameter as the parameter is: the gradient of a penalty on a row, `p[3].square()`, is
+    whole. Uses a collective of torch if the gradient is in parts that are to be summed."""
     grad = parameter.grad
     if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
         return
@@ -132,7 +132,7 @@ def set_local(parameter: nn.Parameter, local: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether its elements are one range of memory without gaps or overlaps."""
+    """Whether the elements of a tensor are one range of memory without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1

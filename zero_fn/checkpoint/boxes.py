@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.values.layout import ShardLayout
 
 __all__ = [

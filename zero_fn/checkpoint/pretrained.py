@@ -28,7 +28,7 @@ from zero_fn.checkpoint.saving import wait_for_saving
 from zero_fn.checkpoint.together import Together, failure_of
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.materialize import allocate, require_ways
 
 __all__ = ["INDEX", "WEIGHTS", "load_pretrained", "packed", "rewrite_index", "weights_name", "write_index"]

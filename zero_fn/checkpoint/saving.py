@@ -30,8 +30,8 @@ from zero_fn.checkpoint.together import Agreed, Together, failure_of
 from zero_fn.checkpoint.values import encoded
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
-from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import Slab
 from zero_fn.streamed import Streamed
 from zero_fn.transforms.selection import Where

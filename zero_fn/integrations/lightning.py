@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 import zero_fn as zf
 from zero_fn.integrations.states import load_extra, load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.window import AccumulationWindow
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 
 __all__ = ["ZeroStrategy"]
 

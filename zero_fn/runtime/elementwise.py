@@ -1,17 +1,17 @@
-"""Elementwise optimizers, which may step over shards: which they are, and how they step.
+"""Elementwise optimizers, which may step over shards: which optimizers are elementwise, and how they step.
 
 Most optimizers treat every element alone (SGD, Adam, AdamW, Adagrad, RMSprop, ...). Some look at a whole matrix or tensor:
 they orthogonalise it, factor its second moment, or scale by its norm. Given shards they would compute another update, or one
 that differs between ranks, without any error. They are known by name, because torch has no property to ask for.
 
-[Note: local steps] A DTensor costs 14 to 200 us of dispatch per parameter and operation, for nothing: an elementwise update
-of a shard needs only the shard. So the lists that a torch optimizer collects before its arithmetic (`_init_group`) are filled
+[Note: local steps] Operations on DTensors cost 14 to 200 us of dispatch per parameter, for nothing: an elementwise update of
+a shard needs only the shard. So the lists that a torch optimizer collects before its arithmetic (`_init_group`) are filled
 with the local tensors of parameters, gradients and states. These are the same memory; `param_groups`, `state` and
 `state_dict()` keep DTensors.
 
-[Note: not in a graph] While it traces a step the compiler runs `_init_group`, and looks up the tensors of the lists among
-parameters, gradients and states. One that is none of them it takes for a state that stays where it is: the local gradients
-of the first step would be those of every step. So it gets the DTensors.
+[Note: not in a graph] The compiler runs `_init_group` while it traces a step, and looks up the tensors of the lists among
+parameters, gradients and states. A tensor that it does not find it takes for a state that stays where it is: every step would
+use the local gradients of the first one. So the compiler gets the DTensors.
 
 [Note: momentum of SGD] SGD alone writes its states after the arithmetic, under the parameters of those lists. The first hook
 after its step moves them to the resting parameters, as DTensors, before a hook of the user can look.
@@ -28,14 +28,14 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam
 
 from zero_fn.errors import PlacementError
 from zero_fn.resting import local_of, on_spec
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 
 __all__ = ["TORCH_ELEMENTWISE", "looks_at_whole_tensors", "require_elementwise", "steps_locally"]
 
 TORCH_ELEMENTWISE: frozenset[type[Optimizer]] = frozenset((
     Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD, Rprop,
 ))  # fmt: skip
-"""The optimizers of torch that treat every element alone. A class derived from one of them may not."""
+"""The optimizers of torch that treat every element alone. Classes derived from them are not known to."""
 
 _WORDS = ("muon", "adafactor", "shampoo", "lamb", "galore", "adammini", "novograd", "prodigy", "dadapt", "kfac")
 _NAMES = frozenset({
@@ -44,13 +44,14 @@ _NAMES = frozenset({
     "stableadamw", "stablespam",
 })  # fmt: skip
 _OPTIONS = ("caution", "cautious")
-"""Options of elementwise optimizers that scale an update by the mean of a mask over the whole tensor (arXiv:2411.16085)."""
+"""Options that make an elementwise optimizer scale its update by the mean of a mask over the tensor (arXiv:2411.16085)."""
 
 _known: dict[type, bool] = {}
 
 
 def looks_at_whole_tensors(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is known to look at whole matrices or tensors: by its class, a base of it, or an option."""
+    """Whether an optimizer is known to look at whole matrices or tensors: by the name of its class or a base, or an
+    option."""
     if any(group.get(option) for group in optimizer.param_groups for option in _OPTIONS):
         return True
     kind = type(optimizer)
@@ -84,10 +85,7 @@ def require_elementwise(optimizer: Optimizer) -> None:
 
 
 def steps_locally(optimizer: Optimizer) -> None:
-    """From now on this optimizer steps on local tensors, if it is one of torch's elementwise ones. May be called again.
-
-    [Note: local steps]
-    """
+    """Lets one of torch's elementwise optimizers step on local tensors from now on. Idempotent. [Note: local steps]"""
     if type(optimizer) in TORCH_ELEMENTWISE and "_init_group" not in optimizer.__dict__:
         optimizer.__dict__["_init_group"] = _LocalGroups(optimizer)
         if type(optimizer) is SGD:
@@ -96,16 +94,16 @@ def steps_locally(optimizer: Optimizer) -> None:
 
 
 class _LocalGroups:
-    """Stands for `_init_group` of one optimizer.
+    """Stands in for `_init_group` of one optimizer.
 
     Attributes:
-        replaced: Resting parameters that local tensors stand for in the running step of SGD, by identity.
+        replaced: The parameters that local tensors replace in the running step of SGD, by identity.
     """
 
     __slots__ = ("_optimizer", "replaced")
 
     def __init__(self, optimizer: Any) -> None:
-        self._optimizer = weakref.ref(optimizer)  # which holds this: without a cycle it is freed at once
+        self._optimizer = weakref.ref(optimizer)  # it holds this: a cycle would keep both until garbage collection
         self.replaced: dict[int, DTensor] = {}
 
     def __call__(self, group: dict[str, Any], parameters: list[Any], *lists: list[Any]) -> Any:
@@ -126,7 +124,7 @@ def _restate(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     """Moves the states of SGD to the resting parameters. [Note: momentum of SGD]"""
     groups: _LocalGroups | None = optimizer.__dict__.get("_init_group")
     if groups is None:
-        return  # a streamed one: it shares the hooks of the optimizer inside, and steps over local tensors anyway
+        return  # a streamed optimizer, which shares the hooks of the one inside, and steps over local tensors anyway
     for parameter in groups.replaced.values():
         written = optimizer.state.pop(parameter._local_tensor, {}).get("momentum_buffer")
         if written is None:  # a step before this one raised
@@ -138,7 +136,7 @@ def _restate(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 def _alike(tensors: tuple[Any, ...]) -> bool:
-    """Whether all that belongs to one parameter is cut as the parameter is."""
+    """Whether the gradient and the states of a parameter are cut as the parameter is."""
     parameter = tensors[0]
     if not isinstance(parameter, DTensor):
         return not any(isinstance(t, DTensor) for t in tensors)

@@ -1,4 +1,7 @@
-"""Tells every rank of an error that one rank alone may meet."""
+"""Tells every rank of an error that one rank alone may meet, such as a disk that fails.
+
+`transport/agreement.py` compares what ranks hold before a collective; here they tell one another how something went.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero_fn.errors import DisagreementError, LostRankError, StorageError
 from zero_fn.runtime.ored import Ored
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.transport.agreement import agree
 from zero_fn.transport.links import Links
 from zero_fn.values.mesh import Axis, mesh_axis
@@ -29,24 +32,25 @@ def everywhere(parameters: Iterable[Tensor], act: Callable[[], R], what: str) ->
     Args:
         parameters: Resting parameters: the ranks of their meshes are meant.
         act: What may fail.
-        what: What it is, for the message: "A step of a streamed optimizer".
+        what: What it does, for the message: "A step of a streamed optimizer".
 
     Raises:
         StorageError: It failed on another rank.
-        Exception: What it raised on this one.
+        Exception: What it raised on this rank.
     """
-    return _done(_meshes(parameters), None, act, Exception, what)
+    axes = [axis for mesh in _meshes(parameters) for axis in _axes_of(mesh, range(mesh.ndim), what)]
+    return _done(axes, act, Exception, what)
 
 
 def done_along(mesh: DeviceMesh, dims: Iterable[int], act: Callable[[], R], what: str) -> R:
-    """What `act` returns, if no disk failed in it on any rank along some axes of a mesh, data axes or not.
+    """Calls `act` and returns its result, if no disk failed in it on any rank along some axes of a mesh, data axes or not.
 
     Communicates a byte per rank to each peer, along one axis after the other, and waits.
 
     Raises:
         StorageError: A disk failed, on this rank or another.
     """
-    return _done([mesh], dims, act, StorageError, what)
+    return _done(_axes_of(mesh, dims, what), act, StorageError, what)
 
 
 def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) -> None:
@@ -62,7 +66,7 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
 
 
 class Told:
-    """Whether it failed, on each rank: an answer under way."""
+    """The answers of all ranks to `tell`, under way."""
 
     def __init__(self, links: Links, failed: bool, what: str) -> None:
         """Tells the other ranks."""
@@ -70,7 +74,7 @@ class Told:
         self._links, self._what, self._bits = links, what, Ored(links, bits, f"how it went: {what}")
 
     def failure(self, own: F | None) -> F | StorageError | None:
-        """Waits. The failure of this rank, or one that tells of that of another; None if all went well."""
+        """Waits. Returns the error of this rank, or one that names the ranks that failed; None if none did."""
         self._bits.settle()
         if own is not None or self._links.size == 1:
             return own
@@ -87,28 +91,21 @@ class Told:
 
 
 def tell(links: Links, failure: Exception | None, what: str) -> Told:
-    """Tells the ranks whether something failed here. A collective.
+    """Tells all ranks whether something failed on this one. A collective.
 
     Communicates a byte per rank to each peer.
     """
     return Told(links, failure is not None, what)
 
 
-def _done(
-    meshes: Sequence[DeviceMesh],
-    dims: Iterable[int] | None,
-    act: Callable[[], R],
-    expected: type[Exception],
-    what: str,
-) -> R:
-    """What `act` returns. Raises on every rank along these axes of meshes, or all, what was expected and raised on any."""
+def _done(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception], what: str) -> R:
+    """Calls `act` and returns its result. An expected error on one rank raises on every rank along these axes."""
     failure: Exception | None = None
     done: list[R] = []
     try:
         done.append(act())
     except expected as error:
         failure = error
-    axes = [axis for mesh in meshes for axis in _axes_of(mesh, range(mesh.ndim) if dims is None else dims, what)]
     links = [Links([axis]) for axis in axes]
     try:
         for each in links:
@@ -123,7 +120,7 @@ def _done(
 
 
 def _axes_of(mesh: DeviceMesh, dims: Iterable[int], what: str) -> list[Axis]:
-    """The axes, of these, that have other ranks."""
+    """Those of some axes of a mesh along which there are several ranks."""
     names = mesh.mesh_dim_names
     axes = [mesh_axis(mesh[names[dim]] if names and mesh.ndim > 1 else mesh, verb=what) for dim in dims]
     return [axis for axis in axes if axis.size > 1]
@@ -135,12 +132,12 @@ def is_shared(parameters: Iterable[Tensor]) -> bool:
 
 
 def is_cut(parameter: Tensor) -> bool:
-    """Whether this rank has a part of a parameter, and others the rest."""
+    """Whether this rank holds a part of a parameter, and other ranks the rest."""
     slot = slot_of(parameter)
     return slot is not None and slot.path.layout is not None
 
 
 def _meshes(parameters: Iterable[Tensor]) -> list[DeviceMesh]:
-    """The meshes of several ranks on which resting parameters lie."""
+    """The meshes on which resting parameters lie, those of one rank left out."""
     specs = (slot.spec for slot in map(slot_of, parameters) if slot is not None)
     return list(dict.fromkeys(spec.mesh for spec in specs if spec is not None and spec.mesh.size() > 1))

@@ -1,11 +1,11 @@
-"""Parameters that travel as their class says: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions.
+"""Parameters whose class says how they are gathered: `fsdp_pre_all_gather` and `fsdp_post_all_gather`, FSDP2's extensions.
 
         rest                     sent                        what the module sees
     plain shard  -> pre(shard) -> plain tensors -> post(whole tensors)
 
 Such a parameter rests, is reduced, stepped and saved as the plain tensor that its class is made of (flatten_subclasses.py).
-Only its gather differs: float8 weights are cast on each rank, and travel in a quarter of their bytes. The hooks are called in
-the order of the gathers, which is that of all ranks, so they may communicate over the mesh that they are given.
+Only its gather differs: float8 weights are cast on each rank, and travel in a quarter of their bytes. All ranks call these
+hooks in the order of the gathers, so the hooks may communicate over the mesh that they are given.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _PRODUCT = "_zero_fn_product"  # an attribute of a tensor
 
 @dataclass(eq=False)
 class Extension:
-    """How a plain tensor becomes one of the class of the parameter that it is all of.
+    """How a parameter of a tensor subclass is made of the one plain tensor in it.
 
     Attributes:
-        kind, part, context: The class, the name of the plain tensor in it, and what `__tensor_flatten__` gave beside.
+        kind, part, context: The class, the name of the plain tensor in it, and the context of `__tensor_flatten__`.
         module: The module that holds the parameter.
-        sent_nbytes: Bytes of the whole parameter as it travels; None until it was gathered once.
+        sent_nbytes: Bytes of the whole parameter as it travels; None before the first gather.
     """
 
     kind: Any
@@ -47,17 +47,17 @@ class Extension:
     sent_nbytes: int | None = None
 
     def rebuilt(self, part: Tensor) -> Any:
-        """The tensor of the class on the memory of a plain one."""
+        """The tensor of the class on the memory of a plain tensor."""
         return self.kind.__tensor_unflatten__({self.part: part}, self.context, part.size(), part.stride())
 
     def held_by(self, module: nn.Module) -> Extension:
-        """The same for a parameter of this module."""
+        """The same extension, for a parameter of this module."""
         return replace(self, module=weakref.ref(module))
 
 
 def travels(slot: Slot) -> bool:
-    """Whether the class of a parameter says how it is gathered: it is cut into even rows by one axis, rests in memory of the
-    device, and is whole during uses only. Everywhere else it is gathered as the plain tensor that it is."""
+    """Whether a parameter is gathered as its class says: if one axis cuts it into equal rows, it rests in memory of the
+    device, and it is whole during uses only. Any other parameter is gathered as the plain tensor in it."""
     extension, path = slot.extension, slot.path
     if extension is None or not hasattr(extension.kind, "fsdp_pre_all_gather"):
         return False
@@ -67,7 +67,7 @@ def travels(slot: Slot) -> bool:
 
 
 class Travelling:
-    """One parameter on its way from rest to what the module sees."""
+    """A gather of one parameter as its class says."""
 
     def __init__(self, slot: Slot) -> None:
         """Lets the class make what this rank sends, and allocates what comes back."""
@@ -83,11 +83,12 @@ class Travelling:
         self._extension.sent_nbytes = sum(output.nbytes for output in self.outputs)
 
     def _told(self) -> list[object]:
-        """What the class is told: the mesh, or, by a newer signature, four facts more."""
+        """The arguments of `fsdp_pre_all_gather`: the mesh; in its newer signature also shape, strides, module and
+        precision."""
         slot, axis = self._slot, self._slot.path.axes[0]
         if _asks_for_mesh_only(self._extension.kind):
             return [axis.mesh]
-        from torch.distributed.fsdp import MixedPrecisionPolicy  # one in many needs it
+        from torch.distributed.fsdp import MixedPrecisionPolicy  # few programs need it
 
         policy = MixedPrecisionPolicy(param_dtype=slot.home.compute, reduce_dtype=slot.home.reduce)
         return [axis.mesh, torch.Size(slot.path.shape), slot.path.stride, self._extension.module(), policy]
@@ -101,7 +102,7 @@ class Travelling:
         """What the module sees, and the memory that the class has made for it.
 
         Raises:
-            PlacementError: It is of another shape than the parameter.
+            PlacementError: The class has made a tensor of another shape than the parameter.
         """
         with torch.no_grad():
             whole, made = self._shard.fsdp_post_all_gather(
@@ -126,10 +127,10 @@ class Travelling:
 
 @cache  # each gather asks
 def _asks_for_mesh_only(kind: Any) -> bool:
-    """Whether the hook of a class has the signature of before, of itself and a mesh."""
+    """Whether the hook of a class has the older signature, of the shard and the mesh."""
     return len(inspect.signature(kind.fsdp_pre_all_gather).parameters) == 2
 
 
 def is_product(tensor: Tensor) -> bool:
-    """Whether the class of a parameter has made this of what was gathered."""
+    """Whether the class of a parameter has made this tensor of what was gathered."""
     return hasattr(tensor, _PRODUCT)

@@ -1,7 +1,8 @@
-"""What ranks compare before they first gather: layouts, the values each cut its shards from, and what several of them hold.
+"""What ranks compare before their first gather: layouts, the values from which each cut its shards, and values of replicas.
 
-[Note: what several ranks hold] Replicas are never gathered, so nothing would ever tell that they differ: made on `meta` and
-drawn with other seeds, edited on one rank, or loaded from other files. Shards that only one rank holds may be anything.
+[Note: what several ranks hold] Parameters that several ranks hold whole are never gathered, so nothing would ever show that
+they differ: made on `meta` and drawn from other seeds, edited on one rank, or loaded from other files. A shard that only one
+rank holds may be anything.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ __all__ = ["agree_on_units"]
 
 
 def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
-    """Compares layouts, initial values, and what several ranks hold at rest. Communicates some digests per rank to each
-    peer; waits. Reads what several ranks hold once, from its tier too.
+    """Compares layouts, initial values, and parameters that several ranks hold, which are read once, also from their tier.
+
+    Communicates 16 bytes for each comparison, and axis, to each peer; waits.
 
     Raises:
-        DisagreementError: They differ; on every rank.
+        DisagreementError: Ranks differ. Raised on every rank.
     """
     slots = [(unit, slot) for unit in units for slot in unit.slots]
     agree(

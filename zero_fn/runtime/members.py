@@ -1,7 +1,8 @@
 """Parameters and modules that are added to a model after a transform.
 
-They belong to no unit: each rank would train them with its own gradients. So they are refused, by the next forward and by
-`check`. A forward looks whether modules of the model have got other children or more parameters; only then, what these are.
+They belong to no unit, so each rank would train them with its own gradients. The next forward refuses them, and so does
+`zf.check`. A forward first compares the children and the numbers of parameters of all modules with those of the forward
+before; only if they differ does it look at each parameter.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _MEMBERS = "_zero_fn_members"  # in the `__dict__` of a transformed module, whic
 
 
 class _Members:
-    """What the modules of a model hold."""
+    """The children and parameters of all modules of a model, as they were at some time."""
 
     __slots__ = ("_found", "_modules", "_parameters")
 
@@ -33,11 +34,11 @@ class _Members:
         self._found = self._now()
 
     def are_as_before(self) -> bool:
-        """Whether they hold the same modules, and parameters in the same places. Takes 0.1 us for each module."""
+        """Whether modules hold the same children, and parameters in the same places. Takes 0.1 us for each module."""
         return self._now() == self._found
 
     def _now(self) -> tuple[list[nn.Module], list[int], list[bool]]:
-        """All children, how many parameters each module has, and which of these are None."""
+        """All children; the number of parameters of each module; which parameters are None."""
         parameters = chain.from_iterable(map(dict.values, self._parameters))
         return (
             [*chain.from_iterable(map(dict.values, self._modules))],
@@ -47,12 +48,12 @@ class _Members:
 
 
 def forget_members(module: nn.Module) -> None:
-    """What a module holds was not looked at."""
+    """Forgets what the modules below this one held: the next forward looks at each parameter."""
     module.__dict__.pop(_MEMBERS, None)
 
 
 def forget_if_changed(transformed: Transformed) -> None:
-    """Forgets what the modules of a model held if they hold something else now; what was taken out is freed then."""
+    """Forgets what the modules of a model held if they hold something else now, so that removed modules are freed."""
     root = transformed.root()
     members = root.__dict__.get(_MEMBERS) if root is not None else None
     if root is not None and members is not None and not members.are_as_before():
@@ -60,20 +61,21 @@ def forget_if_changed(transformed: Transformed) -> None:
 
 
 def refuse_new(transformed: Transformed) -> None:
-    """Refuses what was added to a model since this looked last; see `refuse_late`."""
+    """Refuses what was added to a model since the last call; see `refuse_late`."""
     root = transformed.root()
     if root is not None and _MEMBERS not in root.__dict__ and refuse_late(transformed):
         root.__dict__[_MEMBERS] = _Members(root)
 
 
 def refuse_late(transformed: Transformed) -> bool:
-    """Looks at all parameters of a transformed model, which follow what moved. Not while whole ones stand in their place.
+    """Looks at all parameters of a transformed model, unless whole parameters are registered in their place. Units have
+    followed moved parameters before.
 
     Returns:
         Whether it looked.
 
     Raises:
-        PlacementError: One belongs to no unit, or not to this place of the model.
+        PlacementError: A parameter belongs to no unit, or to another place of the model.
     """
     root = transformed.root()
     if root is None or any(unit.shown.leaves is not None for unit in transformed.live_units()):

@@ -1,8 +1,8 @@
-"""A gathered parameter that tensor parallelism placed: in flight it is a DTensor on its model axes again.
+"""Gathered parameters that tensor parallelism has placed: in a forward they are DTensors on their model axes again.
 
-Its local tensor is the view of the gathered buffer, so nothing is copied. Its gradient comes back as a DTensor, possibly with
-other placements (a norm under sequence parallelism has `Partial` ones); it is brought to those of the parameter, which is
-the one collective on the model axes here, and is torch's.
+The local tensor is the view of the gathered buffer, so nothing is copied. The gradient comes back as a DTensor, possibly with
+other placements (that of a norm under sequence parallelism has `Partial` ones). It is brought to the placements of the
+parameter, by a collective of torch: the only one on the model axes here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["arrived", "local_gradient", "placed"]
 
 
 def placed(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gathered parameters as the forward sees them; those that were never placed on model axes are left as they are."""
+    """Gathered parameters as the forward sees them: DTensors on their model axes, if they have any."""
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
             return placed(slots, tensors)
@@ -34,12 +34,12 @@ def placed(slots: Sequence[Slot], tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def arrived(grad: Tensor | None) -> Tensor | None:
-    """A local gradient whose bytes are there: what comes out of a collective of torch may still be under way."""
+    """A local gradient once its bytes are there: a collective of torch may return it while they are under way."""
     return grad.wait() if isinstance(grad, AsyncCollectiveTensor) else grad
 
 
 def local_gradient(grad: DTensor, spec: DTensorSpec) -> Tensor | None:
-    """This rank's part of the gradient of a parameter that was placed as `spec` says."""
+    """This rank's part of a gradient, with the placements of `spec`."""
     if grad.placements != spec.placements:
         grad = grad.redistribute(placements=spec.placements)
     return arrived(grad.to_local())

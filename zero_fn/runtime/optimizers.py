@@ -1,21 +1,21 @@
 """Hooks of each step of an optimizer over resting parameters, the only moment at which others change these.
 
-The hooks are torch's public ones for all optimizers and are installed by the first transform, not by importing. They
-cost a dictionary look-up per parameter, and refuse steps that would be silently wrong:
+The hooks are torch's public ones for all optimizers; the first transform installs them, not the import. They cost a
+dictionary look-up per parameter, and refuse what would be silently wrong:
 
     a step while gradients are still local (inside `accumulate`)
-    a step of an optimizer whose parameters a transform replaced
-    a step of an optimizer that looks at whole tensors over shards (`elementwise.py`)
-    a step with states of another dtype than a parameter that `.to()` has cast since
-    a step with states that another rank had written
-    a step of an optimizer that is not streamed over parameters in another tier
+    a step of an optimizer whose parameters a transform has replaced
+    a step over shards of an optimizer that looks at whole tensors (`elementwise.py`)
+    a step with states in another dtype than a parameter that `.to()` has cast since
+    a step with states that another rank has written
+    a step over parameters in another tier of an optimizer that is not streamed
     a step in a backward, by a hook on the node that accumulates a gradient
     a backward, after the step, of a forward before it (through `Unit.generation`)
 
-[Note: loaded states] Whole ones are sharded as their parameters are, shards of another rank are refused: `torch.load` gives
-such shards to all ranks if one of them called `torch.save` on a sharded state_dict, as the file holds those of the rank that
-wrote it. A DTensor read from it lies on an equal mesh, but its mesh still stands where it was written, which tells it apart.
-Training would go on with the first rows in place of the others.
+[Note: loaded states] Whole states that are loaded are sharded as their parameters are. Shards of another rank are refused: if
+one rank alone calls `torch.save` on a sharded state_dict, the file holds the shards of that rank, and `torch.load` gives them
+to all ranks. Training would go on with the first rows in place of the others. A DTensor from such a file lies on an equal
+mesh, but the coordinate in its mesh is the one of the rank that wrote it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
 from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.elementwise import require_elementwise, steps_locally
-from zero_fn.runtime.registry import replacement_of, slot_of
+from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.run import run_of
-from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.slot import Slot, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
 
 __all__ = ["require_own_shard", "say_if_rounded", "say_if_slow", "sharded", "take_over_states", "watch_optimizers"]
 
-_LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for states that are loaded
+_LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for loaded states
 _STEPS_IN_BACKWARD = (
-    "_in_backward_optimizers"  # where `_apply_optimizer_in_backward` of torch puts those of a parameter
+    "_in_backward_optimizers"  # where `_apply_optimizer_in_backward` of torch puts the optimizers of a parameter
 )
 
 _installed: list[Any] = []
@@ -60,7 +60,7 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
-    is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it settles what it loads itself
+    is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it takes over loaded states itself
     if _LOADS not in optimizer.__dict__ and not is_streamed:
         say_if_rounded(optimizer)
         take_over_states(optimizer)  # loaded before the first step
@@ -100,7 +100,7 @@ def _require_not_replaced(parameter: Tensor, optimizer: Optimizer) -> None:
             fix="build the optimizer after the last transform: AdamW(model.parameters()); if parameters are offloaded and "
             "the model was copied or moved, build it after the next forward",
         )
-    # What is trained beside the parameter that took its place was tied to it.
+    # The optimizer trains it beside the parameter that took its place: the two were tied.
     if parameter.grad is not None and any(p is successor for group in optimizer.param_groups for p in group["params"]):
         raise StaleError(
             "A tied parameter was transformed in one of the modules that hold it.",
@@ -173,7 +173,7 @@ def _after_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
 
 
 def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
-    """For a loaded tensor that is to take the place of one on `mesh`.
+    """Checks a loaded tensor that is to take the place of one on `mesh`.
 
     Raises:
         CheckpointError: It holds the shard of another rank. Raised on the ranks that did not write the file.
@@ -196,13 +196,13 @@ def require_own_shard(what: str, entry: DTensor, mesh: DeviceMesh) -> None:
 
 
 def sharded(whole: Tensor, slot: Slot, spec: DTensorSpec) -> DTensor:
-    """This rank's part of a whole tensor, at rest as the parameter of a slot is, in memory of its own."""
+    """This rank's part of a whole tensor, cut as the parameter of a slot is, in memory of its own."""
     return on_spec(alone(slot.owned_of_full(whole)), spec)
 
 
 @uncompiled
 def take_over_states(optimizer: Optimizer) -> None:
-    """Takes over what was loaded into an optimizer. [Note: loaded states]
+    """Shards whole states that were loaded into an optimizer, and checks sharded ones. [Note: loaded states]
 
     Raises:
         CheckpointError: A state is the shard of another rank.
@@ -218,11 +218,12 @@ def take_over_states(optimizer: Optimizer) -> None:
                 states[name] = sharded(value, slot, slot.spec)
 
 
-# -- advice: what is right, and surely not what the user wants, said once; never an error --------------------------------
+# -- advice, given once: what is right, and hardly what the user wants ---------------------------------------------------
 
 
 def say_if_rounded(optimizer: Optimizer) -> None:
-    """Adam's updates are a few thousandths of a parameter at most: added to one in 8 or 11 bits, most of them are lost."""
+    """Warns of Adam on parameters in 16 bits: its updates are a few thousandths of a parameter at most, and with 8 or 11 bits
+    of precision most of them are lost."""
     if type(optimizer) not in (Adam, AdamW, Adamax, NAdam, RAdam):
         return
     for group in optimizer.param_groups:
@@ -241,7 +242,7 @@ def say_if_rounded(optimizer: Optimizer) -> None:
 
 
 def say_if_slow(optimizer: Optimizer) -> None:
-    """Adam of a streamed optimizer is stepped on the host, where only its fused step has a kernel."""
+    """Warns of a streamed Adam without `fused=True`: it is stepped on the host, where only the fused step has a kernel."""
     if type(optimizer) in (Adam, AdamW) and any(group["fused"] is None for group in optimizer.param_groups):
         name = type(optimizer).__name__
         warn_once(

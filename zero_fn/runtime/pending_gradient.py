@@ -1,8 +1,8 @@
-"""What `.grad` shows while a gradient is summed on each rank and not reduced yet: inside `accumulate`.
+"""What `.grad` shows inside `accumulate`, while a gradient is summed on each rank and not reduced yet.
 
-[Note: a pending gradient is part of .grad] A local sum that nobody sees would survive `zero_grad()` and leak into the
-next step. So a marker stands as `.grad` from the first local gradient to the end of the block: setting `.grad` to None drops
-the sum, zeroing it zeroes the sum, adding a resting gradient is remembered, and whatever would read it raises.
+[Note: a pending gradient is part of .grad] A local sum that nobody sees would survive `zero_grad()` and leak into the next
+step. So a marker stands as `.grad` from the first local gradient to the end of the block. Setting `.grad` to None drops the
+sum, zeroing `.grad` zeroes the sum, a resting gradient that is added is remembered, and whatever would read `.grad` raises.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class PendingGradient(Tensor):
     """Stands as `.grad` of a parameter; it has shape, dtype and device of the parameter, and no values.
 
     Attributes:
-        earlier: The gradient that rested there before, to which the reduced one will be added.
+        earlier: The resting gradient that was there before, to which the reduced one will be added.
         zero_sum: Zeroes the local sum.
-        parameter_name: For messages.
+        parameter_name: The name of the parameter, for messages.
     """
 
     earlier: Tensor | None
@@ -54,7 +54,7 @@ class PendingGradient(Tensor):
 
     @property
     def full_tensor(self) -> NoReturn:
-        """Not yet: the methods of a resting gradient raise as operations do."""
+        """Raises, as all methods of a resting gradient do."""
         self._raise("full_tensor")
 
     to_local = redistribute = placements = device_mesh = full_tensor
@@ -85,7 +85,7 @@ class PendingGradient(Tensor):
             if marker.earlier is not None:
                 local_of(marker.earlier).zero_()
         elif func is _aten.add_.Tensor and args[0] is marker and isinstance(args[1], DTensor) and not kwargs:
-            marker._add(args[1])  # what reaches a leaf beside its unit: a penalty on the resting parameter
+            marker._add(args[1])  # a gradient that does not pass the unit: of a penalty on the resting parameter
         else:
             marker._raise(func)
         return marker

@@ -1,9 +1,9 @@
-"""Which unit a resting parameter belongs to, and what a transform put in place of a parameter.
+"""Remembers which parameter a transform has put in place of another.
 
-Both are weak: they keep neither parameters nor units alive. Nothing is written on the user's tensors.
+References are weak: they keep no parameter alive. Nothing is written on the tensors of the user.
 
-[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch swaps no tensor that somebody
-refers to weakly. So a slot stands for its parameter, and the local tensor for one that a transform took the place of.
+[Note: no weak references to DTensors] `Module.to` swaps parameters that are DTensors, and torch does not swap a tensor that
+has weak references. So the slot stands for a new parameter, and the local tensor for one that was replaced.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from zero_fn.runtime.slot import Slot, slot_of
 
-__all__ = ["Replacement", "call_site", "note_replacement", "replacement_of", "slot_of"]
+__all__ = ["Replacement", "call_site", "note_replacement", "replacement_of"]
 
 
 class Replacement:
-    """What became of a parameter.
+    """The replacement of a parameter by a transform.
 
     Attributes:
-        fqn: Its name in the module.
-        site: The verb and the place it was called from.
+        fqn: The name of the parameter in the module.
+        site: The transform, and the place from which it was called.
     """
 
     def __init__(self, fqn: str, parameter: nn.Parameter, site: str) -> None:
@@ -33,7 +33,7 @@ class Replacement:
         self._successor: weakref.ref[Slot | nn.Parameter] = weakref.ref(slot_of(parameter) or parameter)
 
     def parameter(self) -> nn.Parameter | None:
-        """The parameter that took its place; None if it is gone."""
+        """The parameter that took its place; None if that is gone."""
         successor = self._successor()
         return successor if successor is None or isinstance(successor, Tensor) else successor.parameter
 
@@ -44,13 +44,13 @@ _replaced: dict[int, tuple[weakref.ref[Tensor], Replacement]] = {}
 
 
 def note_replacement(old: nn.Parameter, replacement: Replacement) -> None:
-    """Remembers that a transform put another parameter in place of `old`."""
+    """Remembers the replacement of `old`."""
     key = id(old)
     _replaced[key] = (weakref.ref(_anchor(old), lambda _: _replaced.pop(key, None)), replacement)
 
 
 def replacement_of(parameter: object) -> Replacement | None:
-    """What took the place of a parameter; None if nothing did."""
+    """The replacement of a parameter; None if it was not replaced."""
     entry = _replaced.get(id(parameter))
     return (
         entry[1] if entry is not None and isinstance(parameter, Tensor) and entry[0]() is _anchor(parameter) else None
@@ -58,12 +58,12 @@ def replacement_of(parameter: object) -> Replacement | None:
 
 
 def _anchor(parameter: Tensor) -> Tensor:
-    """What lives as long as a parameter does. [Note: no weak references to DTensors]"""
+    """A tensor that lives as long as a parameter does. [Note: no weak references to DTensors]"""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def call_site(verb: str) -> str:
-    """Where the user called `verb`: the innermost frame outside this package."""
+    """The verb, and where the user called it: the innermost frame outside this package."""
     for frame in reversed(traceback.extract_stack(limit=12)):
         if not frame.filename.startswith(_PACKAGE_FOLDER):
             return f"{verb} at {frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"

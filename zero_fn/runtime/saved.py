@@ -1,21 +1,23 @@
-"""Saved-tensor hooks: autograd remembers which gathered tensor it needs, not the tensor.
+"""Saved-tensor hooks: for backward, autograd remembers where a gathered tensor lies, and does not hold the tensor.
 
-[Note: freeing is dropping the reference] A gathered parameter that autograd saves for backward is packed as (unit,
-group, size, stride, offset). So nothing but the unit holds a gathered buffer, and it may be freed;
-unpacking in backward finds the buffer gathered again, or gathers it.
+[Note: freeing is dropping the reference] A gathered parameter that autograd saves is packed as (unit, group, size, stride,
+offset). So only the unit holds a gathered buffer, and may free it; unpacking in backward finds the buffer gathered again, or
+gathers it.
 
-[Note: only the innermost hooks apply] Hooks pushed inside a unit hide those around it, of `torch.utils.checkpoint` or
-`save_on_cpu`. What is not ours is therefore handed to the pair that was on top when the unit began.
+[Note: only the innermost hooks apply] Hooks that are pushed inside a unit hide those around it, such as the ones of
+`torch.utils.checkpoint` or `save_on_cpu`. So tensors that are not ours are handed to the hooks that were on top when the unit
+was entered.
 
-[Note: changed after it was saved] Without hooks autograd refuses, in backward, a saved tensor that was changed in place
-since. Where hooks are pushed it looks no longer (torch 2.13), so it is done here: the version is packed with the tensor.
-What goes to hooks around the unit is theirs to check, as without a unit; of gathered parameters a change is refused anyway.
+[Note: changed after it was saved] Without hooks, autograd raises in backward if a saved tensor was changed in place since.
+With hooks it does not look (torch 2.13), so it is done here: the version is packed with the tensor. Tensors that are handed
+to hooks around the unit are theirs to check, as without a unit; a change of a gathered parameter is refused in any case.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,19 +37,21 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class Source(Protocol):
-    """Who gathers a buffer again when backward needs it. (unit.py)"""
+    """What gathers a buffer again when backward needs it. (unit.py)"""
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer of a group, gathered again if it was freed."""
 
 
-_live: dict[int, tuple[weakref.ref[Source], int, torch.dtype]] = {}  # by storage, whether or not it has memory now
+_live: dict[
+    int, tuple[weakref.ref[Source], int, torch.dtype]
+] = {}  # by storage, also of a buffer that has lost its memory
 
 
 def remember_buffer(buffer: Tensor, owner: object, source: Source, group: int) -> None:
-    """As long as `owner` lives, tensors on this buffer are packed as views of group `group` of `source`.
+    """Packs tensors on this buffer as views of group `group` of `source`, as long as `owner` lives.
 
-    Whoever else holds the buffer then keeps it as an ordinary tensor.
+    Once it is gone, whoever still holds the buffer keeps it as an ordinary tensor.
     """
     key = buffer.untyped_storage()._cdata
     _live[key] = (weakref.ref(source), group, buffer.dtype)
@@ -55,7 +59,7 @@ def remember_buffer(buffer: Tensor, owner: object, source: Source, group: int) -
 
 
 class _Packed:
-    """A view of a gathered buffer, by address instead of by reference; of a DTensor, that of its local tensor."""
+    """A view of a gathered buffer, as its place in the buffer; for a DTensor, the place of its local tensor."""
 
     __slots__ = ("group", "place", "source", "spec")
 
@@ -79,7 +83,7 @@ class _PackedParts:
         self.parts = {name: _pack(getattr(whole, name)) for name in names}
 
     def unpacked(self) -> Tensor:
-        """The same tensor, made of parts that are gathered again."""
+        """The same tensor, made of the parts gathered again."""
         parts = {name: _unpack(part) for name, part in self.parts.items()}
         whole: Tensor = self.kind.__tensor_unflatten__(parts, self.context, *self.form)
         return whole
@@ -107,7 +111,7 @@ def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
 
 
 _PLAIN = frozenset((Tensor, nn.Parameter, DTensor))
-_Kept = tuple[Tensor, int]  # with its version
+_Kept = tuple[Tensor, int]  # a tensor, with its version when it was saved
 
 
 @uncompiled
@@ -115,8 +119,8 @@ def _pack(tensor: Tensor) -> _Kept | _Packed | _PackedParts:
     packed = _find(tensor)
     if packed is not None:
         return packed
-    # The tensor may be an output of the node that saves it: kept with its history it would keep that node alive for ever,
-    # should backward never run. Autograd remembers the history itself.
+    # The tensor may be an output of the node that saves it. With its history it would keep that node alive for ever if
+    # backward never ran. Autograd remembers the history itself.
     return tensor if tensor.grad_fn is None else tensor.detach(), tensor._version
 
 
@@ -136,7 +140,7 @@ def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
 
 
 def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
-    """The error that autograd raises. [Note: changed after it was saved]"""
+    """The error that autograd raises without hooks. [Note: changed after it was saved]"""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
         f"[{tensor.type()} {list(tensor.shape)}] is at version {version}; expected version {expected} instead."
@@ -145,10 +149,10 @@ def _changed(tensor: Tensor, expected: int, version: int) -> RuntimeError:
 
 @uncompiled
 def begin_packing() -> bool:
-    """What autograd saves from now on is packed, until `end_packing`. [Note: only the innermost hooks apply]
+    """Packs what autograd saves from now on, until `end_packing`. [Note: only the innermost hooks apply]
 
     Returns:
-        False if it is already: then there is nothing to end.
+        False if it was packed already: then there is nothing to end.
     """
     top = _top_hooks(False)
     if top is None:
@@ -156,54 +160,43 @@ def begin_packing() -> bool:
     elif _is_ours(top):
         return False
     else:
-        _push(_PackOr(top[0]), _UnpackOr(top[1]))
+        _push(partial(_pack_or, top[0]), partial(_unpack_or, top[1]))
     return True
 
 
 @uncompiled
 def end_packing() -> None:
-    """Undoes `begin_packing`."""
+    """Ends what `begin_packing` began."""
     _pop()
 
 
 @uncompiled
 def drop_packing() -> None:
-    """Undoes every `begin_packing` whose end never came."""
+    """Ends every `begin_packing` whose end never came."""
     while (top := _top_hooks(False)) is not None and _is_ours(top):
         _pop()
 
 
 def _is_ours(top: tuple[object, object]) -> bool:
-    return top[0] is _pack or isinstance(top[0], _PackOr)
-
-
-class _PackOr:
-    """Packs what is ours and hands the rest to the hooks around the unit."""
-
-    __slots__ = ("_outer",)
-
-    def __init__(self, outer: Callable[[Tensor], Any]) -> None:
-        self._outer = outer
-
-    @uncompiled
-    def __call__(self, tensor: Tensor) -> _Packed | _PackedParts | _Delegated:
-        packed = _find(tensor)
-        return _Delegated(self._outer(tensor)) if packed is None else packed
-
-
-class _UnpackOr:
-    __slots__ = ("_outer",)
-
-    def __init__(self, outer: Callable[[Any], Tensor]) -> None:
-        self._outer = outer
-
-    @uncompiled
-    def __call__(self, packed: _Packed | _PackedParts | _Delegated) -> Tensor:
-        return self._outer(packed.packed) if isinstance(packed, _Delegated) else _unpack(packed)
+    return top[0] is _pack or getattr(top[0], "func", None) is _pack_or
 
 
 class _Delegated:
+    """What hooks around the unit have packed."""
+
     __slots__ = ("packed",)
 
     def __init__(self, packed: Any) -> None:
         self.packed = packed
+
+
+@uncompiled
+def _pack_or(outer: Callable[[Tensor], Any], tensor: Tensor) -> _Packed | _PackedParts | _Delegated:
+    """Packs a tensor that is ours, and hands any other to the hooks around the unit."""
+    packed = _find(tensor)
+    return _Delegated(outer(tensor)) if packed is None else packed
+
+
+@uncompiled
+def _unpack_or(outer: Callable[[Any], Tensor], packed: _Packed | _PackedParts | _Delegated) -> Tensor:
+    return outer(packed.packed) if isinstance(packed, _Delegated) else _unpack(packed)

@@ -1,8 +1,9 @@
-"""Keeps what a unit does itself out of a selective checkpoint around it.
+"""Hides what a unit itself does from a selective checkpoint around it.
 
-`create_selective_checkpoint_contexts` counts each operation of a forward, saves what its policy asks for, and expects the
-same operations when it computes again. A unit that is gathered ahead, or still is, does others there; and a saved gather
-would be memory that has been freed since. So its modes are set aside while a unit is entered and left.
+`create_selective_checkpoint_contexts` counts the operations of a forward, saves those that its policy asks for, and expects
+the same operations when the forward runs again. A unit that is gathered ahead, or is still gathered, does other operations
+then; and a saved gather would be memory that has been freed since. So the modes of the checkpoint are set aside while a unit
+is entered and left.
 """
 
 from __future__ import annotations

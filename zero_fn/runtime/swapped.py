@@ -1,7 +1,7 @@
-"""Tensors in place of parameters for one forward: what `torch.func.functional_call` registers.
+"""Tensors that stand in for parameters during one forward: those that `torch.func.functional_call` registers.
 
-Whole plain tensors are used as they are, and gradients with respect to them are those of this rank. Resting tensors (such
-as `parameter - lr * grad`) are refused.
+Whole plain tensors are used as they are, and their gradients are those of this rank. Resting tensors (such as
+`parameter - lr * grad`) are refused.
 
 [Note: torch.func sees whole tensors] `grad` and `vmap` of torch.func wrap tensors, and know no saved-tensor hooks. Inside
 them nothing is packed, and parameters are gathered outside the wrappers.
@@ -31,12 +31,12 @@ _peek = torch._C._functorch.peek_interpreter_stack
 
 
 def is_transforming() -> bool:
-    """Whether this runs inside `torch.func.grad`, `vmap` and their like."""
+    """Whether this runs inside a transform of torch.func, such as `grad` or `vmap`."""
     return _peek() is not None
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """A context outside the transforms of torch.func, if this runs inside one."""
+    """A context outside the transforms of torch.func."""
     return temporarily_clear_interpreter_stack() if is_transforming() else _NOTHING
 
 
@@ -49,7 +49,7 @@ def called_outside(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) 
 
 
 def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
-    """The tensors registered in place of parameters, by slot: of the shape of the whole, and no Parameters.
+    """The tensors that are registered in place of parameters, by the number of the slot.
 
     Raises:
         StateError: A tensor rests in parts on several ranks.
@@ -87,12 +87,12 @@ def swapped_values(slots: Sequence[Slot]) -> dict[int, Tensor]:
 
 
 def in_compute_dtype(slot: Slot, value: Tensor) -> Tensor:
-    """A whole value as a forward computes with it: cast if it is of the dtype at rest."""
+    """A whole value as a forward computes with it: one in the dtype at rest is cast."""
     return value.to(slot.kind.compute_dtype) if value.dtype == slot.dtype else value
 
 
 def _is_resting(value: Tensor, slot: Slot) -> bool:
-    """Whether it is a DTensor other than one on the model axes of the parameter, which a forward takes as it is."""
+    """Whether a value is a DTensor, and not one on the model axes of the parameter, which a forward takes as it is."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return isinstance(value, DTensor) and (slot.model is None or value.device_mesh != slot.model.mesh)

@@ -1,8 +1,8 @@
-"""Memory that nobody has written: filled with a pattern when a module on `meta` gets it, and found by that.
+"""Finds memory that nobody has written: it is filled with a pattern when a module on `meta` gets it.
 
-[Note: emptied buffers] `to_empty()` gives memory to buffers, too, and those that no state_dict holds, such as the frequencies
-of rotary embeddings, are easily forgotten. It goes through `_apply` of each module. So modules that have buffers on `meta`
-when they are transformed get one that fills such memory; the first forward looks whether somebody wrote it.
+[Note: emptied buffers] `to_empty()` gives memory to buffers, too. Those that no state_dict holds, such as the frequencies of
+rotary embeddings, are easily forgotten. `to_empty()` calls `_apply` of each module. So modules that have buffers on `meta`
+when they are transformed get an `_apply` that fills such memory; the first forward checks whether somebody wrote it.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from zero_fn.errors import StateError
 __all__ = ["SHOWN", "filled", "is_filled", "note_emptied_buffers", "require_written_buffers"]
 
 SHOWN = 8
-"""How many names an error gives at most."""
+"""The most names that an error lists."""
 
 _UNWRITTEN = 0xFB  # each byte: -2.6e36 in float32, no value that anybody draws
 
 
 def filled(memory: Tensor) -> Tensor:
-    """The same memory with the pattern of what nobody has written."""
+    """The same memory, filled with the pattern that marks it as not written."""
     _bytes_of(memory).fill_(_UNWRITTEN)
     return memory
 
 
 def is_filled(tensor: Tensor) -> bool:
-    """Whether nobody has written any of it."""
+    """Whether all of a tensor is the pattern: nobody has written it."""
     own = _bytes_of(tensor)
     return own.numel() > 0 and bool(own[0] == _UNWRITTEN) and bool((own == _UNWRITTEN).all())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The memory of a tensor that begins and ends with it, which other dims may lie in."""
+    """All bytes of the storage of a tensor, which the tensor fills; its dims may lie in any order."""
     memory = tensor.detach().as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
     return memory.view(torch.uint8)
 
 
 class _Apply:
-    """`_apply` of one module. [Note: emptied buffers]
+    """Stands in for `_apply` of one module. [Note: emptied buffers]
 
     Attributes:
-        emptied: Names of the buffers that it gave memory to.
+        emptied: Names of the buffers that got memory.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,14 +73,14 @@ class _Apply:
 
 
 def note_emptied_buffers(root: nn.Module) -> None:
-    """From now on buffers on `meta`, of a module and of those below it, are noted when they get memory."""
+    """From now on, notes when buffers on `meta` get memory, in a module and those below it."""
     for module in root.modules():
         if any(buffer is not None and buffer.is_meta for buffer in module._buffers.values()):
             module.__dict__.setdefault("_apply", _Apply(module))
 
 
 def require_written_buffers(root: nn.Module) -> None:
-    """Looks whether buffers that got memory have got values too.
+    """Checks that buffers that got memory have got values, too.
 
     Raises:
         StateError: Some have not.

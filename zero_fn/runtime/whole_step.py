@@ -1,13 +1,14 @@
-"""Blocks in which the parameters of a unit are whole, plain leaves: gathered once, under the names of the resting ones.
+"""Blocks in which the parameters of a unit are whole, plain leaves: gathered once, and registered in place of the resting
+ones.
 
-In a block that trains (`accumulate(unshard=True)`) they are reduced once, too. Whatever autograd does with the leaves of a
-plain module works on them: the many forwards before the first backward of a pipeline, the weight gradients that zero-bubble
-schedules take with `torch.autograd.grad`, `.grad` that is divided in place. The price is that of data parallelism without
-ZeRO for as long as the block lasts: whole parameters and whole gradients.
+In a block that trains (`accumulate(unshard=True)`) their gradients are reduced once, too. Whatever autograd does with the
+leaves of a plain module works on them: many forwards before the first backward of a pipeline, weight gradients that
+zero-bubble schedules take with `torch.autograd.grad`, `.grad` that is divided in place. While the block lasts, whole
+parameters and whole gradients take the memory that they take under data parallelism without ZeRO.
 
-A parameter that computes in another dtype stays a leaf in the dtype at rest and is cast in each forward, so that
-gradients are summed in the dtype at rest, whoever sums them. Once backward has reached the outputs of a forward, modules see
-the casts of that forward until it ends: a checkpoint inside the unit computes with them again.
+A parameter that computes in another dtype stays a leaf in the dtype at rest, and each forward casts it. So gradients are
+summed in the dtype at rest, whoever sums them. Once backward has reached the outputs of a forward, modules see the casts of
+that forward until the backward ends: a checkpoint inside the unit computes with them again.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def local_gradients(unit: Unit, leaves: Sequence[Tensor]) -> list[Tensor | None]
 
 
 def see_leaves(unit: Unit) -> list[Tensor]:
-    """The leaves, or what `functional_call` has put in their place, as a forward sees them: in the compute dtype."""
+    """The leaves as a forward sees them, in the compute dtype; or the tensors that `functional_call` has put in their
+    place."""
     assert unit.shown.leaves is not None
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors of inference count no changes
@@ -92,7 +94,7 @@ def see_leaves(unit: Unit) -> list[Tensor]:
 
 
 def show_in_backward(unit: Unit, tensors: list[Tensor], outputs: Iterable[Tensor]) -> None:
-    """Lets modules see what a forward of the unit saw, once backward has reached one of its outputs."""
+    """Once backward has reached an output of a forward of the unit, lets modules see the tensors that the forward saw."""
     assert unit.shown.leaves is not None
     if unit.shown.swapped or all(map(is_, tensors, unit.shown.leaves)):
         return
@@ -110,7 +112,7 @@ def _show_until_the_end(unit: Unit, tensors: list[Tensor], _grad: Tensor) -> Non
         def end() -> None:
             leave()
 
-        leave = weakref.finalize(end, _hide, unit)  # a backward that raises drops what it was to call
+        leave = weakref.finalize(end, _hide, unit)  # if the backward raises, `end` is dropped, and this finalizer runs
         Variable._execution_engine.queue_callback(end)
 
 

@@ -12,7 +12,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
-from zero_fn.runtime.registry import slot_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of
 from zero_fn.values.tiers import Cpu

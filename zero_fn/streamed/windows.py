@@ -20,8 +20,8 @@ from torch import Tensor
 from zero_fn.resting import is_dense, local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.record import Record, record_of
-from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.side_stream import side_stream
+from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, same_place
 from zero_fn.storage import NOTHING, Ring, Waited
 from zero_fn.streamed.pieces import Chunk, SteppedPiece, padded_nbytes

@@ -19,8 +19,8 @@ from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.optimizers import require_own_shard, sharded
-from zero_fn.runtime.registry import slot_of
 from zero_fn.runtime.run import run_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import unit_of
 from zero_fn.transport.agreement import content_digest

@@ -28,9 +28,9 @@ from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.record import Form
 from zero_fn.runtime.refused import note_mesh
-from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of, slot_of
+from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of
 from zero_fn.runtime.run import Run, run_of
-from zero_fn.runtime.slot import Place, Slot, model_of
+from zero_fn.runtime.slot import Place, Slot, model_of, slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit, unit_of
 from zero_fn.runtime.unwritten import note_emptied_buffers
