@@ -1,6 +1,6 @@
 """Memory and files in which training state rests off the device.
 
-memory      how much memory this process may still take
+memory      how much memory this process may still take, and the error where that is too little
 slab        one page-aligned range of host memory of exact size, pinned where it can be; ring: equal ranges of one slab
 file        an unnamed file of reserved size; stripes: such files on several disks, used as one
 request     one read or write of a file, continued until it is complete

@@ -9,10 +9,11 @@ import resource
 import tempfile
 import weakref
 
-from zero_fn.errors import StorageError, TierError
+from zero_fn.errors import StorageError
+from zero_fn.storage.memory import too_small
 from zero_fn.values.tiers import bytes_text
 
-__all__ = ["FULL", "SpillFile", "too_small"]
+__all__ = ["FULL", "SpillFile"]
 
 FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 """Error numbers of the system that mean that there is no room."""
@@ -65,7 +66,7 @@ class SpillFile:
                     why=_text(error),
                     fix="check the disk (dmesg), or choose another path: zf.nvme('/other_disk')",
                 ) from error
-            raise too_small(self.name, nbytes, *self._room(error)) from error
+            raise too_small(self.name, nbytes, *self._room(error), of="disk") from error
         self.nbytes = nbytes
 
     def shrink(self, nbytes: int) -> None:
@@ -84,18 +85,6 @@ class SpillFile:
         if most == resource.RLIM_INFINITY:
             return self.nbytes, f"{error.strerror}: this file system takes no file so large"
         return min(free_nbytes, most), f"{error.strerror}: the limit of the process on the size of a file (ulimit -f)"
-
-
-def too_small(name: str, nbytes: int, room_nbytes: int, bound: str) -> TierError:
-    """The error where a disk, or a limit, leaves less room than `name` needs."""
-    return TierError(
-        f"{name} need {bytes_text(nbytes)} of disk, {bytes_text(room_nbytes)} can be taken.",
-        needs=f"{nbytes} B",
-        can_be_taken=f"{room_nbytes} B",
-        bound=bound,
-        why="room is reserved before anything moves; nothing was lost",
-        fix="raise that bound or free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
-    )
 
 
 def _not_made(path: str, what: str, error: OSError) -> StorageError:

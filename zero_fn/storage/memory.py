@@ -6,8 +6,12 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["Available", "available"]
+from zero_fn.errors import TierError
+from zero_fn.values.tiers import bytes_text
+
+__all__ = ["Available", "available", "too_small"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -93,3 +97,23 @@ def _limits() -> list[Available]:
         if most != resource.RLIM_INFINITY:
             found.append(Available(max(most - int(rows[row].split()[0]) * 1024, 0), bound))
     return found
+
+
+_FIXES = {
+    "host memory": "raise that bound, use more ranks, or keep the states on disk: zf.nvme('/local_nvme')",
+    "disk": "raise that bound or free that much, choose another disk: zf.nvme('/other_disk'), or use more ranks",
+}
+
+
+def too_small(
+    what: str, nbytes: int, room_nbytes: int, bound: str, *, of: Literal["host memory", "disk"] = "host memory"
+) -> TierError:
+    """The error where `what` needs more memory, or more room on a disk, than `bound` leaves."""
+    return TierError(
+        f"{what} need {bytes_text(nbytes)} of {of}, {bytes_text(room_nbytes)} can be taken.",
+        needs=f"{nbytes} B",
+        can_be_taken=f"{room_nbytes} B",
+        bound=bound,
+        why="nothing was taken or moved",
+        fix=_FIXES[of],
+    )

@@ -66,22 +66,19 @@ class Request:
         fix = "check the disk (dmesg, smartctl -a); start again from the last checkpoint, on another path"
         if number in FULL:
             fix = "free space on this file system, or choose another: zf.nvme('/other_disk')"
-        verb = "Writing to" if self.is_write else "Reading from"
-        why = f"{errno.errorcode.get(number, number)}: {os.strerror(number)}"
-        return self._error(f"{verb} {self.file.name} failed.", why, fix)
+        return self._error("failed", f"{errno.errorcode.get(number, number)}: {os.strerror(number)}", fix)
 
     def _ended(self, done: int) -> StorageError:
-        verb = "Writing to" if self.is_write else "Reading from"
         return self._error(
-            f"{verb} {self.file.name} stopped short.",
+            "stopped short",
             f"after {self.memory.numel() - self.nbytes + done} B the kernel does no more; the file has "
             f"{os.fstat(self.file.fd).st_size} B",
             "something cut the file, or the disk is failing: start again from the last checkpoint",
         )
 
-    def _error(self, summary: str, why: str, fix: str) -> StorageError:
+    def _error(self, how: str, why: str, fix: str) -> StorageError:
         return StorageError(
-            summary,
+            f"{'Writing to' if self.is_write else 'Reading from'} {self.file.name} {how}.",
             file=self.file.name,
             range=f"{bytes_text(self.memory.numel())} at offset {self.begin}, stopped at {self.offset}",
             why=why,

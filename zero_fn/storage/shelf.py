@@ -20,8 +20,9 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.storage.carrier import Carrier, chosen_carrier
-from zero_fn.storage.file import SpillFile, too_small
+from zero_fn.storage.file import SpillFile
 from zero_fn.storage.forked import Owned
+from zero_fn.storage.memory import too_small
 from zero_fn.storage.request import Request
 from zero_fn.storage.ring import Ring
 from zero_fn.storage.slab import Slab, whole_pages
@@ -187,16 +188,10 @@ class Disk(Owned, Shelf):
             left.synchronize()
 
     def read(self, place: int, memory: Tensor) -> Transfer:
-        requests, blocks = self._cut(place, memory, is_write=False)
-        assert all(b.nbytes == r.nbytes for b, r in zip(blocks, requests, strict=True)), "not written as one"
-        return Transfer(self._carrier, requests, blocks)
+        return self._transfer(place, memory, is_write=False)
 
     def write(self, place: int, memory: Tensor) -> Transfer:
-        requests, blocks = self._cut(place, memory, is_write=True)
-        transfer = Transfer(self._carrier, requests)
-        for request, block in zip(requests, blocks, strict=True):
-            block.note(request)
-        return transfer
+        return self._transfer(place, memory, is_write=True)
 
     def __del__(self) -> None:
         if hasattr(self, "_free"):
@@ -209,21 +204,23 @@ class Disk(Owned, Shelf):
             if left is not None:
                 left.synchronize()
 
-    def _cut(self, place: int, memory: Tensor, *, is_write: bool) -> tuple[list[Request], list[Block]]:
-        """The requests for a range, and the block of each."""
+    def _transfer(self, place: int, memory: Tensor, *, is_write: bool) -> Transfer:
+        """Begins to read or write a range."""
         self.require_own()
         requests, blocks = [], []
         for start, nbytes, disk, offset in extents_of(place, memory.numel(), len(self.files), BLOCK_NBYTES):
             requests.append(Request(self.files[disk], offset, memory[start : start + nbytes], is_write=is_write))
             blocks.append(self._blocks.setdefault(place + start, Block(nbytes)))
-        return requests, blocks
+            assert is_write or blocks[-1].nbytes == nbytes, "not written as one"
+        return Transfer(self._carrier, requests, blocks)
 
     def _grow(self, nbytes: int) -> None:
         if self.tier.limit_nbytes is not None:
             others = sum(o.nbytes for o in list(_disks) if o is not self and o.tier == self.tier)
             left = self.tier.limit_nbytes - others
             if nbytes > left:
-                raise too_small(f"{self._what} in {', '.join(self.tier.paths)}", nbytes, left, "the limit of the tier")
+                what = f"{self._what} in {', '.join(self.tier.paths)}"
+                raise too_small(what, nbytes, left, "the limit of the tier", of="disk")
         before = [file.nbytes for file in self.files]
         try:
             for number, file in enumerate(self.files):

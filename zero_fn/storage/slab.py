@@ -19,8 +19,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zero_fn.errors import TierError
-from zero_fn.storage.memory import available
+from zero_fn.storage.memory import available, too_small
 from zero_fn.values.tiers import Cpu, bytes_text
 
 __all__ = ["PAGE_NBYTES", "MappedMemory", "Slab", "advise", "map_memory", "whole_pages"]
@@ -58,27 +57,15 @@ class Slab:
         """
         self.nbytes = max(whole_pages(nbytes), PAGE_NBYTES)
         if tier.limit_nbytes is not None and self.nbytes > tier.limit_nbytes:
-            raise too_small(self.nbytes, tier.limit_nbytes, "the limit of the tier", what)
+            raise too_small(what, self.nbytes, tier.limit_nbytes, "the limit of the tier")
         room = available()
         if self.nbytes > room.nbytes:
-            raise too_small(self.nbytes, room.nbytes, room.bound, what)
+            raise too_small(what, self.nbytes, room.nbytes, room.bound)
         mapped = map_memory(self.nbytes, what, huge=huge)
         if not forked:
             advise(mapped, "MADV_DONTFORK")
         self.memory: Tensor = torch.frombuffer(mapped, dtype=torch.uint8)
         self.is_pinned = tier.pinned and torch.cuda.is_available() and _register(mapped, self.nbytes)
-
-
-def too_small(nbytes: int, room_nbytes: int, bound: str, what: str) -> TierError:
-    """The error for `what`, which needs more than can be taken, because of `bound`."""
-    return TierError(
-        f"{what} need {bytes_text(nbytes)} of host memory, {bytes_text(room_nbytes)} can be taken.",
-        needs=f"{nbytes} B",
-        can_be_taken=f"{room_nbytes} B",
-        bound=bound,
-        why="nothing was taken or moved",
-        fix="raise that bound, use more ranks, or keep the states on disk: zf.nvme('/local_nvme')",
-    )
 
 
 def map_memory(nbytes: int, what: str, *, huge: bool = True) -> MappedMemory:
@@ -90,7 +77,7 @@ def map_memory(nbytes: int, what: str, *, huge: bool = True) -> MappedMemory:
     try:
         mapped = MappedMemory(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise too_small(nbytes, available().nbytes, str(error), what) from error
+        raise too_small(what, nbytes, available().nbytes, str(error)) from error
     if huge and nbytes >= _HUGE_NBYTES:
         advise(mapped, "MADV_HUGEPAGE")
     return mapped

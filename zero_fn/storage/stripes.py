@@ -48,8 +48,6 @@ def extents_of(begin: int, nbytes: int, disks: int, largest_nbytes: int) -> Iter
 
 def share_of(disk: int, nbytes: int, disks: int) -> int:
     """How many of the first `nbytes` bytes lie on the disk of this number."""
-    if disks == 1:
-        return nbytes
     stripes, rest = divmod(nbytes, STRIPE_NBYTES)
     whole, more = divmod(stripes, disks)
     return (whole + (disk < more)) * STRIPE_NBYTES + (rest if disk == more else 0)

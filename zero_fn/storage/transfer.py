@@ -68,17 +68,14 @@ class Block:
 class Transfer(Owned):
     """Requests under way. Whoever began them must wait before using their memory or giving it up."""
 
-    def __init__(self, carrier: Carrier, requests: Sequence[Request], read: Sequence[Block] = ()) -> None:
-        """Begins them.
-
-        Args:
-            carrier: What carries the requests.
-            requests: The requests.
-            read: The blocks that they read, to be compared.
-        """
+    def __init__(self, carrier: Carrier, requests: Sequence[Request], blocks: Sequence[Block]) -> None:
+        """Begins requests, each for one of the blocks."""
         super().__init__()
-        self._carrier, self._requests, self._read = carrier, requests, read
+        self._carrier, self._requests, self._blocks = carrier, requests, blocks
         carrier.submit(requests)
+        for request, block in zip(requests, blocks, strict=True):
+            if request.is_write:
+                block.note(request)
 
     def wait(self) -> None:
         """Waits until every byte is there, and compares digests of what was read. May be called again.
@@ -95,8 +92,9 @@ class Transfer(Owned):
         for request in requests:
             if request.failure is not None:
                 raise request.failure
-        for request, block in zip(requests, self._read, strict=False):  # no blocks if this is a write
-            block.require_undamaged(request)
+        for request, block in zip(requests, self._blocks, strict=True):
+            if not request.is_write:
+                block.require_undamaged(request)
 
 
 class Waited(Protocol):

@@ -14,7 +14,7 @@ from bisect import insort
 
 import torch
 
-from zero_fn.storage.slab import too_small
+from zero_fn.storage.memory import too_small
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
 __all__ = ["WORD_NBYTES", "Arena", "Mapped", "map_arena"]
@@ -87,7 +87,7 @@ class Arena:
             start = max(start, -(-end // ALIGNMENT_NBYTES) * ALIGNMENT_NBYTES)
         if start + nbytes > self._capacity:
             room_nbytes, what = max(self._capacity - start, 0), "Messages to ranks of this host"
-            raise too_small(nbytes, room_nbytes, "half the memory of the machine", what)
+            raise too_small(what, nbytes, room_nbytes, "half the memory of the machine")
         insort(self._blocks, (start, start + nbytes))
         return start
 
