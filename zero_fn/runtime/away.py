@@ -41,11 +41,7 @@ class Away:
         self._failure: StorageError | None = None
 
     def shelf(self, what: Shelved) -> Shelf:
-        """The shelf for parameters, or for gradients, of the module in a tier.
-
-        Raises:
-            StorageError: The path takes no files.
-        """
+        """The shelf for parameters, or for gradients, of the module in a tier."""
         if what not in self._shelves:
             kind, tier = what
             self._shelves[what] = shelf_of(tier, kind)
@@ -97,11 +93,7 @@ class Away:
                 record.begin_writing(values, group.kind.compute_dtype)
 
     def finish_gradients(self, units: Iterable[Groups]) -> None:
-        """Waits until all gradients are in their tier.
-
-        Raises:
-            StorageError: On every rank, if a disk failed on any.
-        """
+        """Waits until all gradients are in their tier."""
         if all(group.gradient_record is None for groups in units for group in groups.members):
             return
         with self._failing_at_the_end():

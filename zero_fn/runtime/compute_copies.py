@@ -33,11 +33,7 @@ class ParameterRecord(Record):
 
     @property
     def source(self) -> Record:
-        """The record that a gather would read: the copies, if there are any and all are up to date; else the originals.
-
-        Raises:
-            StorageError: A step that waited for these tensors failed.
-        """
+        """The record that a gather would read: the copies, if there are any and all are up to date; else the originals."""
         self.settle()
         copies = self.copies
         if copies is None or any(c.version != p.version for c, p in zip(copies.parcels, self.parcels, strict=True)):
@@ -50,11 +46,7 @@ class ParameterRecord(Record):
         return self.copies if self.copies is not None and self.copies.fetched is not None else self
 
     def arrive_for_gather(self) -> None:
-        """Waits until the record that a gather reads is in memory, and renews copies that are out of date.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it.
-        """
+        """Waits until the record that a gather reads is in memory, and renews copies that are out of date."""
         source, copies = self.source, self.copies
         source.arrive()
         if copies is None or source is copies:

@@ -27,6 +27,8 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)
 class Record:
     """The tensors of a group in a tier.
 
+    What reads, writes or waits raises `StorageError` if a disk fails, or does not hold what was written to it.
+
     Attributes:
         shelf, place: Where they rest: the shelf, and their first byte on it.
         is_addressable: Whether the tier is memory of the host, which is used where it lies, without transfers.
@@ -73,11 +75,7 @@ class Record:
         return TierTensor(self, number, (self.forms[number].numel,), (1,))
 
     def settle(self) -> None:
-        """Takes the step that waits for these tensors, if one does. [Note: a step that waits]
-
-        Raises:
-            StorageError: The disk failed.
-        """
+        """Takes the step that waits for these tensors, if one does. [Note: a step that waits]"""
         if self.waited_for is not None:
             reach, index = self.waited_for
             reach(index)
@@ -85,11 +83,7 @@ class Record:
     # -- all of it ------------------------------------------------------------------------------------------------
 
     def fetch(self) -> None:
-        """Begins to bring all tensors into host memory, unless they are there or on their way.
-
-        Raises:
-            StorageError: A step that waited for it failed.
-        """
+        """Begins to bring all tensors into host memory, unless they are there or on their way."""
         self.settle()
         if self.fetched is None:
             self.finish_writing()
@@ -97,11 +91,7 @@ class Record:
             self.fetched.read(self, self.parcels)
 
     def arrive(self) -> Stretch:
-        """Waits until all tensors are in host memory; fetches them if nobody has.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it. Nothing is in memory.
-        """
+        """Waits until all tensors are in host memory; fetches them if nobody has."""
         self.fetch()
         assert self.fetched is not None
         try:
@@ -137,9 +127,6 @@ class Record:
             values: Flat, by number, on the host or the device. Those on the device must stay as they are until
                 `finish_writing`.
             computed: The dtype in which gradients on the device were computed, if known.
-
-        Raises:
-            StorageError: An earlier write failed, or the other tensors in the same parcels cannot be read.
         """
         self.settle()
         self.finish_writing()
@@ -166,11 +153,7 @@ class Record:
             stretch.go_on(self)
 
     def finish_writing(self) -> None:
-        """Waits for the writes of `begin_writing`.
-
-        Raises:
-            StorageError: A write failed.
-        """
+        """Waits for the writes of `begin_writing`."""
         writing, self.writing = self.writing, None
         if writing is not None:
             try:
@@ -189,9 +172,6 @@ class Record:
             number: The number of the tensor.
             is_written: Whether to write it back at the end.
             on_host: Whether it is wanted in host memory rather than on the device.
-
-        Raises:
-            StorageError: The disk failed, or does not hold what was written to it.
         """
         self.settle()
         self.finish_writing()
@@ -220,11 +200,7 @@ class Record:
         return self.shelf.borrow(self.place + parcel.start, parcel.nbytes)
 
     def read_parcel(self, parcel: Parcel, memory: Tensor) -> Transfer | None:
-        """Begins to read a parcel into memory of whole pages.
-
-        Raises:
-            StorageError: An earlier write failed.
-        """
+        """Begins to read a parcel into memory of whole pages."""
         self.finish_writing()
         if not parcel.is_stored:
             memory.zero_()
@@ -268,11 +244,7 @@ class Stretch:
         self._begin(record.write_parcel, parcels)
 
     def go_on(self, record: Record) -> None:
-        """Waits for gradients on their way from the device, and begins to write them to the tier.
-
-        Raises:
-            StorageError: The write could not begin.
-        """
+        """Waits for gradients on their way from the device, and begins to write them to the tier."""
         arriving, self.arriving = self.arriving, []
         for each in arriving:
             each.finish()
@@ -280,11 +252,7 @@ class Stretch:
         self.write(record, unwritten)
 
     def wait(self) -> None:
-        """Waits for all transfers between this memory and the tier.
-
-        Raises:
-            StorageError: The disk failed.
-        """
+        """Waits for all transfers between this memory and the tier."""
         wait_all(self._transfers)
         self._transfers = []
 

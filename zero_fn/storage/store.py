@@ -38,14 +38,13 @@ class Stored(Protocol):
 
 
 class Store:
-    """Room for byte strings, and their way in and out. As text it says where they rest and how they get there."""
+    """Room for byte strings, and their way in and out. As text it says where they rest and how they get there.
+
+    What waits for a disk raises `StorageError` if the disk fails, or does not hold what was written to it.
+    """
 
     def __init__(self, tier: Tier | None, what: str) -> None:
-        """An empty store. A tier of None is the memory of the device itself.
-
-        Raises:
-            StorageError: The path takes no files.
-        """
+        """An empty store. A tier of None is the memory of the device itself."""
         self._shelf = shelf_of(tier, what) if tier is not None else None
         self._on_device: list[Tensor] = []
         self._count = self._largest_nbytes = 0
@@ -111,9 +110,6 @@ class Store:
     def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
         """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
         The memory of the one that came four before may be taken.
-
-        Raises:
-            StorageError: That one could not be written.
         """
         if self._shelf is None:
             return self._on_device[member.place], ()
@@ -130,11 +126,7 @@ class Store:
         return held
 
     def get(self, member: Stored) -> Tensor:
-        """The bytes of a byte string, in memory. Waits.
-
-        Raises:
-            StorageError: The disk failed, or gave other bytes than were written.
-        """
+        """The bytes of a byte string, in memory. Waits."""
         memory, transfers = self.fetch(member)
         try:
             wait_all(transfers)
