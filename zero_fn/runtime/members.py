@@ -19,7 +19,7 @@ from zero_fn.runtime.transformed import Transformed
 
 __all__ = ["forget_if_changed", "forget_members", "refuse_late", "refuse_new"]
 
-_MEMBERS = "_zero_fn_members"  # in the `__dict__` of a transformed module, which is what may keep its modules alive
+_MEMBERS = "_zero_fn_members"  # in the `__dict__` of the transformed module: only that may keep its modules alive
 
 
 class _Members:

@@ -55,7 +55,7 @@ from zero_fn.values.mesh import axes_text
 __all__ = ["ROWS", "Row", "agree_in_tiers", "note_mesh"]
 
 _aten = torch.ops.aten
-_MEAN = 1  # as losses number their reductions
+_MEAN = 1  # the number of reduction="mean" in losses of aten
 _EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
 
 
@@ -193,7 +193,7 @@ def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
     """[Note: parts that are no terms]"""
     found = go_on(*call.args, **call.kwargs)
     if found.is_floating_point() and not found.ndim:
-        return found  # a norm of everything: `clip_grad_norm_` goes on with it, and rightly
+        return found  # a norm over all dims, whose parts DTensor reduces rightly: `clip_grad_norm_` uses it
     return _whole(found, _partial(found))
 
 
@@ -483,7 +483,7 @@ def _from_row(first: int, operation: Any, /, *args: Any, **kwargs: Any) -> objec
                 return row.mend(call, partial(_from_row, number + 1, operation))
     if operation in _before:
         return _before[operation](operation, args, kwargs)
-    _table().pop(operation, None)  # from here on DTensor's own way
+    _table().pop(operation, None)  # what follows is DTensor's own way
     try:
         return operation(*args, **kwargs)
     finally:

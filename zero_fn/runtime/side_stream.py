@@ -92,7 +92,9 @@ class Arriving:
             narrow = values.to(computed)
             is_same = (narrow.to(values.dtype) == values).all().view(torch.uint8)
             self._half = place.view(computed)[place.numel() :]
-            self._is_same = place.view(torch.uint8)[:1]  # nothing else is there yet, and it is pinned as the place is
+            self._is_same = place.view(torch.uint8)[
+                :1
+            ]  # unused until the half is widened, and pinned as all of the place
             stream.copy(self._half, narrow)
             self._end = stream.copy(self._is_same, is_same.reshape(1))
         else:

@@ -72,7 +72,8 @@ class Statistics:
 
     def note(self) -> None:
         """A forward has ended: notes whether a buffer has changed since the last time."""
-        owners, now = self._live_owners(), self._now()
+        owners = self._live_owners()
+        now = _versions(owners)
         if not _are_same(now, self._seen) or any(map(_updates_unseen, owners)):
             self._seen, self._has_changed = now, True
         if any(owner.training for owner in owners):
@@ -144,9 +145,13 @@ class Statistics:
         return [owner for reference in self._owners if (owner := reference()) is not None]
 
     def _now(self) -> list[tuple[Tensor, int]]:
-        """All buffers, with the versions that they have now."""
-        buffers = (buffer for owner in self._live_owners() for buffer in _buffers(owner))
-        return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
+        return _versions(self._live_owners())
+
+
+def _versions(owners: Sequence[nn.Module]) -> list[tuple[Tensor, int]]:
+    """The buffers of modules, with the versions that they have now."""
+    buffers = (buffer for owner in owners for buffer in _buffers(owner))
+    return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:

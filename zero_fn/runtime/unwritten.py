@@ -22,7 +22,7 @@ __all__ = ["SHOWN", "filled", "is_filled", "note_emptied_buffers", "require_writ
 SHOWN = 8
 """The most names that an error lists."""
 
-_UNWRITTEN = 0xFB  # each byte: -2.6e36 in float32, no value that anybody draws
+_UNWRITTEN = 0xFB  # of each byte: in float32 that is -2.6e36, which nobody draws
 
 
 def filled(memory: Tensor) -> Tensor:

@@ -146,10 +146,9 @@ class Disk(Owned, Shelf):
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
         self.stagings = Ring()
-        self._free: list[
-            tuple[Tensor, torch.Event | None, Sequence[Transfer]]
-        ] = []  # with the end of a copy to the device, and transfers
-        self._lent: dict[int, Tensor] = {}  # by address
+        # Staging buffers to lend, with what must end first: a copy to the device, and transfers.
+        self._free: list[tuple[Tensor, torch.Event | None, Sequence[Transfer]]] = []
+        self._lent: dict[int, Tensor] = {}  # those that are lent, by address
         _disks.add(self)
 
     def __str__(self) -> str:

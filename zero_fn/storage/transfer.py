@@ -34,7 +34,7 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._generation = 0  # how often it was written
-        self._digest = self._before = 0  # of the last two times
+        self._digest = self._before = 0  # of the last write, and of the one before
 
     def note(self, request: Request) -> None:
         """Notes what a request writes."""

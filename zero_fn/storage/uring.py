@@ -83,7 +83,7 @@ class Uring:
         """Waits until all of these are done or have failed."""
         with self._lock:
             self._enter(0)
-            # Each of these that is not done lacks one answer at least.
+            # So many answers will come: each of these that is not done gets one at least.
             while lacking := sum(not request.is_done for request in requests):
                 self._enter(lacking)
 
