@@ -681,7 +681,7 @@ BUGS: tuple[Bug, ...] = (
         "place-given-out-while-it-is-read",
         "Store.reserve",
         "a place that was given up has nothing under way when it is used again",
-        "self._let_go(member.place)  # of what was there before",
+        "self._let_go(member.place)  # the memory of what was there before",
         "pass",
         "tests/storage/test_store.py",
     ),
