@@ -23,14 +23,14 @@ BUDGET = {
     "kernels": 880,
     "local": 554,
     "plan": 1035,
-    "runtime": 8442,
-    "storage": 1502,
+    "runtime": 8349,
+    "storage": 1471,
     "streamed": 2141,
     "surface": 461,
     "transforms": 3077,
     "transport": 2446,
     "values": 1985,
-    "": 541,
+    "": 530,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 
