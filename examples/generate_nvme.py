@@ -1,4 +1,4 @@
-"""Generates text with a model that is larger than the memory the program allows itself (ZeRO-Inference).
+"""Generates text under a memory limit that the parameters exceed (ZeRO-Inference).
 
     python examples/generate_nvme.py --path /local_nvme                # memory for a third of the parameters
     python examples/generate_nvme.py --path /local_nvme --stock        # the same without zf.offload: memory runs out
@@ -31,8 +31,8 @@ class Options:
     heads: int = option(8, "attention heads")
     window: int = option(64, "bytes that the model sees")
     tokens: int = option(8, "bytes to write")
-    memory: float = option(0.3, "of the parameters' bytes, that may be in memory")
-    workspace: int = option(64 << 20, "bytes beside it: activations, allocator")
+    memory: float = option(0.3, "share of the parameters' bytes that may be in memory")
+    workspace: int = option(64 << 20, "bytes of memory for activations and the allocator")
     stock: bool = option(False, "hold the parameters in memory: it runs out")
     device: str | None = device_option()
 

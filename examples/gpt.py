@@ -1,11 +1,11 @@
-"""A Llama-style GPT over bytes and the text that it learns, small enough to read in one sitting; nothing here knows of ranks.
+"""A Llama-style GPT over bytes, and the text that it learns. Nothing here knows of ranks.
 
     bytes -> Embedding -> Block x layers -> RMSNorm -> Linear -> logits of the next byte
                           |
                           `-- x + Attention(RMSNorm(x)), then x + SwiGLU(RMSNorm(x))
 
-Every module that owns parameters or buffers has `reset_parameters`, so the model may start on the `meta` device: after
-`to_empty` memory is garbage, and the rotary tables must be computed again just as the weights must be drawn again.
+Every module that owns parameters or buffers has `reset_parameters`, so the model may start on the `meta` device: memory that
+it is given later holds garbage, until the weights are drawn and the rotary tables are computed.
 
 The default text needs no download: the source of Python's own standard library, some 11 MB. Whole files go to the
 training or to the validation split, so that no line of a validation file was ever trained on. The batch of a step is the same

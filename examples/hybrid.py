@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 
-TOLERANCE = 1e-5  # means over one axis of means over the other, against one mean: rounding
+TOLERANCE = 1e-5  # a mean over one axis of means over the other is rounded in another way than one mean
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """Of both axes."""
+        """Ranks of both axes."""
         return self.outer * self.inner
 
     @property
@@ -69,7 +69,7 @@ Row = tuple[str, int, dict[str, int], dict[str, int], list[float]]
 
 
 def compare(options: Options) -> list[Row]:
-    """What every rank runs: for each composition the bytes held and sent on this rank, sent as planned, and mean losses."""
+    """What every rank runs. Returns, for each composition: bytes held, bytes sent, bytes that should be sent, mean losses."""
     device = options.device or "cpu"
     with mesh_of(device, outer=options.outer, inner=options.inner) as mesh:
         rows: list[Row] = []

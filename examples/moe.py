@@ -6,9 +6,9 @@
     mesh["dp"]   every rank has another batch
     mesh["ep"]   every rank has another batch, and other experts: tokens travel to theirs and back
 
-Experts rest as DTensors, `Shard(0)` on ep, before any transform. So a transform over dp shards them like everything else, and
-a transform over ep leaves them out: they lie there already. Their gradients have been added up on the way back from the
-ranks that sent tokens; zero_fn divides them by their number, for the loss is a mean over all ranks.
+Before any transform, experts are made DTensors that are cut over ep (`Shard(0)`). Then a transform over dp shards them like
+everything else, and a transform over ep leaves them out. An expert gets tokens, and so gradients, from all ranks of ep;
+zero_fn divides the sum by the number of these ranks, because the loss is a mean over all ranks.
 
 At the end one process trains with all experts on the same batches, and the losses are set side by side.
 
@@ -40,17 +40,19 @@ TOLERANCE = 1e-4
 class Options:
     """The command line."""
 
-    stage: int = option(3, "of ZeRO", choices=sorted(STAGES))
-    capacity: float | None = option(None, "of an even share of the tokens; left out: none is dropped", kind=float)
+    stage: int = option(3, "ZeRO stage", choices=sorted(STAGES))
+    capacity: float | None = option(
+        None, "most tokens of an expert, as a multiple of an even share; without it no token is dropped", kind=float
+    )
     steps: int = option(10, "optimizer steps")
-    dp: int = option(2, "ranks that have all experts between them, so many times")
-    ep: int = option(2, "ranks that share the experts")
-    experts: int = option(4, "in each layer")
+    dp: int = option(2, "data-parallel ranks: so many copies of all experts")
+    ep: int = option(2, "expert-parallel ranks: the experts of a layer are divided among them")
+    experts: int = option(4, "experts in each layer")
     top: int = option(2, "experts for each token")
     dim: int = option(16, "width")
     hidden: int = option(32, "width within an expert")
     vocab: int = option(32, "symbols")
-    tokens: int = option(24, "of each rank and step")
+    tokens: int = option(24, "tokens of each rank in a step")
     device: str | None = device_option()
 
     def __post_init__(self) -> None:
@@ -59,13 +61,13 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """Of both axes."""
+        """Ranks of both axes."""
         return self.dp * self.ep
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Along the axis of experts; one rank that has all of them without a mesh."""
+    """The ranks of the expert axis. By default one rank, which has all experts and needs no mesh."""
 
     group: Any = None
     size: int = 1
@@ -91,10 +93,10 @@ class Experts(nn.Module):
 
 
 class MoE(nn.Module):
-    """Sends each token to its best experts, wherever they are, and adds up what comes back, weighted.
+    """Sends each token to its best experts, on whichever rank they are, and adds up their answers with weights.
 
     Attributes:
-        balance: Of the last forward: 1 if every expert had the same share of the tokens, more otherwise.
+        balance: How evenly the last forward used the experts: 1 if each had the same share of the tokens, else more.
     """
 
     def __init__(self, options: Options, ranks: Ranks) -> None:
@@ -128,11 +130,13 @@ class MoE(nn.Module):
             alone: Tensor = self.experts(tokens, counts.tolist())
             return alone
         asked = counts.view(self.ranks.size, -1)  # "rank expert": what this rank asks of each
-        asking = torch.empty_like(asked)  # and what each rank asks of the experts here
+        asking = torch.empty_like(asked)  # "rank expert": what each rank asks of the experts here
         dist.all_to_all_single(asking, asked, group=self.ranks.group)
         sent, received = asked.sum(1).tolist(), asking.sum(1).tolist()
         arrived: Tensor = _Exchanged.apply(tokens, sent, received, self.ranks.group)  # type: ignore[no-untyped-call]
-        here = torch.arange(asking.shape[1], device=tokens.device).repeat(len(asking))  # of what arrived
+        here = torch.arange(asking.shape[1], device=tokens.device).repeat(
+            len(asking)
+        )  # the expert of each run of tokens
         by_expert = here.repeat_interleave(asking.flatten())
         order = by_expert.argsort(stable=True)
         answers = self.experts(arrived[order], asking.sum(0).tolist())
@@ -143,7 +147,7 @@ class MoE(nn.Module):
 
 
 class _Exchanged(torch.autograd.Function):
-    """Rows for other ranks for rows of other ranks; gradients go the way back."""
+    """Sends rows to other ranks and receives rows from them. The backward sends the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
@@ -185,14 +189,14 @@ class Model(nn.Module):
         self.head = nn.Linear(options.dim, options.vocab)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss, with what is added for the balance of experts."""
+        """The loss, and a penalty for experts that are used unevenly."""
         x = self.second(self.first(self.embed(tokens)))
         balance = self.first.moe.balance + self.second.moe.balance
         return F.cross_entropy(self.head(x), targets) + BALANCE * balance
 
 
 def build(options: Options, mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Experts are placed on ep; then dp shards everything, and ep what is not an expert."""
+    """Places the experts on ep. Then a transform shards everything over dp, and another all but the experts over ep."""
     torch.manual_seed(0)
     model: nn.Module = Model(options, Ranks(mesh.get_group("ep"), options.ep)).to(options.device, dtype)
     for module in model.modules():
@@ -214,7 +218,7 @@ def batch(options: Options, step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def train(options: Options, dtype: torch.dtype = torch.float32) -> list[tuple[float, float]]:
-    """What every rank runs: loss, mean over all ranks, and norm of the gradients of each step."""
+    """What every rank runs. Returns, for each step, the mean loss over all ranks and the norm of the gradients."""
     with mesh_of(options.device or "cpu", dp=options.dp, ep=options.ep) as mesh:
         model = build(options, mesh, dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,14 +1,14 @@
-"""Trains a model that does not fit the memory that the program allows itself: its optimizer states, or nothing of it at all.
+"""Trains a model under a memory limit that its optimizer states exceed, or that the whole model exceeds.
 
     python examples/offload_nvme.py --path /local_nvme               # on one process
     python examples/offload_nvme.py --path /local_nvme --ranks 2     # ZeRO-3 on two, twice the model
     python examples/offload_nvme.py --path /local_nvme --everything  # parameters and gradients on the disk, too
     python examples/offload_nvme.py --stock                          # the same without zf.streamed: memory runs out
 
-Before the first step each process limits its own memory to what it has and room for gradients, buffers and activations: on
-the CPU by `RLIMIT_DATA`, on a GPU by torch. The states of AdamW, twice the parameters, are more than that: they rest on the
-disk, and pass through four buffers in each step. With `--everything` nothing of the three has room beyond buffers, and the
-model is initialised from `meta` straight into a file.
+Before the first step each process limits its own memory: on the CPU by `RLIMIT_DATA`, on a GPU by torch. There is room
+for gradients, buffers and activations, but not for the states of AdamW, which are twice as large as the parameters. So they
+rest on the disk, and pass through four buffers in each step. With `--everything` there is room for buffers only: parameters,
+gradients and states rest on the disk, and the model is initialised from `meta` straight into a file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Options:
     """The command line."""
 
     path: str = option(".", "a folder of a local disk")
-    ranks: int = option(1, "local ranks; under torchrun, its ranks are used")
+    ranks: int = option(1, "local ranks; torchrun says it by itself")
     layers: int = option(48, "blocks for each rank")
     dim: int = option(1024, "width")
     rows: int = option(16, "rows of a batch of each rank")
@@ -53,20 +53,20 @@ class Block(nn.Module):
 
 
 def batch(rows: int, dim: int, rank: int) -> tuple[Tensor, Tensor]:
-    """What is to be learnt by heart."""
+    """Random inputs and targets, which the model learns by heart."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(rows, dim, generator=generator), torch.randn(rows, dim, generator=generator)
 
 
 def run(options: Options) -> list[str]:
-    """What every rank runs; what it has to say."""
+    """What every rank runs. Returns lines to print."""
     device = options.device or "cpu"
     with mesh_of(device, dp=options.ranks) as mesh:
         return train(options, mesh, device)
 
 
 def train(options: Options, mesh: DeviceMesh, device: str) -> list[str]:
-    """The training under the limit."""
+    """Trains under the limit. Returns lines to print."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     with torch.device("meta"):

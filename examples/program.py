@@ -27,12 +27,12 @@ R = TypeVar("R")
 def option(
     default: T, help: str, *, kind: Callable[[str], object] | None = None, choices: Sequence[object] | None = None
 ) -> T:
-    """A field of a dataclass that is an option of the command line: `layers: int = option(4, "blocks")` is `--layers`.
+    """A field of a dataclass that is also an option of the command line: `layers: int = option(4, "blocks")` is `--layers`.
 
     Args:
-        default: If the option is not given. False makes a switch, and True one that `--no-...` switches off.
-        help: Shown by `--help`.
-        kind: Makes a value of a word; the type of `default` if None.
+        default: The value if the option is not given. False makes a switch; True makes one that `--no-...` switches off.
+        help: The text that `--help` shows.
+        kind: Makes a value of the word that was given; the type of `default` if None.
         choices: The values that are allowed; all if None.
     """
     value: T = field(default=default, metadata={"help": help, "type": kind or type(default), "choices": choices})
@@ -50,7 +50,7 @@ def parse(kind: type[T], about: str | None, arguments: Sequence[str] | None = No
     Args:
         kind: A dataclass of `option` fields; it may have a field or a property `ranks`.
         about: The docstring of the program.
-        arguments: Those of the command line if None.
+        arguments: The words after the name of the program; those of the command line if None.
 
     Returns:
         The options, `device` being "cpu" or "cuda". Under torchrun a field `ranks` is the number of its ranks.
@@ -78,7 +78,7 @@ def parse(kind: type[T], about: str | None, arguments: Sequence[str] | None = No
 
 
 def _device(asked: str | None, local_ranks: int) -> str:
-    """`asked`, or cuda if every local rank has a GPU of its own."""
+    """The device that was asked for; if none was, cuda where every local rank has a GPU of its own, else cpu."""
     gpus = torch.cuda.device_count()
     if asked == "cuda" and gpus < local_ranks:
         raise ValueError(f"--device cuda needs a GPU for each of {local_ranks} local ranks, and torch sees {gpus}")
@@ -87,7 +87,7 @@ def _device(asked: str | None, local_ranks: int) -> str:
 
 @contextmanager
 def mesh_of(device: str, **sizes: int) -> Iterator[DeviceMesh]:
-    """The mesh with these axes: of the ranks of `zf.launch`, which has joined them already, or of torchrun, joined here."""
+    """The mesh with these axes. Ranks of `zf.launch` have a process group already; those of torchrun make one here."""
     is_launched = dist.is_initialized()
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -103,7 +103,7 @@ def mesh_of(device: str, **sizes: int) -> Iterator[DeviceMesh]:
 
 
 def on_ranks(ranks: int, fn: Callable[..., R], *args: object) -> R | None:
-    """What rank 0 returns from `fn(*args)`, of local ranks or of those of torchrun; None on torchrun's other ranks."""
+    """Runs `fn(*args)` on the ranks of torchrun, or else on new local ranks. Returns the result of rank 0, else None."""
     if "RANK" in os.environ:
         value = fn(*args)
         return value if os.environ["RANK"] == "0" else None
@@ -112,7 +112,7 @@ def on_ranks(ranks: int, fn: Callable[..., R], *args: object) -> R | None:
 
 
 def limit_memory(device: str, nbytes: int) -> None:
-    """From now on this process may take `nbytes` more than it has: of the GPU, or of private memory as Linux counts it."""
+    """Lets this process take at most `nbytes` more than it has: memory of the GPU, or private memory as Linux counts it."""
     if device == "cuda":
         total = torch.cuda.get_device_properties().total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, (torch.cuda.memory_reserved() + nbytes) / total))

@@ -43,19 +43,19 @@ TOLERANCE = 1e-4  # of a loss near 4: tensor parallelism adds partial sums in an
 class Options:
     """The command line."""
 
-    stage: int = option(3, "of ZeRO", choices=sorted(STAGES))
-    schedule: str = option("1F1B", "of the pipeline", choices=[*ONE_PART, *TWO_PARTS])
+    stage: int = option(3, "ZeRO stage", choices=sorted(STAGES))
+    schedule: str = option("1F1B", "schedule of the pipeline", choices=[*ONE_PART, *TWO_PARTS])
     steps: int = option(10, "optimizer steps")
     pp: int = option(2, "ranks of the pipeline")
-    dp: int = option(2, "ranks with data of their own")
-    tp: int = option(2, "ranks that share a matrix")
-    layers: int = option(4, "of the whole model")
+    dp: int = option(2, "data-parallel ranks: each has data of its own")
+    tp: int = option(2, "tensor-parallel ranks: they share each matrix")
+    layers: int = option(4, "layers of the whole model")
     dim: int = option(32, "width")
     heads: int = option(4, "attention heads")
     vocab: int = option(64, "symbols")
     seq: int = option(16, "length of a sequence")
     rows: int = option(8, "sequences of each data-parallel rank")
-    microbatches: int = option(4, "of a step")
+    microbatches: int = option(4, "microbatches of a step")
     device: str | None = device_option()
 
     def __post_init__(self) -> None:
@@ -68,17 +68,17 @@ class Options:
 
     @property
     def ranks(self) -> int:
-        """Of all three axes."""
+        """Ranks of all three axes."""
         return self.pp * self.dp * self.tp
 
     @property
     def number_of_parts(self) -> int:
-        """Of the pipeline: one or two on each of its ranks."""
+        """Parts of the pipeline: one or two on each of its ranks."""
         return self.pp if self.schedule in ONE_PART else 2 * self.pp
 
 
 class Layer(nn.Module):
-    """Causal attention and a feed-forward layer; the heads are counted from the width, so half of them may live elsewhere."""
+    """Causal attention and a feed-forward layer. It counts heads from the width, which tensor parallelism cuts."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def layers(options: Options) -> list[nn.Module]:
 
 
 def parts_of_rank(options: Options, place: int) -> dict[int, range]:
-    """Which layers make up which parts of the pipeline on a rank."""
+    """The parts of the pipeline on a rank, each with the numbers of its layers."""
     numbers = [place]
     if options.schedule in TWO_PARTS:
         numbers.append(2 * options.pp - 1 - place if options.schedule in V_SHAPED else place + options.pp)
@@ -145,7 +145,7 @@ def batch(options: Options, step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def clip(parts: dict[int, nn.Module], mesh: DeviceMesh) -> None:
-    """Clips by the norm over all ranks: stock over data and tensor axes, one number over the pipeline."""
+    """Clips by the norm over all ranks. torch computes it over dp and tp; over pp squares are added up."""
     parameters = [parameter for part in parts.values() for parameter in part.parameters()]
     norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
@@ -154,7 +154,7 @@ def clip(parts: dict[int, nn.Module], mesh: DeviceMesh) -> None:
 
 
 def train(options: Options) -> list[float]:
-    """What every rank runs: the losses of each step, means over the data axis."""
+    """What every rank runs. Returns the loss of each step, a mean over the data axis."""
     device = torch.device(options.device or "cpu")
     with mesh_of(device.type, pp=options.pp, dp=options.dp, tp=options.tp) as mesh:
         parts = build(options, mesh)

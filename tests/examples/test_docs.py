@@ -30,6 +30,7 @@ _PAGES = [
 _BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
 _LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_FILE = re.compile(r"`(?:python )?((?:[\w.]+/)+\w+\.(?:py|c|txt|md|cpp))(?:::\w+)?`")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,13 @@ def test_links_of_a_page_lead_somewhere(path: Path) -> None:
     for target, _ in _LINK.findall(text):
         if not re.match(r"https?:|mailto:", target):
             assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+
+
+@pytest.mark.parametrize("path", [path for path in _PAGES if path.parent.name != "log"], ids=lambda path: path.stem)
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    """`runtime/run.py` may be named below the root, the package or the tests. The log names files as they were then."""
+    for name in _FILE.findall(path.read_text(encoding="utf-8")):
+        assert any((_ROOT / folder / name).exists() for folder in ("", "zero_fn", "tests")), f"{path.name} names {name}"
 
 
 @pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])

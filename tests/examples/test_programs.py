@@ -12,7 +12,7 @@ import pytest
 import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
-HELPERS = {"gpt", "program", "report"}
+HELPERS = {"gpt", "program"}
 PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
 WITHOUT_GPUS = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 

@@ -57,9 +57,9 @@ def test_a_resumed_run_is_the_whole_one(folder: Path, interpreter: Interpreter) 
     assert resumed(folder, interpreter) == losses(folder / "whole")[:STEPS]
 
 
-@pytest.mark.parametrize(("ranks", "stage"), [("3", "1"), ("1", "0")])
-def test_other_ranks_and_another_stage_go_on(folder: Path, interpreter: Interpreter, ranks: str, stage: str) -> None:
-    found = resumed(folder, interpreter, "--ranks", ranks, "--stage", stage)
+@pytest.mark.parametrize(("number", "stage"), [("3", "1"), ("1", "0")])
+def test_other_ranks_and_another_stage_go_on(folder: Path, interpreter: Interpreter, number: str, stage: str) -> None:
+    found = resumed(folder, interpreter, "--ranks", number, "--stage", stage)
     assert found == pytest.approx(losses(folder / "whole")[:STEPS], abs=1e-4)
 
 
