@@ -1,5 +1,7 @@
 """What an installed package does in an empty environment: ranks train, states rest on a disk, a checkpoint loads."""
 
+import os
+import shutil
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -43,4 +45,6 @@ if __name__ == "__main__":
         ranks = zf.launch(train, 2, folder)
     assert all(losses[-1] < losses[0] / 2 for losses, _ in ranks), ranks
     losses, text = ranks[0]
+    has_compiler = shutil.which(os.environ.get("CC", "cc")) is not None
+    assert has_compiler == ("no kernels" not in text), text  # the package brings the sources of its kernels
     print(f"zero_fn {zf.__version__}: loss {losses[0]:.2f} -> {losses[-1]:.2f}; {text.splitlines()[0]}")

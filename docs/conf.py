@@ -27,12 +27,16 @@ release = version = zero_fn.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 html_theme = "furo"
 html_title = f"zero_fn {release}"
+html_static_path = ["_static"]
+html_css_files = ["pages.css"]
 exclude_patterns = ["_build", "log"]
 nb_execution_mode = "off"  # lessons are executed by tests/examples/test_notebooks.py, and committed with their outputs
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+toc_object_entries = False  # the headings of the reference name the objects already
+napoleon_use_ivar = True  # attributes as one list
 # Names of torch become links to its pages where the inventory of these is at hand: TORCH_INVENTORY is its file, or "online".
 if torch_inventory := os.environ.get("TORCH_INVENTORY"):
     extensions.append("sphinx.ext.intersphinx")
