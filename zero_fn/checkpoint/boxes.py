@@ -1,4 +1,4 @@
-"""Where the elements of a tensor lie, in the whole tensor and over ranks: arithmetic alone.
+"""Which elements of a tensor a rank holds, and which it writes: arithmetic alone.
 
     whole tensor   ..........      a *box* is a range of each dim. Every cut of ZeRO and of tensor parallelism takes a range
                    ..####....      of one dim of what the cut before it left. So what a rank holds of a tensor is one box,
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from math import prod
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from zero_fn.errors import CheckpointError
@@ -46,7 +47,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Its elements."""
+        """How many elements it has."""
         return prod(self.sizes)
 
     def narrow(self, dim: int, start: int, count: int) -> Box:
@@ -57,7 +58,7 @@ class Box:
         return Box(tuple(starts), tuple(sizes))
 
     def meet(self, other: Box) -> Box | None:
-        """What both have; None if that is nothing."""
+        """The elements that both have; None if there are none."""
         pairs = list(zip(self.starts, self.sizes, other.starts, other.sizes, strict=True))
         starts = tuple(max(start, begin) for start, _, begin, _ in pairs)
         sizes = tuple(
@@ -67,11 +68,11 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def within(self, outer: Box) -> Box:
-        """The same elements, counted from the first of a box around them."""
+        """The same elements, counted from the first of `outer`, a box that has them."""
         return Box(tuple(a - b for a, b in zip(self.starts, outer.starts, strict=True)), self.sizes)
 
     def around(self, inner: Box) -> Box:
-        """A box that is counted from the first element of this one, counted from that of the whole."""
+        """The elements of `inner`, which is counted from the first of this box, counted from the first of the whole."""
         return Box(tuple(a + b for a, b in zip(self.starts, inner.starts, strict=True)), inner.sizes)
 
     def of(self, tensor: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def whole_box(shape: Sequence[int]) -> Box:
 
 
 def strides_of(shape: Sizes) -> Sizes:
-    """Of a tensor of this shape whose elements lie in the order of rows."""
+    """Strides of a tensor of this shape whose elements lie in the order of rows."""
     return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
@@ -128,10 +129,10 @@ class Holding:
     """What a rank holds of a tensor.
 
     Attributes:
-        shape: Of the whole tensor.
-        box: What this rank holds.
-        alike: Of the ranks that hold the same, the number of this one, and how many they are. None of a plain tensor, which
-            all ranks with tensors of the same names have.
+        shape: The shape of the whole tensor.
+        box: The elements that this rank holds.
+        alike: Of the ranks that hold the same elements, the number of this one, and how many there are. None for a plain
+            tensor, which all ranks with tensors of the same names hold.
     """
 
     shape: Sizes
@@ -139,12 +140,12 @@ class Holding:
     alike: tuple[int, int] | None = None
 
     def own(self, ordinal: int, itemsize: int, kind: tuple[int, int]) -> Box | None:
-        """What this rank writes of it, so that each element is written once and all ranks write alike.
+        """The elements that this rank writes: each element is written by one rank, and all ranks write about as many.
 
         Args:
-            ordinal: The number of the tensor: the small ones are dealt to the first ranks in turn.
+            ordinal: The number of the tensor: the small tensors are dealt to the first ranks in turn.
             itemsize: Bytes of an element.
-            kind: Of the ranks with tensors of the same names, the number of this one, and how many they are.
+            kind: Of the ranks with tensors of the same names, the number of this one, and how many there are.
         """
         rank, size = self.alike or kind
         sizes, numel = self.box.sizes, self.box.numel
@@ -157,66 +158,65 @@ class Holding:
 
 
 _DIVIDED_NBYTES = 64 << 10
-"""Replicated tensors of fewer bytes are written by one rank."""
+"""A replicated tensor of fewer bytes is written by one rank."""
 
 DEALT_RANKS = 8
-"""How many ranks these are dealt to: a reader looks for them in what so few say."""
+"""How many ranks the small tensors are dealt to: a reader finds all of them in the parts of so few."""
 
 
 def holding_of(tensor: Tensor) -> Holding | None:
-    """What this rank holds of a parameter or buffer; None if nothing, since it is not on its mesh.
+    """What this rank holds of a parameter or buffer; None if nothing, since the rank is not on the mesh of the tensor.
 
     Raises:
-        CheckpointError: It is neither sharded nor replicated, or sharded in a way that nobody here has made.
+        CheckpointError: The tensor is neither sharded nor replicated, or sharded in a way that nobody here has made.
     """
     slot = slot_of(tensor)
     spec = slot.spec if slot is not None else tensor._spec if isinstance(tensor, DTensor) else None
+    box = whole_box(tensor.shape)
     if spec is None:
-        return Holding(tuple(tensor.shape), whole_box(tensor.shape))
-    coordinate = spec.mesh.get_coordinate()
-    if coordinate is None:
+        return Holding(box.sizes, box)
+    if spec.mesh.get_coordinate() is None:
         return None
     model = slot.model if slot is not None else spec
-    box = whole_box(tensor.shape)
-    if model is not None:
-        for placement, size, rank in zip(model.placements, model.mesh.shape, _coordinate(model.mesh), strict=True):
-            if isinstance(placement, Shard) and not isinstance(placement, _StridedShard):
-                rows = ShardLayout(box.sizes, (placement.dim,), size).owned_rows(rank)
-                box = box.narrow(placement.dim, *rows)
-            elif not placement.is_replicate():
-                raise CheckpointError(
-                    "A tensor is neither sharded nor replicated, and no checkpoint can hold it.",
-                    tensor=f"{list(tensor.shape)}, {placement}",
-                    fix="redistribute it to Shard or Replicate before",
-                )
+    for placement, size, rank in _over_axes(model) if model is not None else ():
+        if isinstance(placement, Shard) and not isinstance(placement, _StridedShard):
+            rows = ShardLayout(box.sizes, (placement.dim,), size).owned_rows(rank)
+            box = box.narrow(placement.dim, *rows)
+        elif not placement.is_replicate():
+            raise CheckpointError(
+                "A tensor is neither sharded nor replicated, and no checkpoint can hold it.",
+                tensor=f"{list(tensor.shape)}, {placement}",
+                fix="redistribute it to Shard or Replicate before",
+            )
     for hop in slot.path.hops if slot is not None else ():
         if hop.layout is not None:
             box = box.narrow(hop.layout.dim, *hop.layout.owned_rows(hop.axis.rank))
     assert box.sizes == tuple(local_of(tensor).shape), f"{box} is not what {tensor.shape} rests as"
     replica, replicas = 0, 1
-    for placement, size, rank in zip(spec.placements, spec.mesh.shape, coordinate, strict=True):
+    for placement, size, rank in _over_axes(spec):
         if placement.is_replicate():
             replica, replicas = replica * size + rank, replicas * size
     return Holding(tuple(tensor.shape), box, (replica, replicas))
 
 
-def _coordinate(mesh: object) -> Sequence[int]:
-    found: Sequence[int] | None = mesh.get_coordinate()  # type: ignore[attr-defined]
-    assert found is not None, "a mesh without this rank"
-    return found
+def _over_axes(spec: DTensorSpec) -> Iterator[tuple[Placement, int, int]]:
+    """For each axis of the mesh of a tensor: its placement, how many ranks there are, and the number of this one."""
+    coordinate = spec.mesh.get_coordinate()
+    assert coordinate is not None, "a mesh without this rank"
+    yield from zip(spec.placements, spec.mesh.shape, coordinate, strict=True)
 
 
 def holding_of_state(name: str, state: Tensor, parameter: Tensor, place: Holding) -> Holding | None:
     """What this rank holds of an optimizer's state.
 
     Args:
-        name: Of the state, for errors.
-        state: As the optimizer has it on this rank.
-        parameter: Whose state it is.
-        place: Where that lies.
+        name: The name of the state, for errors.
+        state: What the optimizer has on this rank.
+        parameter: The parameter whose state it is.
+        place: What this rank holds of the parameter.
 
     Raises:
-        CheckpointError: Other ranks have other parts of it, and nothing says which.
+        CheckpointError: Other ranks have other parts of the state, and nothing says which.
     """
     is_cut = place.box.sizes != place.shape
     if isinstance(state, DTensor):

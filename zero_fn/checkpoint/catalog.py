@@ -1,4 +1,4 @@
-"""A checkpoint of `zf.save` that is read: where each element is, and its bytes, verified."""
+"""Reads a checkpoint of `zf.save`: where each element is, and its bytes, verified."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ __all__ = ["Catalog"]
 class Catalog(Contents):
     """A complete checkpoint of `zf.save`.
 
-    Of what ranks say of their files, a reader reads what it probably needs: of those that write what is small, of those that
-    were where it is, and a share of the others, so that all readers have read all. If names are missing, or elements, it
-    reads the rest. So a load on as many ranks takes as long on 512 as on 16.
+    Each rank that saved has written its part of the manifest (`rank-*.json`). A reader reads the parts that it probably
+    needs: of the ranks that write small tensors, of those with its own numbers, and a share of the others, so that all
+    readers together have read all. If names or elements are missing, it reads the rest. So a load on as many ranks takes
+    as long on 512 as on 16.
     """
 
     def __init__(self, path: Path, rename: Callable[[str], str], reader: tuple[int, int] = (0, 1)) -> None:
-        """Reads what ranks say of their files.
+        """Reads parts of the manifest.
 
         Args:
             path: The folder.
-            rename: What names in the checkpoint are in the model.
-            reader: The number of this reader, and how many there are.
+            rename: The name in the model for a name in the checkpoint.
+            reader: The number of this reader, and how many readers there are.
 
         Raises:
-            CheckpointError: It is damaged, or of a later version.
+            CheckpointError: The checkpoint is damaged, or of a later version.
             StorageError: The disk refused.
         """
         super().__init__(path, rename)
@@ -58,12 +59,12 @@ class Catalog(Contents):
         ):
             self._read_part(rank)
         heard, expected = Counter(kind for kind, _ in self.pieces), manifest.get("names")
-        # Without: ranks have tensors of different names, and nobody has counted them.
+        # None: ranks had tensors of different names, and nobody has counted the names.
         if expected is None or any(heard[kind] != count for kind, count in expected.items()):
             self.read_all()
 
     def read_all(self) -> None:
-        """Reads what every rank says."""
+        """Reads the parts of all ranks."""
         for rank in range(self.ranks):
             self._read_part(rank)
 
@@ -115,5 +116,5 @@ class Catalog(Contents):
         return any(each != told[0] for each in told)
 
     def _told(self, rank: int, encoded: Any) -> Any:
-        """A value that a rank has saved, with digests in place of tensors."""
+        """A value that a rank has saved, with the digests of tensors in place of tensors."""
         return decoded(encoded, lambda path: self.first((f"extra of rank {rank}", path)).digests)

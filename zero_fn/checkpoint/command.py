@@ -1,4 +1,4 @@
-"""`python -m zero_fn checkpoint`: what checkpoints there are, whether they are whole, and other formats of them.
+"""`python -m zero_fn checkpoint`: lists checkpoints, verifies them, and converts them into other formats.
 
     python -m zero_fn checkpoint ls runs/a
     python -m zero_fn checkpoint verify runs/a
@@ -93,7 +93,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 @contextmanager
 def _source(folder: Path, doing: str, *, has_states: bool = True) -> Iterator[tuple[Contents, Tell]]:
-    """The checkpoint that is meant, and a bar that is told of bytes, where tqdm is installed."""
+    """Opens the checkpoint that a folder means. Yields it, and a bar that is told of bytes, where tqdm is installed."""
     source = opened(chosen(Path(os.path.abspath(folder))), lambda name: name, has_states=has_states)
     try:
         from tqdm import tqdm  # type: ignore[import-untyped]

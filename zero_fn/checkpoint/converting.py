@@ -1,4 +1,4 @@
-"""One checkpoint written anew in another format, by one process and a buffer at a time.
+"""Writes one checkpoint anew in another format, in one process, a buffer at a time.
 
 zero_fn    what `zf.save` writes
 hf         safetensors under the names of the model, as `from_pretrained` of transformers wants them
@@ -8,7 +8,7 @@ dcp        what `torch.distributed.checkpoint` writes; a tensor at a time
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zero_fn.checkpoint.boxes import whole_box
-from zero_fn.checkpoint.contents import Contents, Key
+from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorFile, disk, require_dtype, write_json
 from zero_fn.checkpoint.folders import KINDS, Draft, part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.pretrained import packed, weights_name, write_index
@@ -35,7 +35,7 @@ __all__ = ["Format", "Tell", "convert", "verify"]
 Format = Literal["zero_fn", "hf", "dcp"]
 
 Tell = Callable[[int], object]
-"""Is told how many bytes have been read."""
+"""Is called with how many bytes have just been read."""
 
 _FILE_NBYTES = 5 * 10**9
 
@@ -44,10 +44,10 @@ def verify(source: Contents, tell: Tell) -> int:
     """Reads every tensor and compares it with its digests. Communicates nothing.
 
     Returns:
-        How many bytes of tensors there are.
+        How many bytes the tensors have.
 
     Raises:
-        CheckpointError: Something is not what was written.
+        CheckpointError: A block is not what was written.
         StorageError: The disk refused.
     """
     total = 0
@@ -67,15 +67,15 @@ def convert(
     """Writes a checkpoint in another format. Communicates nothing; a whole folder is there at the end, or none.
 
     Args:
-        source: What is read.
-        target: The folder that is made.
-        to: The format.
-        dtype: Of floating-point parameters and buffers; None: as they are.
-        only: Which kinds: of "model", "optimizer" and "extra".
-        tell: Is told how many bytes have been read.
+        source: The checkpoint.
+        target: The folder to make.
+        to: The format to write.
+        dtype: The dtype of floating-point parameters and buffers in the result; None: that of the checkpoint.
+        only: What to write: some of "model", "optimizer" and "extra".
+        tell: Is called with how many bytes have just been read.
 
     Raises:
-        CheckpointError: It is damaged, there is such a folder, or the format cannot hold what it has.
+        CheckpointError: The checkpoint is damaged, there is a folder of this name, or the format cannot hold a value.
         StorageError: The disk refused.
     """
     parted = [name for name in source.said(0, "extra") if source.is_parted("extra", name)] if "extra" in only else []
@@ -86,54 +86,130 @@ def convert(
             names=", ".join(parted),
             fix="zf.load on as many ranks, or --only model --only optimizer",
         )
-    keys = [key for key in source.pieces if key[0] in only and key[0] != "extra"]
     draft = Draft(target, kinds=KINDS if to == "zero_fn" else ())
     draft.make()
+    conversion = _Conversion(source, draft.path, dtype, only, tell)
     try:
-        if to == "zero_fn":
-            _write_ours(source, draft.path, keys, dtype, only, tell)
-        elif to == "hf":
-            _write_files(source, draft.path, keys, dtype, tell)
-        else:
-            _write_dcp(source, draft.path, keys, dtype, only, tell)
+        {"zero_fn": conversion.to_ours, "hf": conversion.to_safetensors, "dcp": conversion.to_dcp}[to]()
         draft.commit()
     except BaseException:
         draft.drop()
         raise
 
 
-def _dtype_of(key: Key, dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and key[0] == "model" and dtype.is_floating_point else dtype
+class _Conversion:
+    """A checkpoint on its way into a folder of another format. Arguments: see `convert`."""
 
+    def __init__(
+        self, source: Contents, path: Path, dtype: torch.dtype | None, only: Sequence[str], tell: Tell
+    ) -> None:
+        self._source, self._path, self._dtype, self._only, self._tell = source, path, dtype, only, tell
 
-def _read(source: Contents, key: Key, dtype: torch.dtype, tell: Tell) -> Iterator[tuple[int, Tensor]]:
-    """The elements of a tensor in this dtype, a buffer at a time, with the number of the first."""
-    whole = whole_box(source.first(key).shape)
-    source.require_all(key, whole)
-    for first, values in source.read(key, whole):
-        yield first, values.to(dtype)
-        tell(values.nbytes)
+    def to_ours(self) -> None:
+        """Writes what `zf.save` would write on one rank."""
+        source, mark, tensors = self._source, uuid.uuid4().hex, dict[str, Tensor]()
+        says: dict[str, Any] = {"aliases": source.aliases if "model" in self._only else {}}
+        if "optimizer" in self._only:
+            says["groups"] = [
+                {"params": names, "options": encoded(options, f"optimizer.param_groups[{number}]", tensors)}
+                for number, (names, options) in enumerate(self._groups())
+            ]
+            says["values"] = {
+                name: {
+                    state: encoded(value, f"optimizer.state[{name!r}][{state!r}]", tensors)
+                    for state, value in source.values_of(name).items()
+                }
+                for name in source.options
+            }
+        says["extra"] = encoded(self._extra(), "extra", tensors)
+        pieces = {kind: list(self._pieces(kind)) for kind in KINDS[:2]}
+        for name, tensor in tensors.items():
+            require_dtype(name, tensor.dtype)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        pieces["extra"] = [StoredBox(name, tensors[name].dtype, of, whole_box(of)) for name, of in shapes.items()]
+        files = {}
+        for kind, each in pieces.items():
+            path = self._path / tensors_name(kind, 0, 0)
+            files[kind] = [_write_tensors(path, mark, each, partial(self._read, kind, tensors))] if each else []
+        write_json(self._path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
+        write_manifest(self._path, mark, 1)
 
+    def to_safetensors(self) -> None:
+        """Writes files of at most 5 GB, or of one tensor, and their index."""
+        files = packed(list(self._pieces("model")), _FILE_NBYTES)
+        for number, each in enumerate(files):
+            path = self._path / weights_name(number, len(files))
+            _write_tensors(path, "", each, partial(self._read, "model", {}))
+        write_index(self._path, files)
 
-def _read_piece(source: Contents, kind: str, tell: Tell, piece: StoredBox) -> Iterator[Tensor]:
-    return (values for _, values in _read(source, (kind, piece.name), piece.dtype, tell))
+    def to_dcp(self) -> None:
+        """Writes what `torch.distributed.checkpoint` would write on one rank."""
+        saved: dict[str, Any] = {}
+        found: dict[tuple[Any, ...], tuple[str, StoredBox]] = {}
+        for kind in KINDS[:2]:
+            for piece in self._pieces(kind):
+                name, _, state = piece.name.rpartition("/") if kind == "optimizer" else (piece.name, "", "")
+                way: tuple[Any, ...] = ("optimizer", "state", name, state) if state else ("model", name)
+                inside = saved
+                for step in way[:-1]:
+                    inside = inside.setdefault(step, {})
+                inside[way[-1]] = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+                found[way] = kind, piece
+        if "optimizer" in self._only and self._source.options:
+            optimizer = saved.setdefault("optimizer", {})
+            for name in self._source.options:
+                if values := self._source.values_of(name):
+                    optimizer.setdefault("state", {}).setdefault(name, {}).update(values)
+            optimizer["param_groups"] = [{**options, "params": names} for names, options in self._groups()]
 
+        def whole(way: tuple[Any, ...]) -> Tensor:
+            kind, piece = found[way]
+            out, at = torch.empty(piece.box.numel, dtype=piece.dtype), 0
+            for values in self._read(kind, {}, piece):
+                out[at : at + values.numel()] = values
+                at += values.numel()
+            return out.view(piece.shape)
 
-def _pieces(source: Contents, keys: Sequence[Key], dtype: torch.dtype | None) -> dict[str, StoredBox]:
-    """These tensors as they will be in files, by name."""
-    found = {}
-    for key in keys:
-        first = source.first(key)
-        found[key[1]] = StoredBox(key[1], _dtype_of(key, first.dtype, dtype), first.shape, whole_box(first.shape))
-    return found
+        writer = FileSystemWriter(self._path, thread_count=1)
+        try:
+            dcp_save(saved | self._extra(), storage_writer=writer, planner=_AsTheyAreRead(whole), no_dist=True)
+        except CheckpointException as error:
+            with disk(self._path, "Writing a checkpoint"):
+                raise next(iter(error.failures.values()))[0] from error
 
+    # -- what there is -------------------------------------------------------------------------------------------------
 
-def _groups(source: Contents) -> list[tuple[list[str], dict[str, Any]]]:
-    """The groups of the optimizer: names of parameters, and their options."""
-    names_of: dict[str, list[str]] = {}
-    for name, said in source.options.items():
-        names_of.setdefault(repr(said), []).append(name)
-    return [(names, source.value(*source.options[names[0]])) for names in names_of.values()]
+    def _pieces(self, kind: str) -> Iterator[StoredBox]:
+        """The tensors of a kind, as they will be in files."""
+        for key in self._source.pieces if kind in self._only else ():
+            if key[0] == kind:
+                first = self._source.first(key)
+                is_cast = self._dtype is not None and kind == "model" and first.dtype.is_floating_point
+                dtype = self._dtype if is_cast and self._dtype else first.dtype
+                yield StoredBox(key[1], dtype, first.shape, whole_box(first.shape))
+
+    def _read(self, kind: str, in_memory: Mapping[str, Tensor], piece: StoredBox) -> Iterator[Tensor]:
+        """The elements of a tensor, a buffer at a time; those of `extra` are in memory."""
+        if kind == "extra":
+            yield in_memory[piece.name].contiguous().view(-1)
+            return
+        whole = whole_box(piece.shape)
+        self._source.require_all((kind, piece.name), whole)
+        for _, values in self._source.read((kind, piece.name), whole):
+            yield values.to(piece.dtype)
+            self._tell(values.nbytes)
+
+    def _groups(self) -> list[tuple[list[str], dict[str, Any]]]:
+        """The groups of the optimizer: names of parameters, and their options."""
+        source, names_of = self._source, dict[str, list[str]]()
+        for name, said in source.options.items():
+            names_of.setdefault(repr(said), []).append(name)
+        return [(names, source.value(*source.options[names[0]])) for names in names_of.values()]
+
+    def _extra(self) -> dict[str, Any]:
+        if "extra" not in self._only:
+            return {}
+        return {name: self._source.value(0, value) for name, value in self._source.said(0, "extra").items()}
 
 
 def _write_tensors(
@@ -150,51 +226,6 @@ def _write_tensors(
         file.close()
 
 
-def _write_ours(
-    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
-) -> None:
-    mark, tensors = uuid.uuid4().hex, dict[str, Tensor]()
-    says: dict[str, Any] = {"aliases": source.aliases if "model" in only else {}, "extra": {}}
-    if "optimizer" in only:
-        says["groups"] = [
-            {"params": names, "options": encoded(options, f"optimizer.param_groups[{number}]", tensors)}
-            for number, (names, options) in enumerate(_groups(source))
-        ]
-        says["values"] = {
-            name: {
-                state: encoded(value, f"optimizer.state[{name!r}][{state!r}]", tensors)
-                for state, value in source.values_of(name).items()
-            }
-            for name in source.options
-        }
-    if "extra" in only:
-        beside = {name: source.value(0, value) for name, value in source.said(0, "extra").items()}
-        says["extra"] = encoded(beside, "extra", tensors)
-    files = {}
-    for kind in KINDS[:2]:
-        pieces = list(_pieces(source, [key for key in keys if key[0] == kind], dtype).values())
-        file = path / tensors_name(kind, 0, 0)
-        read = partial(_read_piece, source, kind, tell)
-        files[kind] = [_write_tensors(file, mark, pieces, read)] if pieces else []
-    for name, tensor in tensors.items():
-        require_dtype(name, tensor.dtype)
-    pieces = [StoredBox(name, each.dtype, tuple(each.shape), whole_box(each.shape)) for name, each in tensors.items()]
-    file = path / tensors_name("extra", 0, 0)
-    in_memory = {name: [tensor.contiguous().view(-1)] for name, tensor in tensors.items()}
-    files["extra"] = [_write_tensors(file, mark, pieces, lambda piece: in_memory[piece.name])] if tensors else []
-    write_json(path / part_name(0), {"id": mark, "rank": 0, "files": files, **says})
-    write_manifest(path, mark, 1)
-
-
-def _write_files(source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, tell: Tell) -> None:
-    """Files of at most 5 GB, or of one tensor, and their index."""
-    pieces = _pieces(source, [key for key in keys if key[0] == "model"], dtype)
-    files = packed(list(pieces.values()), _FILE_NBYTES)
-    for number, each in enumerate(files):
-        _write_tensors(path / weights_name(number, len(files)), "", each, partial(_read_piece, source, "model", tell))
-    write_index(path, files)
-
-
 class _AsTheyAreRead(DefaultSavePlanner):
     """Plans from tensors without memory, and reads each when it is written."""
 
@@ -206,43 +237,3 @@ class _AsTheyAreRead(DefaultSavePlanner):
         """The tensor, or the value."""
         found = super().lookup_object(index)
         return self._read(tuple(self.mappings[index.fqn])) if isinstance(found, Tensor) and found.is_meta else found
-
-
-def _write_dcp(
-    source: Contents, path: Path, keys: list[Key], dtype: torch.dtype | None, only: Sequence[str], tell: Tell
-) -> None:
-    saved: dict[str, Any] = {}
-    places: dict[tuple[Any, ...], Key] = {}
-    for key in keys:
-        first = source.first(key)
-        name, _, state = key[1].rpartition("/") if key[0] == "optimizer" else (key[1], "", "")
-        way: tuple[Any, ...] = ("optimizer", "state", name, state) if state else ("model", name)
-        inside = saved
-        for step in way[:-1]:
-            inside = inside.setdefault(step, {})
-        inside[way[-1]] = torch.empty(first.shape, dtype=_dtype_of(key, first.dtype, dtype), device="meta")
-        places[way] = key
-    if "optimizer" in only and source.options:
-        states = saved.setdefault("optimizer", {}).setdefault("state", {})
-        for name in source.options:
-            values = source.values_of(name)
-            if values:
-                states.setdefault(name, {}).update(values)
-        saved["optimizer"]["param_groups"] = [{**options, "params": names} for names, options in _groups(source)]
-    if "extra" in only:
-        saved |= {name: source.value(0, value) for name, value in source.said(0, "extra").items()}
-
-    def read(way: tuple[Any, ...]) -> Tensor:
-        key = places[way]
-        whole = torch.empty(source.first(key).shape, dtype=_dtype_of(key, source.first(key).dtype, dtype))
-        for at, values in _read(source, key, whole.dtype, tell):
-            whole.view(-1)[at : at + values.numel()] = values
-        return whole
-
-    try:
-        dcp_save(
-            saved, storage_writer=FileSystemWriter(path, thread_count=1), planner=_AsTheyAreRead(read), no_dist=True
-        )
-    except CheckpointException as error:
-        with disk(path, "Writing a checkpoint"):
-            raise next(iter(error.failures.values()))[0] from error

@@ -1,8 +1,9 @@
-"""`save_pretrained`: a folder that `from_pretrained` loads, from shards, a tensor at a time.
+"""`save_pretrained`: writes shards as a folder that `from_pretrained` loads, a tensor at a time.
 
-begin    ranks agree: the same arguments, tensors of the same names; rank 0 makes a hidden folder inside the folder
-write    tensor after tensor is gathered, and written by the rank whose file it is in
-commit   ranks agree; rank 0 moves the files into the folder, last the one by which readers know them
+begin    ranks agree: all were given the same arguments and have tensors of the same names; rank 0 makes a hidden folder
+         inside the folder
+write    tensor after tensor is gathered, and written by the rank that writes its file
+commit   ranks agree; rank 0 moves the files into the folder, last the file that readers look for
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from zero_fn.values.tiers import nbytes_of_text
 __all__ = ["export", "save_pretrained"]
 
 Convert = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
-"""What files have in place of one tensor of the model, by their names in files."""
+"""Given a tensor of the model by its name, returns the tensors that files have in its place, by their names."""
 
 
 def save_pretrained(
@@ -49,18 +50,18 @@ def save_pretrained(
 
         zf.save_pretrained(model, "llama-3-8b-tuned", dtype=torch.bfloat16)
 
-    Parameters and persistent buffers are gathered one after the other, and written by the ranks in turn, a file each; no
-    rank holds two of them. Tied ones are written once. Of a model of transformers, its config and generation config come
-    along. The files are written in a hidden folder and moved into place when they are on the disk, last the one that readers
-    look for: a save that fails, or is killed, leaves no model.
+    Parameters and persistent buffers are gathered one after the other, so no rank holds two of them whole. The ranks write
+    the files in turn. Tied parameters are written once. The config and generation config of a model of transformers are
+    written, too. Files are written into a hidden folder and moved into place when they are on the disk, last the one that
+    readers look for: a save that fails, or is killed, leaves no model.
 
     Communicates an all-gather of each parameter, two messages of 640 bytes from each rank to rank 0, and two back.
 
     Args:
         model: Any module, transformed or not, in memory or in tiers.
-        folder: Where to, on a disk that all ranks share. It may exist, without a model in it.
-        dtype: Of floating-point tensors in the files; None: as they rest.
-        max_shard: The most bytes of a file, as a number or as text; a larger tensor has a file of its own.
+        folder: The folder to write, on a disk that all ranks share. It may exist, without a model in it.
+        dtype: The dtype of floating-point tensors in the files; None: that in which they rest.
+        max_shard: The most bytes of a file, as a number or as text; a larger tensor gets a file of its own.
 
     Raises:
         CheckpointError: There is a model in the folder, ranks have tensors of different names, or something cannot be saved.
@@ -87,7 +88,8 @@ def export(
     Args:
         model, folder, dtype, max_shard: See `save_pretrained`.
         convert: What files have in place of a tensor; None: the tensor under its name.
-        replaces: Whether a model that is in the folder gives way: at once, so that one of the two is always there.
+        replaces: Whether the model replaces one that is in the folder. It does so at once: a reader finds one of the two at
+            any moment.
     """
     wait_for_saving()
     together, target = Together(), Path(os.path.abspath(folder))
@@ -128,8 +130,8 @@ class _WeightsDraft(Draft):
             )
 
     def _rename(self) -> None:
-        """Moves the files in. Whoever reads finds one whole model at any moment: until a single change of a name the one that
-        was there, from then on the new one. Readers take the file of all weights, and without one the index."""
+        """Moves the files into the folder. A reader finds one whole model at any moment: the old one until a single file gets
+        its name, the new one from then on. Readers take the file of all weights, and if there is none, the index."""
         self._require_free()
         made = set(os.listdir(self.path))
         names = {name: name for name in made - {WEIGHTS, INDEX}}
@@ -147,10 +149,10 @@ class _WeightsDraft(Draft):
         self.path.rmdir()
 
     def _undo(self) -> None:
-        """The new model is there, and the files of the one before are gone."""
+        """Does nothing: the new model is there, and the files of the old one are gone."""
 
     def _beside_those_in_use(self, names: dict[str, str]) -> dict[str, str]:
-        """Gives the files names under which the index of before has none."""
+        """Gives the new files names that the old index does not have."""
         is_read = (self._folder / INDEX).exists() and not (self._folder / WEIGHTS).exists()
         used = set(os.listdir(self._folder)) if is_read else set()
         if not any(name.startswith("model-") and name in used for name in names):
@@ -217,7 +219,7 @@ class _Export:
 
 
 def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) -> Exception | None:
-    """Takes part in every gather, and writes the files of this rank. Returns what went wrong on it."""
+    """Takes part in every gather, and writes the files of this rank. Returns what went wrong on this rank."""
     files: list[TensorFile] = []
     own: dict[str, tuple[StoredBox, TensorFile]] = {}  # what this rank writes, by the name in files
 
@@ -264,7 +266,7 @@ def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:
 
 
 def _write_beside(model: nn.Module, plan: _Export, folder: Path) -> None:
-    """The index, and what a model of transformers says of itself."""
+    """Writes the index, and the configs of a model of transformers."""
     write_index(folder, plan.files)
     config: Any = getattr(model, "config", None)
     if hasattr(config, "save_pretrained"):

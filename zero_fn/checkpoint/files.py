@@ -3,8 +3,8 @@
     tensors    8 bytes: length of the header | header, JSON | elements, tensor after tensor
     JSON       {"xxh3": digest of the body, "body": {...}}
 
-Written by hand, and not by the library of that format, which takes whole tensors: here they pass through a buffer. Digests
-are xxh3 of 64 bits, of blocks of a MiB of each tensor, so that a part can be read and verified alone.
+The safetensors library is not used: it takes and gives whole tensors, and here they pass through a buffer. Digests are xxh3
+of 64 bits, of each MiB of a tensor, so that a part of a tensor can be read and verified alone.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ __all__ = [
 ]
 
 BUFFER_NBYTES = 64 << 20
-"""Bytes of tensors in memory at a time, beside what rests."""
+"""Bytes of tensors that are in memory at a time, beside those that rest there."""
 
 BLOCK_NBYTES = 1 << 20
 """Bytes of a tensor that have a digest of their own."""
 
 _CHUNK_NBYTES = 128 << 10
-"""Bytes of a block that are read, and added to its digest, at a time: they stay in the cache of the processor."""
+"""Bytes of a block that are read and hashed at a time: they stay in the cache of the processor."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -56,14 +56,14 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
 }  # fmt: skip
-"""What safetensors calls the dtypes it has."""
+"""The dtypes that safetensors has, by its names for them."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @contextmanager
 def disk(path: str | Path, doing: str) -> Iterator[None]:
-    """Says what a disk refuses in the words of an error.
+    """Inside, an error of the operating system becomes a `StorageError`; `doing` says what failed.
 
     Raises:
         StorageError: The disk refused.
@@ -85,14 +85,14 @@ class StoredBox:
     """A box of a tensor in a file.
 
     Attributes:
-        name: Of the tensor.
-        dtype: Of its elements.
-        shape: Of the whole tensor.
-        box: Which elements.
-        offset: The first byte, after the header.
-        digests: Of its blocks, 16 hexadecimal digits each.
-        rank: Which has written it.
-        open: Opens what it is read from: one function for all that are in one file.
+        name: The name of the tensor.
+        dtype: The dtype of the tensor in the file.
+        shape: The shape of the whole tensor.
+        box: Which elements of the tensor.
+        offset: The first byte of the box, after the header.
+        digests: The digest of each block of the box, 16 hexadecimal digits.
+        rank: The rank that has written the box.
+        open: Opens the file to be read: one function for all boxes of one file.
     """
 
     name: str
@@ -106,11 +106,11 @@ class StoredBox:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
+        """How many bytes its elements have."""
         return self.box.numel * self.dtype.itemsize
 
     def entry(self) -> dict[str, Any]:
-        """As the manifest has it."""
+        """What the manifest says of the box."""
         return {
             "dtype": _NAMES[self.dtype],
             "shape": self.shape,
@@ -122,7 +122,7 @@ class StoredBox:
 
     @staticmethod
     def of_entry(name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]) -> StoredBox:
-        """What `entry` has made."""
+        """The box of which a manifest says this; the reverse of `entry`."""
         digests = entry["xxh3"]
         box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
@@ -133,7 +133,7 @@ class StoredBox:
 
 
 def require_dtype(name: str, dtype: torch.dtype) -> None:
-    """For a tensor that is to be written.
+    """Requires that a tensor can be written.
 
     Raises:
         CheckpointError: The format has no such dtype.
@@ -147,7 +147,7 @@ def require_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
-    """Lays pieces out, one after the other, and returns what the file begins with."""
+    """Lays boxes out in a file, one after the other, and returns the header of the file."""
     table: dict[str, Any] = {
         "__metadata__": {
             "format": "pt",
@@ -171,10 +171,10 @@ def _header(pieces: list[StoredBox], saved_by: str) -> bytes:
 
 
 class TensorFile:
-    """A file of tensors that is being written. The pieces may come in any order, the elements of each in their own.
+    """A file of tensors that is being written. The boxes may come in any order, the elements of a box come in theirs.
 
     Attributes:
-        nbytes: Of the whole file.
+        nbytes: Bytes of the whole file.
     """
 
     def __init__(self, path: Path, pieces: list[StoredBox], saved_by: str) -> None:
@@ -196,11 +196,11 @@ class TensorFile:
             _write(self._fd, memoryview(header), 0)
 
     def append(self, piece: StoredBox, values: Tensor) -> None:
-        """Writes the next elements of a piece.
+        """Writes the next elements of a box.
 
         Args:
-            piece: Which.
-            values: In memory of the host, contiguous.
+            piece: The box.
+            values: The elements, in memory of the host, contiguous.
 
         Raises:
             StorageError: The disk refused.
@@ -219,7 +219,7 @@ class TensorFile:
         self._written[piece.name] = written
 
     def finish(self) -> dict[str, Any]:
-        """Makes sure that all is on the disk; returns what a manifest says of the file.
+        """Makes sure that the file is on the disk; returns what a manifest says of it.
 
         Raises:
             StorageError: The disk refused.
@@ -233,7 +233,7 @@ class TensorFile:
         return {"nbytes": self.nbytes, "begin": self._begin, "xxh3": self._digest, "tensors": tensors}
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -260,14 +260,14 @@ class TensorReader:
         """Opens the file.
 
         Args:
-            path: Where it is.
-            begin: Bytes before the elements.
-            nbytes: Of all of it.
-            digest: Of what comes before the elements; None: nobody has noted it.
+            path: The path of the file.
+            begin: How many bytes come before the elements.
+            nbytes: How many bytes the file has.
+            digest: The digest of what comes before the elements; None: nobody has noted it.
 
         Raises:
             StorageError: The disk refused.
-            CheckpointError: It has another size, or another header.
+            CheckpointError: The file has another size, or another header.
         """
         self._path, self._begin = path, begin
         with disk(path, "Reading a checkpoint"):
@@ -282,12 +282,12 @@ class TensorReader:
                 raise damaged(path, tensor="its header", why="its digest is not that of the manifest")
 
     def read(self, piece: StoredBox, first: int, last: int, out: Tensor | None) -> None:
-        """Reads some elements of a piece, and verifies the blocks they are in, if they have digests.
+        """Reads some elements of a box, and verifies the blocks that they are in, if these have digests.
 
         Args:
-            piece: Which.
-            first, last: From which element to which, in its own order.
-            out: Where to, contiguous, on the host; None: they are only verified.
+            piece: The box.
+            first, last: From which element of the box to which.
+            out: Where to, contiguous, on the host; None: the blocks are only verified.
 
         Raises:
             StorageError: The disk refused.
@@ -326,13 +326,13 @@ class TensorReader:
                 )
 
     def _scratch(self, nbytes: int) -> memoryview:
-        """Memory for what is only verified: of this reader, so that threads may read."""
+        """Memory for bytes that are only verified: this reader has its own, so that threads may read other files."""
         if self._room is None:
             self._room = memoryview(bytearray(_CHUNK_NBYTES))
         return self._room[:nbytes]
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -348,14 +348,14 @@ class TensorReader:
 
 
 def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """What a file of tensors begins with, whoever has written it.
+    """Reads the header of a file of tensors, whoever has written it.
 
     Returns:
-        The bytes before the elements, those of the whole file, and what it says of each tensor, by name.
+        How many bytes come before the elements, how many the file has, and what it says of each tensor, by name.
 
     Raises:
         StorageError: The disk refused.
-        CheckpointError: It is no such file, or not all of it.
+        CheckpointError: It is no safetensors file, or not all of one.
     """
     with disk(path, "Reading a checkpoint"), path.open("rb") as file:
         nbytes = os.fstat(file.fileno()).st_size
@@ -376,7 +376,7 @@ def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
 
 
 _HEADER_NBYTES = 100_000_000
-"""The most bytes of a header that the format allows."""
+"""The most bytes that the format allows for a header."""
 
 
 def damaged(path: Path, **facts: object) -> CheckpointError:
@@ -391,10 +391,10 @@ def damaged(path: Path, **facts: object) -> CheckpointError:
 
 @contextmanager
 def understood(path: Path, why: str) -> Iterator[None]:
-    """Says of a file that it is damaged where what it holds is not what its writer writes; `why` in words.
+    """Inside, an error of Python means that a file holds what its writer does not write; `why` says so in words.
 
     Raises:
-        CheckpointError: It is.
+        CheckpointError: The file is damaged.
     """
     try:
         yield
@@ -405,7 +405,7 @@ def understood(path: Path, why: str) -> Iterator[None]:
 
 
 def write_json(path: Path, body: object) -> None:
-    """Writes values with their digest, and makes sure that they are on the disk.
+    """Writes a file of values with their digest, and makes sure that it is on the disk.
 
     Raises:
         StorageError: The disk refused.
@@ -421,7 +421,7 @@ def write_json(path: Path, body: object) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """What `write_json` has written.
+    """Reads the values that `write_json` has written.
 
     Raises:
         StorageError: The disk refused.

@@ -17,7 +17,7 @@ from zero_fn.checkpoint.boxes import Box
 from zero_fn.checkpoint.contents import Contents, Key
 from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
-from zero_fn.checkpoint.passing import end_step, fill_states, leaf_in_chunks, room_of_states
+from zero_fn.checkpoint.passing import Kept, end_step, fill_states, leaf_in_chunks, room_of_states
 from zero_fn.checkpoint.together import Together
 from zero_fn.errors import CheckpointError
 from zero_fn.runtime.entry import units_of
@@ -114,7 +114,8 @@ class Fit:
 
     def match_optimizer(self, source: Contents, optimizer: Optimizer, *, is_strict: bool) -> None:
         """Finds the states of the optimizer and the options of its groups."""
-        chunks = _Chunks(self, optimizer) if isinstance(optimizer, Streamed) else None
+        rooms = room_of_states(optimizer) if isinstance(optimizer, Streamed) else None
+        kept: Kept = {}
         for group, leaves in zip(optimizer.param_groups, leaves_of_groups(optimizer, self.named), strict=True):
             options: dict[str, tuple[int, Any]] = {}
             for parameter, leaf in zip(group["params"], leaves, strict=True):
@@ -125,18 +126,23 @@ class Fit:
                 rank, said = source.options[own.name]
                 options.setdefault(repr(said), (rank, said))
                 self.stepped.add(own.name)
-                if chunks is not None:
-                    chunks.match(source, parameter, own)
-                else:
+                if rooms is None:
                     self._match_states(source, optimizer, group, parameter, own)
+                else:
+                    kept[id(parameter)] = self._match_chunks(source, parameter, own, rooms.get(id(parameter), {}))
             if len(options) > 1:
                 self.wrong.append(
                     f"a group of {len(leaves)} parameters: they had different options when they were saved"
                 )
             elif options:
                 self.then.append(partial(group.update, source.value(*next(iter(options.values())))))
-        if chunks is not None:
-            self.then.append(partial(chunks.fill, source))
+        if isinstance(optimizer, Streamed):
+            boxes = {leaf.in_chunks: (key, leaf.place.box) for key, leaf in self.todo}
+
+            def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
+                source.fill(*boxes[id(parameter), name], first, values)
+
+            self.then.append(partial(fill_states, optimizer, kept, fill))
 
     def _match_states(
         self, source: Contents, optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, own: Leaf
@@ -158,6 +164,24 @@ class Fit:
                 self._match(source, key, leaf)
         # A parameter that has never been stepped has no entry.
         self.then.append(partial(optimizer.state.__setitem__ if found else optimizer.state.pop, parameter, found))
+
+    def _match_chunks(
+        self, source: Contents, parameter: Tensor, own: Leaf, room: Mapping[str, torch.dtype]
+    ) -> tuple[dict[str, torch.dtype], dict[str, Any]]:
+        """Finds the states of a parameter for which chunks have this room; returns their dtypes, and other values."""
+        dtypes, others = {}, dict(source.values_of(own.name))
+        for name, key in source.states.get(own.name, []):
+            piece = source.first(key)
+            if name in room and piece.shape == own.place.shape:
+                dtypes[name] = room[name]
+                self._match(source, key, leaf_in_chunks(own, parameter, name, room[name]))
+            elif prod(piece.shape) <= 1:
+                others[name] = source.whole(key)
+            else:
+                self.wrong.append(f"{key[1]}: the streamed optimizer has no such state")
+        if dtypes and dtypes.keys() != room.keys():
+            self.wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
+        return dtypes, others
 
     def match_extra(self, source: Contents, together: Together, extra: Mapping[str, Any], *, is_strict: bool) -> None:
         """Finds the values of `extra`, and what they are to be loaded into."""
@@ -257,49 +281,12 @@ class Fit:
             end_step(self.optimizer)
         with ParcelWindow() as window:
             for key, leaf in self.todo:
-                if leaf.local is not None:  # without, a pass of the streamed optimizer fills it
+                if leaf.in_chunks is None:
                     leaf.fill(source.first(key).dtype, partial(source.fill, key, leaf.place.box), window)
         if self.model is not None:
             _note_loaded(self.model)
         for act in self.then:
             act()
-
-
-class _Chunks:
-    """How the files fit the states of a streamed optimizer, which rest in chunks."""
-
-    def __init__(self, fit: Fit, optimizer: Streamed) -> None:
-        self._fit, self._optimizer, self._rooms = fit, optimizer, room_of_states(optimizer)
-        self._keys: dict[tuple[int, str], tuple[Key, Box]] = {}  # by parameter and state, where its elements are
-        self._found: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}  # states in chunks, and other values
-
-    def match(self, source: Contents, parameter: Tensor, own: Leaf) -> None:
-        """Finds the states of a parameter; `own` is the leaf of the parameter, by its name in the files."""
-        room, wrong = self._rooms.get(id(parameter), {}), self._fit.wrong
-        dtypes, others = self._found[id(parameter)] = {}, dict(source.values_of(own.name))
-        for name, key in source.states.get(own.name, []):
-            piece = source.first(key)
-            if name in room and piece.shape == own.place.shape:
-                self._fit.todo.append((key, leaf_in_chunks(own, name, room[name])))
-                source.require_all(key, own.place.box)
-                dtypes[name] = room[name]
-                self._keys[id(parameter), name] = key, own.place.box
-                if not keeps_every_bit(piece.dtype, room[name]):
-                    wrong.append(f"{key[1]}: {piece.dtype} in the checkpoint, and bits would be lost in {room[name]}")
-            elif prod(piece.shape) <= 1:
-                others[name] = source.whole(key)
-            else:
-                wrong.append(f"{key[1]}: the streamed optimizer has no such state")
-        if dtypes and dtypes.keys() != room.keys():
-            wrong.append(f"{own.name}: the checkpoint has no {', '.join(room.keys() - dtypes.keys())} of it")
-
-    def fill(self, source: Contents) -> None:
-        """Reads the states into the chunks."""
-
-        def fill(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
-            source.fill(*self._keys[id(parameter), name], first, values)
-
-        fill_states(self._optimizer, lambda parameter: self._found.get(id(parameter), ({}, {})), fill)
 
 
 def _require_equal(source: Contents, key: Key, other: Key, box: Box) -> None:

@@ -1,8 +1,8 @@
-"""Folders of checkpoints: what is there, what is left of saves that were killed, and what goes.
+"""Folders of checkpoints: complete ones, those that a killed save has left, and those to be removed.
 
-runs/a/step-000120/             a checkpoint: it came under this name by one rename, whole
-runs/a/.step-000240.saving/     one that is being saved, by whoever holds its lock, or was
-runs/a/.step-000080.removing/   one that is being removed, or was
+runs/a/step-000120/             a checkpoint: one rename gave it this name once it was whole
+runs/a/.step-000240.saving/     a checkpoint that is being saved by the holder of its lock; without one its save was killed
+runs/a/.step-000080.removing/   a checkpoint that is being removed, or whose removal was killed
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ _LEFT = (".saving", ".removing")
 
 
 def part_name(rank: int) -> str:
-    """What a rank says of its files."""
+    """The file in which a rank says what it has written: its part of the manifest."""
     return f"rank-{rank:05d}.json"
 
 
 def tensors_name(kind: str, rank: int, number: int) -> str:
-    """A file of tensors of a rank, in the folder of its kind."""
+    """The path of a file of tensors that a rank writes, in the folder of its kind."""
     return f"{kind}/{rank:05d}-{number}.safetensors"
 
 
 def write_manifest(folder: Path, save_id: str, ranks: int, names: Mapping[str, int] | None = None) -> None:
-    """Writes what makes a folder a checkpoint, the last of its files.
+    """Writes the manifest, the last file of a checkpoint, by which a folder is one.
 
     Args:
-        folder: Where.
-        save_id: What each of these ranks has in what it says.
-        ranks: How many have written.
-        names: How many names of tensors there are, by kind: a reader of what some ranks say knows by that whether it has
-            heard of all. None if ranks have tensors of different names.
+        folder: The folder.
+        save_id: What identifies the save; the part of each rank has it, too.
+        ranks: How many ranks have written.
+        names: How many names of tensors there are, by kind: so a reader of the parts of some ranks knows whether it has read
+            of all tensors. None if ranks have tensors of different names.
 
     Raises:
         StorageError: The disk refused.
@@ -141,7 +141,7 @@ def _described(path: Path) -> Checkpoint:
 
 
 def _number(name: str) -> tuple[str, int | None]:
-    """A name without the number at its end, and that number."""
+    """A name without the number at its end, and the number; None if there is none."""
     found = re.fullmatch(r"(.*?)(\d+)", name.removesuffix(".saving").removesuffix(".removing"))
     return (found[1], int(found[2])) if found else (name, None)
 
@@ -150,7 +150,7 @@ def newest(folder: Path) -> Path:
     """The checkpoint that was committed last.
 
     Raises:
-        CheckpointError: There is none; or one is damaged, which may be the newest.
+        CheckpointError: There is none; or a checkpoint is damaged, and may be the newest.
         StorageError: The folder cannot be read.
     """
     found = checkpoints(folder)
@@ -170,19 +170,20 @@ def newest(folder: Path) -> Path:
 
 
 class Draft:
-    """The folder of a checkpoint that is being saved. Rank 0 makes it, commits it and holds its lock.
+    """The folder of a checkpoint that is being saved. Rank 0 makes the folder, commits it and holds its lock.
 
     Attributes:
-        path: Where it is until then.
+        target: The folder that it becomes.
+        path: The hidden folder that it is until then.
     """
 
     def __init__(self, target: Path, kinds: Sequence[str] = KINDS) -> None:
-        """One that is not made yet, of a checkpoint that is to be `target`, with these folders in it."""
+        """A draft of which nothing is on the disk yet; `kinds` are the folders in it."""
         self.target, self.path, self._kinds = target, target.parent / f".{target.name}.saving", kinds
         self._lock = -1
 
     def make(self) -> str:
-        """Makes the folder, and removes what other saves have left; returns a number that no other save has.
+        """Makes the folder, and removes what other saves have left; returns what identifies this save.
 
         Raises:
             CheckpointError: There is a checkpoint of this name, or somebody else is saving one.
@@ -219,7 +220,7 @@ class Draft:
         return os.urandom(8).hex()
 
     def commit(self) -> str:
-        """Gives it its name, once all that is in it is on the disk.
+        """Makes sure that all files are on the disk, and renames the folder to its target.
 
         Raises:
             StorageError: The disk refused.
@@ -252,12 +253,12 @@ class Draft:
         os.rename(self.path, self.target)
 
     def _undo(self) -> None:
-        """Takes the name away again, after a failure."""
+        """Renames the folder back, after a failure."""
         with suppress(OSError):
             os.rename(self.target, self.path)
 
     def drop(self) -> None:
-        """Removes it, after a failure."""
+        """Removes the folder, after a failure."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             self._unlock()
@@ -279,14 +280,14 @@ def _remove_if_left(path: Path) -> None:
 
 
 def prune(target: Path, keep: int | None, keep_every: int | None) -> None:
-    """Removes checkpoints beside the one that was just saved, of the same name but for its number.
-
-    Args:
-        target: That one, which stays.
-        keep: How many of the newest stay, with it; None: all.
-        keep_every: Those of steps that this divides stay, too.
+    """Removes old checkpoints: those whose names differ from that of the one just saved only in the number.
 
     What cannot be removed stays, with a warning: the save has succeeded.
+
+    Args:
+        target: The checkpoint that was just saved. It stays.
+        keep: How many of the newest stay, this one included; None: all.
+        keep_every: Checkpoints of steps that this divides stay, too.
     """
     if keep is None:
         return

@@ -32,8 +32,20 @@ class Foreign(Contents):
     The checksums in files of `torch.save` are of whole storages: a storage is verified whole before the first read from it.
     """
 
-    def __init__(self, path: Path, rename: Callable[[str], str]) -> None:
+    def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool = True) -> None:
+        """Reads what is in the checkpoint, but for the elements of tensors.
+
+        Args:
+            path: The folder that has the files.
+            rename: The name in the model for a name in the checkpoint.
+            has_states: Whether states of the optimizer are wanted.
+
+        Raises:
+            CheckpointError: The checkpoint is damaged, or of a kind that is not read.
+            StorageError: The disk refused.
+        """
         super().__init__(path, rename)
+        self._has_states = has_states
         self.extra: dict[str, Any] = {}
         self._openers: dict[PlacedTensor, Callable[[], TensorReader]] = {}
         self._verified: set[ByteRange] = set()

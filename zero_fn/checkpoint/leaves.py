@@ -1,9 +1,9 @@
-"""What there is to save and load: each tensor of a model and an optimizer with its name, its place, and its way in and out.
+"""The tensors that are saved and loaded: their names, what this rank holds of each, and how it is read and written.
 
 Leaf            one tensor: in memory, in another tier, or in the chunks of a streamed optimizer (`passing.py`)
-ParcelWindow    what rests in another tier, a parcel of it at a time
+ParcelWindow    reads and writes tensors that rest in another tier, a parcel at a time
 
-[Note: names of tiles] What `zf.tile` has cut is saved as if it were not: a tile is a box of the whole.
+[Note: names of tiles] A tensor that `zf.tile` has cut is saved under its own name: a tile is a box of the whole.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ class Leaf:
     """One tensor of a model or an optimizer.
 
     Attributes:
-        name: In the checkpoint.
-        dtype: Of its elements.
-        place: Which of them this rank holds.
-        local: What holds them; None: a streamed optimizer.
-        is_buffer: Whether it is a buffer of a module, which rank 0 decides where it is not sharded.
+        name: Its name in the checkpoint.
+        dtype: The dtype in which it rests.
+        place: Which elements this rank holds.
+        local: The tensor that holds them; None: they rest in chunks of a streamed optimizer.
+        is_buffer: Whether it is a buffer of a module. Where a buffer is not sharded, that of rank 0 is saved.
+        in_chunks: For a state in chunks: the identity of the parameter, and the name of the state.
     """
 
     name: str
@@ -46,17 +47,18 @@ class Leaf:
     place: Holding
     local: Tensor | None
     is_buffer: bool = False
+    in_chunks: tuple[int, str] | None = None
 
     @property
     def is_away(self) -> bool:
-        """Whether it rests in parcels of another tier, in the order of its elements."""
+        """Whether its elements rest in parcels of another tier, in their order."""
         local = self.local
         return isinstance(local, TierTensor) and local.moved is None and local.is_contiguous()
 
     def read(self, first: int, last: int, window: ParcelWindow) -> Tensor:
-        """Elements of what this rank holds, in order, in memory of the host."""
+        """Elements that this rank holds, in order, in memory of the host."""
         local = self.local
-        assert local is not None, "the states of a streamed optimizer come by themselves"
+        assert local is not None, "a pass of the streamed optimizer reads its states"
         if isinstance(local, TierTensor) and self.is_away:
             return window.read(local, first, last)
         if local.is_contiguous() and not isinstance(local, TierTensor):
@@ -70,7 +72,7 @@ class Leaf:
         Args:
             dtype: The dtype of the elements that are read.
             read: Called as `read(first, values)`: fills flat memory on the host with the elements from `first` on.
-            window: Through which elements go to another tier.
+            window: Writes elements to another tier.
         """
         local = self.local
         assert local is not None, "a pass of the streamed optimizer fills its states"
@@ -92,7 +94,7 @@ class Leaf:
 
 
 class ParcelWindow:
-    """One parcel of what rests in another tier, in memory. A context manager: what was written is there at its end."""
+    """Holds one parcel of another tier in memory. A context manager: at its end all that was written is in the tier."""
 
     def __init__(self) -> None:
         self._record: Record | None = None
@@ -120,7 +122,7 @@ class ParcelWindow:
         return out
 
     def write(self, tensor: TierTensor, first: int, values: Tensor) -> None:
-        """Puts elements of a tensor there, from the number `first` on.
+        """Writes elements of a tensor, from the number `first` on.
 
         Raises:
             StorageError: The disk failed.
@@ -130,7 +132,7 @@ class ParcelWindow:
             self._is_changed = True
 
     def _rooms(self, tensor: TierTensor, first: int, last: int) -> Iterator[tuple[int, int, Tensor]]:
-        """The parts of these elements that parcels have: the first, how many, and where they are in memory."""
+        """The parts of these elements that each parcel has: the first, how many, and their memory."""
         record = record_of(tensor)
         first, last = first + tensor.first, last + tensor.first
         for parcel in record.parcels:
@@ -172,9 +174,9 @@ class Named:
     """The tensors of a module.
 
     Attributes:
-        leaves: One for each. Tiles of one tensor have one name.
-        parameters: The same by the identity of the tensor: what optimizers hold.
-        aliases: Further names of tied parameters, and the names they are saved by.
+        leaves: One for each tensor. Tiles of one tensor have one name.
+        parameters: The same leaves, by the identity of the tensor: an optimizer holds tensors.
+        aliases: Further names of tied parameters, and the names that they are saved by.
     """
 
     leaves: list[Leaf] = field(default_factory=list)
@@ -185,9 +187,9 @@ class Named:
         """Adds the parameters and persistent buffers that `where` selects. Communicates nothing, copies nothing.
 
         Args:
-            module: Any.
+            module: Any module.
             where: See `save`.
-            on_meta: Whether they may lack memory.
+            on_meta: Whether tensors may be on meta.
 
         Raises:
             CheckpointError: A module writes its state_dict in its own way; a tensor is on meta, or of a dtype that files
@@ -243,7 +245,7 @@ def _leaf_of(name: str, tensor: Tensor, *, is_buffer: bool, on_meta: bool) -> Le
 
 
 def _in_whole(leaf: Leaf, start: int, shape: tuple[int, ...]) -> Leaf:
-    """A tile, as a box of what it was cut from. [Note: names of tiles]"""
+    """A tile, as a box of the tensor that it was cut from. [Note: names of tiles]"""
     outer = Box((start, *(0,) * (len(shape) - 1)), leaf.place.shape)
     return replace(leaf, place=replace(leaf.place, shape=shape, box=outer.around(leaf.place.box)))
 
@@ -260,7 +262,7 @@ def _is_selected(where: Where, name: str, tensor: Tensor) -> bool:
 
 
 def state_leaf(name: str, state: Tensor, parameter: Tensor, own: Leaf) -> Leaf | None:
-    """A state of an optimizer that is a tensor in memory; `own` is the leaf of its parameter."""
+    """The leaf of a state that is a tensor in memory; `own` is the leaf of its parameter. None if this rank holds nothing."""
     require_dtype(f"{own.name}/{name}", state.dtype)
     place = holding_of_state(name, state, parameter, own.place)
     return None if place is None else Leaf(f"{own.name}/{name}", state.dtype, place, local_of(state))

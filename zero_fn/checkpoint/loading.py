@@ -1,10 +1,11 @@
-"""`load`: each rank reads the elements that it holds, wherever they were written.
+"""`load`: each rank reads the elements that it holds, whichever rank has written them.
 
 choose   ranks agree: rank 0 says which checkpoint
-check    names, shapes, dtypes, options: all that is wrong, in one error; then every block that will be read
-agree    everybody well, or nothing has changed anywhere
-write    elements go to where they rest, through a buffer
-agree    everybody has everything
+check    each rank checks names, shapes, dtypes and options, and puts all that is wrong into one error; then it reads and
+         verifies every block that it will load
+agree    no rank has failed, or nothing has changed anywhere
+write    elements are read to where they rest, through a buffer
+agree    every rank has loaded everything
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ def load(
 
         step = zf.load("runs/a", model, optimizer, extra={"scheduler": scheduler})["step"]
 
-    Values, moments and step counts are those that were saved, to the bit. Each rank reads what it holds, through a buffer of
-    64 MiB. Digests are verified as bytes are read: once before anything changes, and once more as they go where they rest.
+    Values, moments and step counts are those that were saved, to the bit. Each rank reads the elements that it holds, through
+    a buffer of 64 MiB. It verifies digests whenever it reads: once before anything changes, and once more as it loads.
 
     Folders of DeepSpeed are read as well: of ZeRO-1, 2 and 3, on any number of ranks, and universal ones. What it has kept
     beside the model (`global_steps`, `lr_scheduler`, the client state) is returned as `extra`. So are folders of
@@ -183,7 +184,7 @@ def fill_together(
 
 
 def renamed_by(rename: Rename) -> Callable[[str], str]:
-    """The names in a model of names in files."""
+    """The function from names in files to names in the model that `rename=` means."""
     if rename is None:
         return lambda name: name
     if callable(rename):

@@ -46,18 +46,7 @@ class DcpFolder(Foreign):
     """A checkpoint that torch.distributed.checkpoint has written."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
-        """Reads what is in the checkpoint, but for the elements of tensors.
-
-        Args:
-            path: The folder.
-            rename: The name in the model for a name in the checkpoint.
-            has_states: Whether states of the optimizer are wanted.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or of a kind that is not read.
-            StorageError: The disk refused.
-        """
-        super().__init__(path, rename)
+        super().__init__(path, rename, has_states=has_states)
         with understood(path / METADATA, "it says what torch does not say"):
             said = read_lone_pickle(path / METADATA).state
             self._entries = {
@@ -71,7 +60,7 @@ class DcpFolder(Foreign):
                 n: each.state for n, each in said["state_dict_metadata"].items()
             }
             paths = said.get("planner_data") or {}
-            self._list({name: tuple(paths.get(name, (name,))) for name in self._tensors}, has_states=has_states)
+            self._list({name: tuple(paths.get(name, (name,))) for name in self._tensors})
 
     def _entry(self, info: dict[str, Any]) -> _Entry:
         file = info["relative_path"]
@@ -83,7 +72,7 @@ class DcpFolder(Foreign):
             )
         return _Entry(self.path / file, info["offset"], info["length"])
 
-    def _list(self, paths: dict[str, KeyPath], *, has_states: bool) -> None:
+    def _list(self, paths: dict[str, KeyPath]) -> None:
         """Finds what each name is: of the model, a state or an option of an optimizer, or `extra`."""
         ends = {path[: at + 1] for path in paths.values() for at in range(len(path))}
         optimizers = {path[:-1] for path in ends if _begins(path[-1], "param_groups")}
@@ -92,7 +81,7 @@ class DcpFolder(Foreign):
         options: dict[str | int, dict[str, Any]] = {}  # by parameter, or by the number of a group
         for name, path in paths.items():
             root = roots[name]
-            if root is not None and has_states:
+            if root is not None and self._has_states:
                 self._add_state_or_option(path[len(root) :], name, options)
             elif root is None and "chunks" in self._tensors[name] and path[: len(model)] == model:
                 self._add_boxes("model", ".".join(map(str, path[len(model) :])), "", name)

@@ -69,19 +69,7 @@ class DeepSpeedFolder(Foreign):
     """A checkpoint that DeepSpeed has written."""
 
     def __init__(self, path: Path, rename: Callable[[str], str], *, has_states: bool) -> None:
-        """Reads what is in the checkpoint, but for the elements of tensors.
-
-        Args:
-            path: The folder with the files, not that with `latest`.
-            rename: The name in the model for a name in the checkpoint.
-            has_states: Whether states of the optimizer are wanted.
-
-        Raises:
-            CheckpointError: The checkpoint is damaged, or of a kind that is not read.
-            StorageError: The disk refused.
-        """
-        super().__init__(path, rename)
-        self._has_states = has_states
+        super().__init__(path, rename, has_states=has_states)
         with disk(path, "Reading a checkpoint"):
             names = sorted(found.name for found in path.iterdir())
         with understood(path, "it says what DeepSpeed 0.19 does not say"):

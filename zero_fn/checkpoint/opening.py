@@ -1,4 +1,4 @@
-"""Which checkpoint a folder means, and who can read it."""
+"""Finds the checkpoint that a folder means, and opens it with the reader of its format."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["chosen", "opened"]
 
 
 def chosen(folder: Path) -> Path:
-    """The checkpoint that a folder is, or the one in it that was committed last.
+    """The folder itself if it is a checkpoint, or the checkpoint in it that was committed last.
 
     Raises:
-        CheckpointError: There is none, or of two kinds.
+        CheckpointError: There is no checkpoint, or there are checkpoints of two kinds.
         StorageError: The folder cannot be read.
     """
     if (folder / MANIFEST).exists():
@@ -45,12 +45,12 @@ def opened(
 
     Args:
         folder: What `chosen` has found.
-        rename: What names in the checkpoint are in the model.
+        rename: The name in the model for a name in the checkpoint.
         has_states: Whether states of the optimizer are wanted.
-        reader: The number of this reader, and how many there are, of which each needs a part.
+        reader: The number of this reader, and how many readers there are, each of which needs a part.
 
     Raises:
-        CheckpointError: It is damaged, or of a kind that is not read.
+        CheckpointError: The checkpoint is damaged, or of a kind that is not read.
         StorageError: The disk refused.
     """
     if (folder / MANIFEST).exists():

@@ -1,4 +1,4 @@
-"""The states of streamed optimizers, on their way: a chunk at a time, through the buffers of the optimizer itself."""
+"""Reads and fills the states of streamed optimizers, a chunk at a time, through the buffers of the optimizer itself."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from zero_fn.streamed import Streamed
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Pass
 
-__all__ = ["each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
+__all__ = ["Kept", "each_state", "end_step", "fill_states", "leaf_in_chunks", "room_of_states", "states_in_chunks"]
 
 Kept = dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]
+"""By the identity of a parameter: dtypes of the states that rest in chunks, by name, and the values of other states."""
 
 
 def states_in_chunks(optimizer: Streamed) -> Kept:
-    """By the identity of each parameter: dtypes of the states in chunks, by name, and the values of others.
+    """The states that an optimizer has.
 
     Raises:
-        StorageError: A step that waited failed.
+        StorageError: A step that was still to be taken failed.
         StateError: The last step failed half-way.
         CheckpointError: A state is larger than a number and has no place in a chunk.
     """
@@ -46,7 +47,7 @@ def states_in_chunks(optimizer: Streamed) -> Kept:
 
 
 def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
-    """By the identity of each parameter: the states that chunks have room for."""
+    """The states that chunks have room for: their dtypes, by the identity of the parameter and by name."""
     found: dict[int, dict[str, torch.dtype]] = {}
     for cut in _cuts(optimizer):
         found.setdefault(id(cut.parameter), {}).update({name: dtype for name, (dtype, _) in cut.fields.items()})
@@ -54,7 +55,7 @@ def room_of_states(optimizer: Streamed) -> dict[int, dict[str, torch.dtype]]:
 
 
 def end_step(optimizer: Streamed) -> None:
-    """Lets no step wait any more: what is loaded comes after it. One that fails is mended by what is loaded."""
+    """Takes a step that is still to be taken: what is loaded comes after it, and mends a step that fails."""
     with suppress(StorageError, StateError):
         optimizer._steps.finish()
     optimizer._steps.waiting = None
@@ -63,7 +64,8 @@ def end_step(optimizer: Streamed) -> None:
 def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], None]) -> None:
     """Calls `take(parameter, name, first, values)` for each piece of each state, in the order of the elements of each.
 
-    `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and gone afterwards.
+    `first` is the number of the first element in what this rank holds; `values` are flat, on the host, and valid during the
+    call only.
 
     Raises:
         StorageError: The disk failed, or does not hold what was written to it.
@@ -82,25 +84,25 @@ def each_state(optimizer: Streamed, take: Callable[[Tensor, str, int, Tensor], N
 
 def fill_states(
     optimizer: Streamed,
-    find: Callable[[Tensor], tuple[dict[str, torch.dtype], dict[str, Any]]],
-    fill: Callable[..., None],
+    kept: Kept,
+    fill: Callable[[Tensor, str, int, Tensor], None],
 ) -> None:
-    """Puts states into the chunks of an optimizer, in place of all that they had.
+    """Puts states into the chunks of an optimizer, in place of all that the chunks held.
 
     Args:
-        optimizer: Whose.
-        find: The dtypes of the states to be put into chunks for a parameter, and the values of others, both by name.
+        optimizer: The streamed optimizer.
+        kept: The states.
         fill: Called as `fill(parameter, name, first, values)` to fill flat values with the elements from `first` on.
 
     Raises:
-        StorageError: The disk failed. `step` of the optimizer raises until it was loaded.
+        StorageError: The disk failed. `step` of the optimizer raises until states are loaded.
     """
     states, steps = optimizer.states, optimizer._steps
     steps.failed = "states could not be loaded"
 
     def visit(chunk: Chunk, buffer: Tensor) -> None:
         for cut in chunk.cuts:
-            dtypes, others = find(cut.parameter)
+            dtypes, others = kept.get(id(cut.parameter), ({}, {}))
             values: dict[str, Any] = dict(others)
             for name, dtype in dtypes.items():
                 _require_in_order(cut)
@@ -126,6 +128,6 @@ def _require_in_order(cut: SteppedPiece) -> None:
         )
 
 
-def leaf_in_chunks(own: Leaf, name: str, dtype: torch.dtype) -> Leaf:
-    """A state that rests in chunks; `own` is the leaf of its parameter."""
-    return Leaf(f"{own.name}/{name}", dtype, own.place, None)
+def leaf_in_chunks(own: Leaf, parameter: Tensor, name: str, dtype: torch.dtype) -> Leaf:
+    """The leaf of a state that rests in chunks; `own` is the leaf of its parameter."""
+    return Leaf(f"{own.name}/{name}", dtype, own.place, None, in_chunks=(id(parameter), name))

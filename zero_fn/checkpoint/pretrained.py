@@ -1,8 +1,8 @@
-"""Folders of safetensors as Hugging Face has them: read straight into shards.
+"""`load_pretrained`: reads folders of safetensors, as Hugging Face has them, straight into shards.
 
-folder/model.safetensors                  all tensors, or
-folder/model-00001-of-00003.safetensors   some of them, and
-folder/model.safetensors.index.json       which file has which
+folder/model.safetensors                  all tensors; or
+folder/model-00001-of-00003.safetensors   some of the tensors, and
+folder/model.safetensors.index.json       which file has which tensor
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def load_pretrained(
         model = zf.shard_params(model, mesh["dp"])
         zf.load_pretrained(model, "llama-3-8b")
 
-    Each rank reads the ranges of the files that it owns, through a buffer of 64 MiB at most. A model on `meta` gets memory
-    for its shards; buffers that the files do not hold, such as the frequencies of rotary embeddings, are computed by their
-    modules, as `materialize` does. Floating-point values are rounded to the dtype that a parameter rests in. Of tied
-    parameters the files need one.
+    Each rank reads only the elements of its shards, through a buffer of 64 MiB at most. A model on `meta` gets memory for its
+    shards; buffers that the files do not have, such as the frequencies of rotary embeddings, are computed by their modules,
+    as in `materialize`. Floating-point values are rounded to the dtype that a parameter rests in. The files need one of the
+    names of a tied parameter.
 
     A model whose files have other names than its parameters (experts of Mixtral, which transformers stacks) is loaded by
     `from_pretrained` inside `zero_fn.integrations.transformers.placed`.
@@ -126,7 +126,7 @@ def _is_filled_by(fit: Fit) -> Callable[[Tensor], bool]:
 
 
 def _unsaved(model: nn.Module) -> set[str]:
-    """Names of buffers that no state_dict has: files of before may."""
+    """Names of non-persistent buffers: older files may have them, and no state_dict has."""
     return {
         f"{name}.{attribute}".lstrip(".")
         for name, child in model.named_modules()
@@ -135,7 +135,7 @@ def _unsaved(model: nn.Module) -> set[str]:
 
 
 def _require_transformed(model: nn.Module) -> None:
-    """What is on `meta` gets memory by its unit."""
+    """Requires that parameters on `meta` were transformed: their units give them memory."""
     for name, parameter in model.named_parameters():
         if local_of(parameter).is_meta and slot_of(parameter) is None:
             raise CheckpointError(
@@ -145,15 +145,15 @@ def _require_transformed(model: nn.Module) -> None:
 
 
 def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Contents:
-    """Reads what files of safetensors say of their tensors.
+    """Reads the headers of safetensors files.
 
     Args:
         path: A folder, or a file.
-        rename: What names in the files are in the model.
-        ignored: Names that nobody needs.
+        rename: The name in the model for a name in the files.
+        ignored: Names in the model of tensors that are not read.
 
     Raises:
-        CheckpointError: There are none, one is damaged, or two hold one tensor.
+        CheckpointError: There are no files, one is damaged, or two have one tensor.
         StorageError: The disk refused.
     """
     source = Contents(path, rename)
@@ -172,7 +172,7 @@ def files_of(path: Path, rename: Callable[[str], str], ignored: set[str]) -> Con
 
 
 def _paths_of(path: Path) -> list[Path]:
-    """The files of a folder that have the tensors of its model."""
+    """The safetensors files of a folder that make up its model."""
     if path.is_file():
         return [path]
     with disk(path, "Looking for safetensors"):
@@ -202,7 +202,7 @@ def _paths_of(path: Path) -> list[Path]:
 
 
 def packed(pieces: Sequence[StoredBox], most: int) -> list[list[StoredBox]]:
-    """Tensors in their order, by file: each of at most `most` bytes, or with one tensor."""
+    """Deals tensors in their order into files, each of at most `most` bytes or with one tensor."""
     files: list[list[StoredBox]] = [[]]
     room = most
     for piece in pieces:
@@ -220,7 +220,7 @@ def weights_name(number: int, count: int) -> str:
 
 
 def write_index(folder: Path, files: list[list[StoredBox]]) -> None:
-    """Writes which file has which tensor where there are several, and makes sure that it is on the disk.
+    """Writes the index, which says which file has which tensor, where there are several files.
 
     Raises:
         StorageError: The disk refused.

@@ -1,9 +1,10 @@
-"""`save` and `save_async`: each rank writes what arithmetic gives it, and one rename makes it a checkpoint.
+"""`save` and `save_async`: each rank writes its share of the tensors, and one rename makes the folder a checkpoint.
 
-plan     what there is on this rank
-begin    ranks agree: the same arguments, everybody well, who has tensors of the same names; rank 0 makes the folder
-write    each rank its files, through a buffer, and what it says of them
-commit   ranks agree: everybody has written, and rank 0 has renamed the folder
+plan     each rank lists what it has to save
+begin    ranks agree: all were given the same arguments, none has failed, who has tensors of the same names; rank 0 makes
+         the folder
+write    each rank writes its files, through a buffer, and its part of the manifest
+commit   ranks agree: all have written; rank 0 renames the folder
 """
 
 from __future__ import annotations
@@ -76,8 +77,7 @@ def save(
 
     Raises:
         CheckpointError: Something cannot be saved, or there is a checkpoint of this name. Raised on every rank.
-        StorageError: A disk refused, on this rank or another. Raised on every rank; nothing has changed, and training may go
-            on.
+        StorageError: A disk refused, on this rank or another. Raised on every rank. Nothing has changed; training may go on.
         DisagreementError: Ranks were given different folders or options.
         LostRankError: A rank has ended, or did not call `save`.
     """
@@ -101,8 +101,8 @@ def save_async(
         ...
         saving.wait()
 
-    Returns when the values are copied: values in memory to the host, which takes as many bytes as this rank writes of them;
-    values in tiers (parameters, states of streamed optimizers) to their files.
+    Returns when the values are copied. Values in memory are copied to the host, which takes as many bytes as this rank
+    writes of them; values in tiers (parameters, states of streamed optimizers) are written to their files.
 
     Communicates as `save`, on a group of its own.
 
@@ -116,10 +116,10 @@ def save_async(
         keep_every: As in `save`.
 
     Returns:
-        The save under way. `wait()`, the next save or the next load waits for it, and raises if it failed, on every rank.
+        The save under way. `wait()`, the next save and the next load wait for it, and raise on every rank if it failed.
 
     Raises:
-        CheckpointError, StorageError, DisagreementError, LostRankError: As `save`; here those of its beginning.
+        CheckpointError, StorageError, DisagreementError, LostRankError: As `save`, if it fails before this function returns.
     """
     wait_for_saving()
     saving = Saving(_begun(folder, model, optimizer, extra, where, keep, keep_every, copies=True))
@@ -145,7 +145,7 @@ class Saving:
         self._writing = None
 
     def is_done(self) -> bool:
-        """Whether the save has ended, with success or not."""
+        """Whether the save has ended, with or without success."""
         return not self._thread.is_alive()
 
     def wait(self) -> None:
@@ -180,16 +180,14 @@ class _Inventory:
     """What this rank has to save.
 
     Attributes:
-        leaves: Tensors, by kind.
-        says: What the rank's part of the manifest says beside the tensors.
+        leaves: Its tensors, by kind.
+        says: Its part of the manifest, but for the tensors.
         streamed: The optimizer whose states come in chunks, if it is a streamed one.
-        chunks: Its states, by the identity of the parameter and the name of the state.
     """
 
     leaves: dict[str, list[Leaf]] = field(default_factory=lambda: {kind: [] for kind in KINDS})
     says: dict[str, Any] = field(default_factory=dict)
     streamed: Streamed | None = None
-    chunks: dict[tuple[int, str], Leaf] = field(default_factory=dict)
 
     def add(self, model: nn.Module | None, optimizer: Optimizer | None, extra: Mapping[str, Any], where: Where) -> None:
         """Adds everything that was given to `save`."""
@@ -224,9 +222,7 @@ class _Inventory:
             for parameter, own in zip(group["params"], leaves, strict=True):
                 states = {} if self.streamed is not None else optimizer.state.get(parameter, {})
                 dtypes, states = in_chunks.get(id(parameter), ({}, states))
-                for name, dtype in dtypes.items():
-                    self.chunks[id(parameter), name] = leaf_in_chunks(own, name, dtype)
-                    self.leaves["optimizer"].append(self.chunks[id(parameter), name])
+                self.leaves["optimizer"] += [leaf_in_chunks(own, parameter, *each) for each in dtypes.items()]
                 for name, value in states.items():
                     if isinstance(value, Tensor):
                         leaf = state_leaf(name, value, parameter, own)
@@ -237,7 +233,7 @@ class _Inventory:
 
 
 def _homes(model: nn.Module, named: Named) -> dict[str, str]:
-    """How parameters rest, in words: for people."""
+    """How each parameter rests, in words: for people who read the manifest."""
     found = {}
     for parameter in model.parameters():
         slot, leaf = slot_of(parameter), named.parameters.get(id(parameter))
@@ -290,7 +286,7 @@ def _begun(
     *,
     copies: bool,
 ) -> _Writing:
-    """Begins a save: ranks have agreed to it, and, with `copies`, values in memory are copied."""
+    """Begins a save: ranks agree to it, and write what they have; with `copies`, values in memory are copied instead."""
     together, draft, plan = Together(), Draft(Path(os.path.abspath(folder))), _Inventory()
 
     def prepare() -> None:
@@ -315,7 +311,7 @@ def _begun(
 
 
 def _shared_out(plan: _Inventory, kind: tuple[int, int]) -> dict[str, list[list[_Share]]]:
-    """What this rank writes, by kind and file: a file has one piece of each name."""
+    """What this rank writes, by kind and file. A file has one box of each name: tiles go to several files."""
     found: dict[str, list[list[_Share]]] = {}
     for folder, leaves in plan.leaves.items():
         files: list[list[_Share]] = found.setdefault(folder, [])
@@ -348,10 +344,10 @@ class _Writing:
         together: The ranks.
         draft: The folder.
         plan: What this rank has.
-        agreed: What the ranks have agreed on; its text is the number of the save.
-        files: What this rank writes of that, by kind and file.
+        agreed: What the ranks have agreed on; its text identifies the save.
+        files: What this rank writes, by kind and file.
         keep: How many checkpoints stay, and of which steps; see `save`.
-        failure: What went wrong on this rank: the others hear of it when they meet.
+        failure: What went wrong on this rank: the other ranks hear of it when they agree to commit.
     """
 
     together: Together
@@ -373,27 +369,29 @@ class _Writing:
         copied = []
         with ParcelWindow() as window:
             for share in self._each():
-                if share.leaf.local is not None and copies and not share.leaf.is_away:
+                if share.leaf.in_chunks is not None:
+                    continue
+                if copies and not share.leaf.is_away:
                     copied.append(share)
-                elif share.leaf.local is not None:
+                else:
                     share.write(window)
         if self.plan.streamed is not None:
             self._write_chunks(self.plan.streamed)
         _copy(copied)
 
     def _write_chunks(self, optimizer: Streamed) -> None:
-        by_leaf = {id(share.leaf): share for share in self._each() if share.leaf.local is None}
+        in_chunks = {share.leaf.in_chunks: share for share in self._each() if share.leaf.in_chunks is not None}
 
         def take(parameter: Tensor, name: str, first: int, values: Tensor) -> None:
-            share = by_leaf.get(id(self.plan.chunks[id(parameter), name]))
-            if share is None:  # another rank writes it
+            share = in_chunks.get((id(parameter), name))
+            if share is None:  # another rank writes this state
                 return
             low, high = max(first, share.first), min(first + values.numel(), share.first + share.piece.box.numel)
             if low < high:
                 share.append(values[low - first : high - first])
 
         each_state(optimizer, take)
-        for share in by_leaf.values():
+        for share in in_chunks.values():
             share.is_written = True
 
     def finish(self) -> None:
@@ -415,7 +413,7 @@ class _Writing:
             prune(self.draft.target, *self.keep)
 
     def _each(self) -> list[_Share]:
-        """In the order of files."""
+        """All that this rank writes, in the order of files."""
         return [share for files in self.files.values() for shares in files for share in shares]
 
     def _write_rest(self) -> None:
@@ -428,7 +426,7 @@ class _Writing:
         write_json(self.draft.path / part_name(self.together.rank), says)
 
     def _commit(self) -> str:
-        """What rank 0 does once every rank has written."""
+        """Commits on rank 0, once every rank has written."""
         names = {kind: len({leaf.name for leaf in self.plan.leaves[kind]}) for kind in KINDS[:2]}
         is_of_one_kind = self.agreed.is_of_one_kind
         write_manifest(self.draft.path, self.agreed.text, self.together.size, names if is_of_one_kind else None)
@@ -438,14 +436,14 @@ class _Writing:
 
 
 def _finished(shares: list[_Share]) -> dict[str, Any]:
-    """Makes sure that a file is on the disk; what the manifest says of it."""
+    """Makes sure that a file is on the disk; returns what the manifest says of it."""
     file = shares[0].file
     assert file is not None, "no file was made"
     return file.finish()
 
 
 def _copy(shares: list[_Share]) -> None:
-    """Copies what is to be written into memory of the host, from where it will be written."""
+    """Copies what is to be written into memory of the host; it is written from there."""
     sizes = [-(-share.piece.nbytes // 64) * 64 for share in shares]
     if not sum(sizes):
         return

@@ -1,4 +1,4 @@
-"""Ranks agree, through rank 0: on what they are about to do, on how it went, and on whom it failed."""
+"""Ranks agree, through rank 0, on what they are about to do, and on whether it went well on each of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Agreed", "Together", "failure_of"]
 _MESSAGE_NBYTES = 640
 
 _WELL, _FAILED, _DIFFERENT = b"\0\1\2"
-"""What a message begins with."""
+"""The first byte of a message."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Agreed:
 
     Attributes:
         text: What `decide` has returned on rank 0.
-        number, alike: Of the ranks of the kind of this one, the number of this one, and how many they are.
-        is_of_one_kind: Whether all ranks are.
+        number, alike: Of the ranks of this rank's kind, the number of this one, and how many there are.
+        is_of_one_kind: Whether all ranks are of one kind.
     """
 
     text: str
@@ -44,7 +44,7 @@ class Together:
     """All ranks of the program, or this process alone.
 
     Attributes:
-        rank, size: Of this one, and how many there are.
+        rank, size: The number of this rank, and how many ranks there are.
     """
 
     def __init__(self) -> None:
@@ -62,20 +62,20 @@ class Together:
         consequence: str = "this rank has changed nothing",
         waits_for_disks: bool = False,
     ) -> Agreed:
-        """Goes on once every rank is well, and rank 0 has acted for all. Each rank sends rank 0 a message of 640 bytes, and
-        gets one back; waits.
+        """Returns once every rank has come without a failure, and rank 0 has acted for all. Each rank sends rank 0 a message
+        of 640 bytes, and gets one back; waits.
 
         Args:
             doing: What ranks do together, for errors.
             failure: What went wrong on this rank.
-            decide: What rank 0 does when all ranks have come and are well; returns at most 500 bytes for all.
+            decide: What rank 0 does when all ranks have come without a failure; returns at most 500 bytes for all.
             same: What must be the same on every rank.
-            kind: What tells kinds of ranks apart.
+            kind: What is the same on ranks of one kind: the names of their tensors.
             consequence: What a failure elsewhere means here.
-            waits_for_disks: Whether the others may take long.
+            waits_for_disks: Whether other ranks may take long, since they write files.
 
         Raises:
-            ZeroError: The failure of this rank; or one of its class that tells of that of another.
+            ZeroError: The failure of this rank; or, of the same class, one that tells of the failure of another rank.
             DisagreementError: Ranks were given different arguments.
             LostRankError: A rank has ended, or did not come.
         """
@@ -113,7 +113,7 @@ class Together:
         return Agreed(text, int(number), int(alike), int(alike) == self.size)
 
     def from_first(self, values: Tensor) -> Tensor:
-        """What rank 0 has, in memory of the host. A broadcast; waits.
+        """The values of rank 0, in memory of the host. A broadcast; waits.
 
         Raises:
             LostRankError: A rank has ended, or did not come.
@@ -122,7 +122,7 @@ class Together:
         return values if self._group is None else broadcast(self._group, values.clone())
 
     def union(self, bits: Sequence[bool]) -> list[bool]:
-        """Which of these are true on any rank. Each rank sends rank 0 a byte for each, and gets them back; waits."""
+        """Which of these are true on any rank. Each rank sends rank 0 a byte for each of them, and gets one back; waits."""
         if self._group is None or not bits:
             return list(bits)
         rows = gather(self._group, torch.tensor(bits, dtype=torch.uint8), deadline())
@@ -132,7 +132,7 @@ class Together:
 
 
 def failure_of(act: Callable[[], object]) -> Exception | None:
-    """Does something on this rank, and returns what went wrong: the others hear of it when they agree."""
+    """Does something on this rank, and returns what went wrong: the other ranks hear of it in `Together.agree`."""
     try:
         with torch.no_grad(), torch.device("cpu"):  # whatever the default device is
             act()
@@ -142,7 +142,7 @@ def failure_of(act: Callable[[], object]) -> Exception | None:
 
 
 def _digest(values: object) -> bytes:
-    """16 bytes that differ when the text of the values does."""
+    """16 bytes that differ when the text of the values differs."""
     return digest([repr(values)])
 
 
@@ -158,7 +158,7 @@ def _failed(rank: int, failure: Exception) -> bytes:
 def _answers(
     said: list[bytes], failure: Exception | None, decide: Callable[[], str]
 ) -> tuple[list[Tensor], Exception | None]:
-    """What rank 0 answers each rank, and what went wrong on it."""
+    """What rank 0 answers each rank, and what went wrong on rank 0."""
     failed = [row for row in said if row[0] == _FAILED]
     if failed:
         return [_message(_FAILED, failed[0][1:])] * len(said), failure
@@ -179,7 +179,7 @@ def _answers(
 
 
 def _told(doing: str, said: str, consequence: str) -> ZeroError:
-    """The failure of another rank, as one of this."""
+    """The failure of another rank, as an error of this one."""
     rank, name, words = said.split("\n", 2)
     kind = getattr(errors, name, CheckpointError)
     kind = kind if isinstance(kind, type) and issubclass(kind, ZeroError) else CheckpointError

@@ -21,11 +21,11 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
 
     Args:
         value: Made of None, bool, int, float, str, bytes, list, tuple, dict and tensors.
-        path: How to reach it, for errors: `extra['scheduler']`.
-        tensors: Those in it are added here, by their path.
+        path: How to reach the value, for errors: `extra['scheduler']`.
+        tensors: The tensors in the value are added here, by their path.
 
     Raises:
-        CheckpointError: Something in it is of another class.
+        CheckpointError: Something in the value is of another class.
     """
     if value is None or isinstance(value, bool | str):
         return value
@@ -60,7 +60,7 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """What `encoded` was given; `tensor` finds a tensor by its path."""
+    """The value that `encoded` was given; `tensor` finds a tensor by its path."""
     if isinstance(value, list):
         return [decoded(item, tensor) for item in value]
     if not isinstance(value, dict):
