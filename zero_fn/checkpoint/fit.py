@@ -261,7 +261,7 @@ class Fit:
             StorageError: The disk refused.
         """
         for key, other, leaf in self.twins:
-            _require_equal(source, key, other, leaf.place.box)
+            _require_one_value(source, key, other, leaf.place.box)
         for key, leaf in self.todo if everything else ():
             source.verify(key, leaf.place.box)
 
@@ -289,7 +289,7 @@ class Fit:
             act()
 
 
-def _require_equal(source: Contents, key: Key, other: Key, box: Box) -> None:
+def _require_one_value(source: Contents, key: Key, other: Key, box: Box) -> None:
     one, two = source.first(key), source.first(other)
     if (one.shape, one.dtype) == (two.shape, two.dtype):
         pairs = zip(source.read(key, box, parts=2), source.read(other, box, parts=2), strict=True)
