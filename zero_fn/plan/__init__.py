@@ -1,4 +1,4 @@
-"""What a transformed module will hold and send, predicted from homes and schedules."""
+"""Predictions of the bytes that a transformed module holds, sends and moves, and of the time that a step takes."""
 
 from zero_fn.plan.autoplan import autoplan
 from zero_fn.plan.links import LinkSpeeds, measure_links

@@ -1,14 +1,15 @@
-"""`autoplan`: which placement and tiers fit a budget at the least predicted time.
+"""`autoplan`: the stage and the tiers that fit a budget of memory and take the least predicted time.
 
-Each stage is tried with nothing in a tier, then with the optimizer states, then also the gradients, then also the
-parameters. With two tiers (the host beside an accelerator, and a disk), what is used less often is never in the nearer one:
+Each stage is tried with nothing in a tier, then with the optimizer states there, then also the gradients, then also the
+parameters. Of two tiers (the host beside an accelerator, and a disk) the nearer never holds what is used less often. From the
+bytes that `plan` counts these are predicted:
 
-    memory      at rest and in flight as `plan` says, plus activations; with all buffers where the host is the device
-    collectives bytes sent, by axis / speed of the axis
+    memory      bytes at rest and in flight, plus activations; with all buffers where the host is the device
+    collectives bytes sent / speed of the axis
     fetches     bytes that forward and backward read and write on the disk / its speeds    reads and writes share the disk
     optimizer   N (2 k + 12) / speed of memory, k bytes of state for each of N elements    param and states read and written,
-    disk        bytes that a step reads and writes on the disk / its speeds                gradient read
-    link        the larger of bytes to the accelerator / its speed and bytes back / theirs
+    disk        bytes that the optimizer reads and writes on the disk / its speeds         gradient read
+    link        the larger of bytes to the accelerator / that speed and bytes from it / that speed
 """
 
 from __future__ import annotations
@@ -77,16 +78,17 @@ def autoplan(
         mesh: One axis, `mesh["dp"]`.
         budget: Bytes of memory of the device per rank, as a number or as text.
         links: Speeds, of `measure_links` over the same axis.
-        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`; of an accelerator also
-            `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. What a rank has there in all, buffers of the host
-            included, is to be within `limit=`.
-        optimizer: Makes the optimizer over parameters, whose states are counted; left out, AdamW.
-        activations: Bytes of activations, as a number or as text; zero_fn cannot know them.
+        tier: Where states of the optimizer, gradients and parameters may rest: `zf.nvme(path)`; beside an accelerator also
+            `zf.cpu()`, or both: `(zf.cpu(limit="100GiB"), zf.nvme(path))`. A rank has at most `limit=` bytes there in all,
+            those of host buffers included.
+        optimizer: A function that makes the optimizer from parameters, whose states are counted; left out, AdamW.
+        activations: Bytes of activations, as a number or as text: zero_fn cannot predict them.
         compute_s: Seconds of a forward and backward on one rank; the same in every stage.
         **options: Of the sharding transforms: `units=`, `persist_below=`.
 
     Returns:
-        All combinations, those that fit first, by time; of equal ones the lower stage, and the one with less elsewhere.
+        All combinations, first those that fit, the fastest first. Of equally fast ones the lower stage comes first, then the
+        one with less in tiers.
 
     Raises:
         TierError: No combination fits; or `links` lacks the speed of a disk or an accelerator that is needed; or `tier` is
@@ -117,7 +119,7 @@ def autoplan(
         for transform in STAGES
         for chosen, numbers in _predicted(module, mesh, transform, tiers, optimizer, links, options)
     ]
-    # Ranks of torch's fake process group are pretended: they have nothing to say.
+    # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
     if axis.size > 1 and axis.backend != "fake":
         own = [number for *_, numbers in ways for number in numbers.values()]
         largest = iter(of_all_ranks(axis, own, "predictions of autoplan").amax(0).tolist())
@@ -140,7 +142,7 @@ def autoplan(
 
 
 def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) -> list[Tier]:
-    """The tiers to look at, the nearer one first."""
+    """The tiers that were given, the nearer one first; an error if one cannot be planned for."""
     given = [] if tier is None else [tier] if isinstance(tier, Cpu | Nvme) else list(tier)
     hosts = [each for each in given if isinstance(each, Cpu)]
     disks = [each for each in given if isinstance(each, Nvme)]
@@ -174,7 +176,8 @@ def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) 
 
 
 def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
-    """What may rest where: what is used less is never nearer. Nothing elsewhere comes first."""
+    """All choices of tiers in which parameters are no farther than gradients, and these no farther than states. The first has
+    nothing in a tier."""
     places: tuple[Tier | None, ...] = (None, *tiers)
     for optim, grads, params in product(range(len(places)), repeat=3):
         if params <= grads <= optim:
@@ -190,7 +193,7 @@ def _predicted(
     links: LinkSpeeds,
     options: dict[str, Any],
 ) -> Iterator[tuple[Tiers, dict[str, float]]]:
-    """What one stage would hold and take on this rank, by name: first with nothing in a tier, then with more and more."""
+    """For each choice of tiers, the bytes and seconds of one stage on this rank, by name."""
     states = 0
     for chosen in _choices(tiers):
         placed = staged(transform, _on_meta(module), mesh, options)
@@ -223,13 +226,13 @@ def _predicted(
 
 
 def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:
-    """Seconds of a disk; 0 where there is none, and nothing moves."""
+    """Seconds that the disk is busy in a step; 0 without a disk."""
     moved = [planned.moved.get(str(tier), (0, 0)) for tier in tiers if isinstance(tier, Nvme)]
     return sum(read / (links.disk_read or 1.0) + written / (links.disk_write or 1.0) for read, written in moved)
 
 
 def _link_s(link: Link, links: LinkSpeeds) -> float:
-    """Seconds of the link for so many bytes each way at once."""
+    """Seconds that the link needs for so many bytes, both ways at once."""
     return max(link.to_device / (links.to_device or 1.0), link.from_device / (links.from_device or 1.0))
 
 
@@ -250,7 +253,7 @@ def _proposal(
 
 
 def _excess(proposal: Proposal, room: int) -> float:
-    """What it takes of the memory, or of the limit of a tier, whichever is more; it fits up to 1."""
+    """The largest part that a proposal takes of the memory, or of the limit of a tier; above 1 it does not fit."""
     tiers = {tier for tier in (proposal.tiers.params, proposal.tiers.grads, proposal.tiers.optim) if tier is not None}
     taken = ((tier, proposal.host if isinstance(tier, Cpu) else proposal.disk) for tier in tiers)
     limited = (nbytes / tier.limit_nbytes for tier, nbytes in taken if tier.limit_nbytes is not None)

@@ -1,6 +1,6 @@
-"""Bytes of a group of parameters: at rest, sent, and moved from and to other tiers.
+"""Bytes of groups of parameters: held at rest, sent, and moved from and to other tiers.
 
-With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of optimizer state, a rank that owns Ψ/n holds:
+With Ψ elements, n ranks, and per element b bytes at rest, c bytes in compute and k bytes of optimizer states, a rank holds:
 
     home       parameters                     gradients    optimizer
     NOTHING    Ψ b          (+ Ψ c if cast)   Ψ b          Ψ k
@@ -8,11 +8,12 @@ With Ψ elements, n ranks, b bytes per element at rest, c in compute, and k of o
     GRADS      Ψ c          (+ Ψ/n b if cast) Ψ/n b        Ψ/n k
     PARAMS     Ψ/n b                          Ψ/n b        Ψ/n k
 
-In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n. A gather sends this rank's
-shard to n - 1 peers; a reduce-scatter sends every peer its piece: (n - 1)/n Ψ b each.
+In plain float32 with Adam (b = 4, k = 8) the rows are 16 Ψ, 8 Ψ + 8 Ψ/n, 4 Ψ + 12 Ψ/n and 16 Ψ/n. An all-gather sends this
+rank's shard to n - 1 peers, a reduce-scatter sends each peer its piece: each sends (n - 1)/n Ψ b bytes.
 
-What rests in another tier takes no memory of the device. It takes its bytes there, in whole pages for each unit, and for each
-kind (parameters, gradients) and disk a staging of host memory, as large as the largest unit; beside an accelerator two.
+State that rests in another tier takes no memory of the device, and whole pages of the tier for each unit. For each disk there
+is a staging buffer of host memory for parameters and one for gradients, as large as the largest unit; beside an accelerator
+there are two of each.
 
 Source: ZeRO, Rajbhandari et al. 2020, section 5 and figure 1.
 """
@@ -34,12 +35,12 @@ __all__ = ["add_moved", "at_rest", "device_type_of", "sent_nbytes"]
 
 
 def device_type_of(groups: Sequence[Group]) -> str:
-    """The type of the device that computes; the CPU where that is not known yet."""
+    """The type of the device that computes; "cpu" as long as that is not known."""
     return next((group.kind.device_type for group in groups if group.kind.device_type != "meta"), "cpu")
 
 
 def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> Held:
-    """Bytes of the elements that this rank holds between backward and `zero_grad`, without padding.
+    """Bytes that this rank holds between backward and `zero_grad`, without padding.
 
     Args:
         groups: The groups of all units of a module.
@@ -47,8 +48,8 @@ def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> He
             4 for SGD with momentum.
 
     Returns:
-        States that `offload(optim=...)` sends to another tier are counted there; the buffers of the streamed optimizer, which
-        depend on it, are not counted: `streamed.footprint` does.
+        The bytes. States that `offload(optim=...)` puts into another tier are counted there. The buffers of a streamed
+        optimizer are not counted: `streamed.footprint` counts them.
     """
     parameters = gradients = optimizer = 0
     tiers, largest = Counter[str](), dict[Shelved, int]()
@@ -74,15 +75,14 @@ def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> He
 
 
 def sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool) -> Counter[str]:
-    """Bytes this rank sends in a step for the parameters of a group, by the name of the axis.
+    """Bytes that this rank sends in a step for the parameters of a group, by the name of the axis.
 
-    Over two axes the first carries what one axis would, and the second what is left to be gathered or summed of this rank's
-    piece on the first.
+    Of two axes the first carries as many bytes as one axis alone would; the second carries this rank's piece on the first.
 
     Args:
         group: The parameters.
-        times_gathered: How often their unit is gathered.
-        is_exact: Whether gradients travel in the dtype of their sum; along the second axis they always do.
+        times_gathered: How often their unit is gathered in the step.
+        is_exact: Whether gradients travel in the dtype of their sum. Along the second axis they always do.
         pads: Whether the transport sends padding.
     """
     total, kind = Counter[str](), group.kind
@@ -109,9 +109,12 @@ def sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool
 
 
 def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
-    """Adds what forward and backward move: parameters, or their compute copies, are read from their tier for each gather, and
-    gradients written to theirs once. Beside an accelerator both cross the link to the host; gradients are counted there as
-    they rest, though those that a smaller dtype holds travel in it."""
+    """Adds the bytes that forward and backward move from and to tiers.
+
+    Parameters, or their compute copies, are read from their tier for each gather; gradients are written to their tier once.
+    Beside an accelerator both cross the link to the host. There gradients count in the dtype at rest, though gradients in a
+    smaller dtype travel in that.
+    """
     kind, away = group.kind, dict(group.forms_away())
     trained = [slot.parameter.requires_grad for slot in group.slots]
     has_copies = any(what == "compute copies" for what, _ in away)
@@ -121,7 +124,7 @@ def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
             for parcel in parcels:
                 some = [trained[piece.parameter] for piece in parcel.pieces]
                 found.written[tier] += parcel.nbytes if any(some) else 0
-                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # what is beside them stays
+                found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
         elif what == "compute copies" or not has_copies:
             found.read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
     if is_accelerator(kind.device_type):

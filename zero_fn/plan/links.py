@@ -24,16 +24,16 @@ __all__ = ["LinkSpeeds", "measure_links", "of_all_ranks"]
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeeds:
-    """Speeds in bytes per second, of the slowest rank while all ranks work at the same time. Returned by `measure_links`.
+    """Speeds in bytes per second, those of the slowest rank while all ranks work at once. Returned by `measure_links`.
 
     Attributes:
         memory: Speed of host memory: bytes read and written by an operation in place, with all threads of the rank.
         disk_read, disk_write: Speeds of the disk behind `path`; None if no path was given.
         sent: Speed at which a rank sends in collectives, by the name of the axis.
         to_device, from_device: Speeds of copies between pinned host memory and the accelerator; None without one.
-        device_memory: Speed of the memory of the accelerator, as of `memory`; None without one.
+        device_memory: Speed of the accelerator's memory, measured as `memory` is; None without an accelerator.
 
-    The speeds of an accelerator were tested on a pretended one only.
+    Measurements of an accelerator were tested on a pretended one only.
     """
 
     memory: float
@@ -72,17 +72,17 @@ def measure_links(
     Communicates, over `mesh`: `rounds + 1` all-gathers and reduce-scatters of `nbytes`, and some numbers.
 
     Args:
-        mesh: One axis, `mesh["dp"]`; None for a process of its own. All its ranks must call this.
-        path: A folder of the disk to measure, or folders of several that are used as one tier; `nbytes` are written there, to
-            files without a name, and read.
-        nbytes: Bytes to move each time, as a number or as text; four times as many in memory.
-        rounds: How often each measurement is repeated, after a first one that does not count.
+        mesh: One axis, `mesh["dp"]`, all ranks of which must call this; None for a process alone.
+        path: A folder of the disk to measure, or folders of several disks that are used as one tier. `nbytes` are written to
+            files without a name there, and read back.
+        nbytes: Bytes to move each time, as a number or as text. Four times as many are taken in memory.
+        rounds: How often each measurement is repeated, after a first that does not count.
 
     Returns:
         Speeds, the same on every rank.
 
     Raises:
-        StorageError: The path takes no files on some rank; on all ranks.
+        StorageError: Files cannot be written to the path on some rank; raised on all ranks.
         MeshError: `mesh` is not one axis.
     """
     size = max(nbytes_of_text(nbytes, "nbytes") // 4096, 1) * 4096
@@ -115,14 +115,14 @@ def measure_links(
 
 
 def of_all_ranks(axis: Axis, numbers: Sequence[float], what: str) -> Tensor:
-    """The numbers of each rank of an axis, a row for each. Waits for all of them."""
+    """The numbers of all ranks of an axis, a row for each rank. Waits for all."""
     own = torch.tensor(numbers, dtype=torch.float64).view(torch.uint8).to(axis.device_type)
     rows = Links([axis]).exchange(own, what)
     return rows.cpu().view(torch.float64).reshape(-1, len(numbers))
 
 
 def _least(axis: Axis | None, numbers: list[float]) -> list[float]:
-    """The least of each number over all ranks. Waits for all of them."""
+    """For each number the least over all ranks. Waits for all."""
     if axis is None:
         return numbers
     return [float(number) for number in of_all_ranks(axis, numbers, "speeds of links").amin(0)]
@@ -138,7 +138,8 @@ def _median_s(run: Callable[[], None], rounds: int) -> float:
 
 
 def _memory_speed(device: torch.device | None, size: int, rounds: int) -> float:
-    """Of a device, or of the host, over as many tensors as an optimizer has for a parameter: one alone may fit a cache."""
+    """The speed of a device's memory, or of the host's, over as many tensors as an optimizer has for a parameter: one alone
+    might fit a cache."""
     values = torch.ones(4, size // 4, device=device)
 
     def in_place() -> None:
@@ -185,7 +186,7 @@ def _accelerator(axis: Axis | None) -> torch.device | None:
 
 
 def _device_speeds(device: torch.device, size: int, rounds: int) -> tuple[float, float, float]:
-    """Pinned copies each way, and its memory."""
+    """Speeds of pinned copies to the device and from it, and of its memory."""
     slab, stream = Slab(size, cpu(), "measure_links"), side_stream(device)
     host, there = slab.memory[:size].view(torch.float32), torch.ones(size // 4, device=device)
     to_device_s = _median_s(lambda: stream.copy(there, host).synchronize(), rounds)

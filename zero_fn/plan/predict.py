@@ -1,4 +1,4 @@
-"""`plan(model)`: predicts bytes, which counts of a real step can be compared with."""
+"""`plan(model)`: predicts bytes that a real step can be measured against."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Plan:
         device_type: Type of the device that computes, such as "cuda".
         held: Bytes at rest between backward and `zero_grad`, in memory and in other tiers (formulas:
             `zero_fn.plan.counted`).
-        padding: Bytes that uneven cuts and alignment add to `held`.
+        padding: Bytes that uneven shards and alignment add to `held`.
         sent_nbytes: Bytes sent per step, from the second step on (the first records the schedule).
         sent_by_axis: Bytes sent per step, by the name of the data axis.
-        moved: By tier, bytes read and written per step; see `Moved`. Optimizer states are counted if an optimizer was
-            given, as the mean of two steps in a row, since a step begins with the chunks that the last one left in buffers.
+        moved: Bytes read and written per step, by tier; see `Moved`. Optimizer states are counted if an optimizer was given,
+            as the mean of two steps in a row, since a step begins with the chunks that the last step left in buffers.
         link: Bytes per step that cross the link between the host and an accelerator.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
             `held`.
@@ -61,8 +61,8 @@ class Plan:
 
     @property
     def peak_nbytes(self) -> int:
-        """The most bytes of device memory that training state takes at one moment of a step: `held`, `padding` and in
-        flight. If the device is the host, buffers are included."""
+        """Most bytes of device memory that training state takes at one moment of a step: held, padding and in flight. If the
+        device is the host, buffers are included."""
         return self.held.by_memory(self.device_type)[0] + self.padding.total + self.in_flight_nbytes
 
     @property
@@ -107,15 +107,15 @@ def plan(
     Args:
         module: A transformed module, also on `meta`. The device is that of its mesh; without a mesh, the CPU.
         optimizer: The optimizer of its parameters: its states, and the buffers of a streamed one, are counted. If a state
-            of a parameter is offloaded, a stock optimizer is counted as `zf.streamed(optimizer)`.
+            of a parameter is offloaded, a stock optimizer is counted as `zf.streamed(optimizer)` would be.
         optimizer_nbytes_per_element: Without an optimizer, bytes of its state per element: 8 (the default) for Adam in
             float32, 4 for SGD with momentum. Buffers are then not counted.
         backwards: Number of backwards inside `accumulate` per step.
 
     Returns:
-        A `Plan`. The schedule is the one recorded in the last forward, or, before the first, units in registration order.
-        Inputs of the module are taken to need no gradients, and all parameters that require gradients to get them. What
-        `clip_grad_norm_`, `state_dict` and other reads of parameters beside the step move is not counted.
+        A `Plan`. The schedule is the one that was recorded in a forward; before the first forward, units run in registration
+        order. Inputs of the module are taken to need no gradients, and every parameter that requires a gradient to get one.
+        Bytes that `clip_grad_norm_`, `state_dict` and other reads beside the step move are not counted.
 
     Raises:
         StateError: `module` was not transformed, or both an optimizer and its bytes per element were given.
@@ -138,7 +138,7 @@ def plan(
         in_flight_nbytes, pads = max(in_flight_nbytes, peak), run.transport.pads
         for unit in run.module.live_units():
             times = gathers[unit.index]
-            # What several uses or backwards give is summed before it travels.
+            # Gradients of several uses or backwards are summed before they travel, in the dtype of the sum.
             is_exact = backwards > 1 or uses[unit.index] > 1 or pads
             for group in unit.groups:
                 add_moved(group, times, found)

@@ -1,9 +1,9 @@
-"""What `autoplan` proposes: placements and tiers as values, with what each is predicted to hold and take.
+"""What `autoplan` returns: stages with tiers, and the bytes and seconds predicted for each. The seconds of a step are
 
-    on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)        both want the cores
+    on a CPU           max(compute + collectives, disk)  +  max(optimizer, disk)        collectives need the cores, too
     on an accelerator  max(compute, collectives, link, disk)  +  max(optimizer, link, disk)
 
-The first term is the forward and backward, the second the step of the optimizer.
+where the first term is the forward and backward, and the second the step of the optimizer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STAGES = {transform.__name__: transform for transform in _TRANSFORMS}
 
 
 def staged(transform: str, module: M, mesh: DeviceMesh, options: Mapping[str, Any]) -> M:
-    """A module in one of the stages. An option that other stages alone have, `persist_below=` for replicas, does nothing."""
+    """A module in one of the stages. Options that only other stages have (`persist_below=`, for replicas) are left out."""
     own, known = inspect.signature(STAGES[transform]).parameters, inspect.signature(shard_params).parameters
     taken = {name: value for name, value in options.items() if name in own or name not in known}
     placed: M = STAGES[transform](module, mesh, **taken)
@@ -47,12 +47,12 @@ class Proposal:
         tiers: What is offloaded, and to which tier.
         device_type: Type of the device that computes.
         held: Bytes at rest in memory and in tiers, with their padding and all buffers of tiers.
-        in_flight: Bytes of gathered units and whole gradients at one moment of a step.
+        in_flight: Most bytes of gathered units and whole gradients at one moment of a step.
         fits: Whether it fits the budget and the limits of the tiers.
         compute_s, collectives_s: Seconds of computation, and of collectives, in a forward and backward.
-        fetch_s, fetch_link_s: Seconds in which the disk, and the link to an accelerator, move parameters and gradients
-            meanwhile.
-        optimizer_s, disk_s, link_s: Seconds of an optimizer's step: in memory, on the disk, and on that link.
+        fetch_s, fetch_link_s: Seconds for which the disk, and the link to an accelerator, move parameters and gradients in
+            these.
+        optimizer_s, disk_s, link_s: Seconds of an optimizer's step in memory, on the disk, and on the link.
     """
 
     transform: str
@@ -71,12 +71,12 @@ class Proposal:
 
     @property
     def nbytes(self) -> int:
-        """The most bytes of device memory in a step, without activations. If the device is the host, with buffers."""
+        """Most bytes of device memory in a step, without activations. If the device is the host, with buffers."""
         return self.held.by_memory(self.device_type)[0] + self.in_flight
 
     @property
     def host(self) -> int:
-        """Beside an accelerator, bytes of memory of the host."""
+        """Beside an accelerator, bytes of host memory."""
         return self.held.by_memory(self.device_type)[1]
 
     @property
@@ -94,7 +94,7 @@ class Proposal:
 
     @property
     def bound(self) -> str:
-        """What most of `step_s` is spent on, such as "collectives"."""
+        """What takes longest in a step, such as "collectives"."""
         parts = {name: getattr(self, f"{name}_s") for name in ("compute", "collectives", "optimizer")}
         parts |= {"disk": max(self.fetch_s, self.disk_s), "link": max(self.fetch_link_s, self.link_s)}
         return max(parts, key=lambda name: parts[name])
@@ -124,13 +124,12 @@ class Proposal:
         """Applies the proposal to a module: the sharding transform, and `offload` if something is offloaded.
 
         Args:
-            module: The one that was planned, or one like it.
+            module: The module that was planned, or one like it.
             mesh: The axis that it was planned for.
-            **options: Of the sharding transform: those that `autoplan` was given, and `donate=`.
+            **options: Options of the sharding transform: those that `autoplan` was given, and `donate=`.
 
         Returns:
-            A new module; see the transforms. An optimizer over its parameters is to be given to `zf.streamed` if `tier` is
-            not None.
+            A new module; see the transforms. If `tier` is not None, give the optimizer of its parameters to `zf.streamed`.
         """
         placed, tiers = staged(self.transform, module, mesh, options), self.tiers
         if tiers.optim is None:
@@ -140,7 +139,7 @@ class Proposal:
 
 @dataclass(frozen=True, slots=True)
 class Proposals:
-    """What `autoplan` returns: those that fit first, the fastest of them first. Printable as a table.
+    """All combinations that `autoplan` tried: first those that fit, the fastest first. Printable as a table.
 
     Attributes:
         budget: The budget that `autoplan` was given, in bytes.

@@ -1,23 +1,21 @@
-"""A step, walked on its schedule: how often each unit is gathered, and which bytes are whole at each moment.
+"""A step, walked along the schedule that the runtime follows: how often each unit is gathered, and which bytes are in flight.
 
-    gathered     whole parameters, from the event that issues their gather to the one that frees them
-    gradients    whole local gradients of a unit, from when its backward begins until they were reduced
+    gathered     whole parameters, from the event that issues their gather to the event that frees them
+    gradients    whole local gradients of a unit, from the beginning of its backward until they were reduced
 
-Gathered parameters that stay in memory between uses count as held, not here.
+Gathered parameters that stay in memory between uses are not in flight: they count as held.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Set
 from typing import NamedTuple
 
-from zero_fn.runtime.passes import REDUCTIONS_UNDER_WAY
+from zero_fn.runtime.passes import Script
 from zero_fn.runtime.run import Run
-from zero_fn.runtime.transformed import PREFETCH_DEPTH
 from zero_fn.runtime.unit import Unit
-from zero_fn.values import schedule
-from zero_fn.values.schedule import Enter, Event, Exit, Reshard, Settle, Trace, Unshard, Use
+from zero_fn.values.schedule import Enter, Exit, Reshard, Settle, Trace, Unshard, Use, forward_schedule
 
 __all__ = ["Walk", "walk"]
 
@@ -28,7 +26,7 @@ class Walk(NamedTuple):
     Attributes:
         gathers: How often each unit is gathered, by its number.
         uses: How often each unit runs in a forward, by its number.
-        in_flight_nbytes: Bytes of gathered parameters and whole gradients on this rank at the worst moment.
+        in_flight_nbytes: Most bytes of gathered parameters and whole gradients on this rank at one moment.
     """
 
     gathers: Counter[int]
@@ -37,16 +35,19 @@ class Walk(NamedTuple):
 
 
 def walk(run: Run, *, backwards: int) -> Walk:
-    """Runs the schedule that was recorded last, or, before the first forward, that of units in registration order.
+    """Counts along the schedule of the longest forward that was recorded and of its backward. Before the first forward it is
+    the schedule of units that run in registration order.
 
     Args:
         run: The run of a transformed module.
-        backwards: Microbatches accumulated in the step: whole gradients of several wait for the last.
+        backwards: Backwards accumulated in the step. Of several, the gradients stay whole until the last.
     """
     units = {unit.index: unit for unit in run.module.live_units()}
-    trained = {index for index, unit in units.items() if unit.gradients.are_wanted}
+    trained = frozenset(index for index, unit in units.items() if unit.gradients.are_wanted)
     trace = run.forwards.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
-    forward, backward = _schedules(trace, trained.__contains__, reduces=backwards == 1)
+    forward = run.module.ahead(forward_schedule(trace, keeps_last=True))
+    reduced = trained if backwards == 1 else frozenset()
+    backward = Script(_way_back(trace, trained), reduced, ahead=run.module.ahead).events
     uses = Counter(bracket.use.unit for bracket in trace if isinstance(bracket, Enter))
     gathers = Counter({index: 1 for index in uses if not units[index].groups.is_transient})
     gathered: set[int] = set()
@@ -71,30 +72,24 @@ def walk(run: Run, *, backwards: int) -> Walk:
 
 
 def _gradient_nbytes(unit: Unit) -> int:
-    """Bytes of the whole gradients that a backward makes, and that are freed once they are reduced."""
+    """Bytes of the whole gradients of a unit, from the backward that makes them until they are reduced."""
     trained = (slot for slot in unit.slots if slot.parameter.requires_grad)
     return sum(slot.path.numel * slot.kind.compute_dtype.itemsize for slot in trained)
 
 
-def _schedules(
-    trace: Trace, is_trained: Callable[[int], bool], *, reduces: bool
-) -> tuple[tuple[Event, ...], tuple[Event, ...]]:
-    """Of the forward with this trace, and of its backward: through the uses that end after a trained unit began."""
+def _way_back(trace: Trace, trained: Set[int]) -> Trace:
+    """The part of a forward that its backward runs through: the uses that end after the first trained unit has begun."""
     begun = False
-    taking_part: set[Use] = set()
+    uses: set[Use] = set()
     for bracket in trace:
-        begun |= is_trained(bracket.use.unit)
+        begun |= bracket.use.unit in trained
         if begun and isinstance(bracket, Exit):
-            taking_part.add(bracket.use)
-    way_back = schedule.backward_trace(tuple(bracket for bracket in trace if bracket.use in taking_part))
-    forward = schedule.forward_schedule(trace, keeps_last=True)
-    backward = schedule.backward_schedule(way_back, reduces=lambda index: reduces and is_trained(index))
-    forward, backward = (schedule.prefetch(events, depth=PREFETCH_DEPTH) for events in (forward, backward))
-    return forward, schedule.limit_reductions(backward, limit=REDUCTIONS_UNDER_WAY)
+            uses.add(bracket.use)
+    return tuple(bracket for bracket in trace if bracket.use in uses)
 
 
 def _nested_trace(units: Mapping[int, str]) -> Trace:
-    """The trace of a model whose units run in order, each inside the one that contains it by name; the root is the first."""
+    """The trace of a model whose units run in order, the root first, each inside the unit whose name begins its own."""
     trace: list[Enter | Exit] = []
     around: list[int] = []
     for unit, name in units.items():

@@ -1,4 +1,4 @@
-"""Ranks agree that they hold the same program before the first collective that would hang if they did not."""
+"""Checks that all ranks hold the same rows of text (layouts, values): else a later collective would hang or mix up bytes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from zero_fn.values.mesh import Axis
 __all__ = ["agree", "agree_along", "content_digest", "differ", "digest"]
 
 Exchange = Callable[[Tensor], Tensor]
-"""Sends a message of bytes to all ranks, and returns those of all, a row each. They have the same length. Waits."""
+"""Sends a message of bytes to all ranks and returns the messages of all, a row each. They must have one length. Waits."""
 
 
 def digest(rows: Sequence[str]) -> bytes:
-    """16 bytes that differ when any row does."""
+    """16 bytes that differ if any row differs."""
     return blake2b("\n".join(rows).encode(), digest_size=16).digest()
 
 
 def content_digest(tensor: Tensor) -> int:
-    """The sum of the bits of a tensor as integers: differs, in practice, between two initialisations."""
+    """The sum of the bits of a tensor as integers. In practice it differs between two initialisations."""
     if tensor.device.type == "meta" or not tensor.numel():
         return 0
     whole = tensor.detach().contiguous()
-    whole = whole.as_strided((whole.numel(),), (1,))  # one element may have any stride, which no view of words takes
+    whole = whole.as_strided((whole.numel(),), (1,))  # a single element may have any stride; a view as words needs 1
     bits = (torch.view_as_real(whole) if whole.is_complex() else whole).view(-1)
     integers = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(bits.element_size(), torch.int64))
-    # As words of 8 bytes where memory is read at any address: 16 GiB/s on a core, and 0.5 as 4 bytes each.
+    # Summed as words of 8 bytes on a CPU, which reads words at any address: 16 GiB/s on a core, and 0.5 with 4 bytes each.
     in_word = 8 // integers.element_size() if integers.device.type == "cpu" else 1
     if in_word == 1:
         return int(integers.sum(dtype=torch.int64).item())
@@ -48,10 +48,9 @@ def agree(exchange: Exchange, what: str, rows: Sequence[str], *, why: str, fix: 
 
     Args:
         exchange: The exchange between all ranks that must agree.
-        what: What the rows describe, for the message: "layout", "initial values".
+        what: What the rows describe, for the error: "layout", "initial values".
         rows: One line per parameter, in the same order on every rank.
-        why: What would go wrong.
-        fix: What to do about a disagreement; the last line of the error.
+        why, fix: For the error: what would go wrong, and what to do.
 
     Raises:
         DisagreementError: Names two ranks and the first row that differ.
@@ -68,15 +67,15 @@ def agree_along(
     why: str,
     fix: str,
 ) -> None:
-    """`agree`, where ranks need not hold the same along every axis: experts lie on one, shards are cut over some.
+    """`agree` for rows that need not be the same along every axis: experts differ along theirs, shards along those that cut.
 
     Communicates 16 bytes for each axis to each peer, if there are rows. Waits.
 
     Args:
-        exchange: Of all ranks of the axes, those of the first together.
-        axes: Over which ranks are compared.
+        exchange: The exchange between all ranks of the axes, in which ranks of the first axis have consecutive numbers.
+        axes: The axes along which ranks are compared.
         what, why, fix: See `agree`.
-        rows: A line for each parameter, in the same order on every rank, and the axes along which ranks have the same one.
+        rows: For each parameter, in the same order on every rank, the axes along which ranks must agree, and a line.
     """
     along = [[row for alike, row in rows if axis in alike] for axis in axes]
     if any(along):
@@ -92,7 +91,7 @@ def differ(exchange: Exchange, rows: Sequence[str]) -> bool:
 def _require_equal(
     exchange: Exchange, what: str, rows: Sequence[Sequence[str]], sizes: Sequence[int], why: str, fix: str
 ) -> None:
-    """Compares, for each axis of a grid of ranks, what ranks along it must hold alike; without sizes, along all of them."""
+    """Compares, along each axis of a grid of ranks, the rows for that axis. Without sizes there is one axis, of all ranks."""
     found = exchange(_bytes(b"".join(map(digest, rows))))
     digests = found.view(len(found), len(rows), -1)
     step = 1

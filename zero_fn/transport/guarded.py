@@ -1,14 +1,14 @@
-"""Collectives that name what went wrong: every wait has a deadline, every operation is remembered.
+"""Collectives that do not hang: every wait has a deadline, and every failure is an error that names ranks and the collective.
 
-What can go wrong between ranks, and what every rank gets for it, in place of a silence:
+What can go wrong between ranks, and the error that every rank raises:
 
-    a rank ended, was stopped or is busy elsewhere    `LostRankError`: who, in which collective
-    ranks are at different collectives                `DisagreementError`: which ranks, before any byte is used where ranks
-                                                      share memory; a `LostRankError` at the deadline elsewhere; and at the
-                                                      very first difference under `guard(compare=True)`
+    a rank ended, was stopped or is busy elsewhere    `LostRankError`: which rank, in which collective
+    ranks are at different collectives                where ranks share memory, `DisagreementError` before any byte is used;
+                                                      elsewhere `LostRankError` at the deadline;
+                                                      under `guard(compare=True)`, `DisagreementError` at the first difference
 
-Where ranks share memory, one that gives up tells the others whom it blames, and these repeat it. Elsewhere a rank can only
-blame the one it waited for, and none where the backend's own collective failed.
+Where ranks share memory, a rank that gives up tells the others which rank it blames, and these blame the same. Elsewhere a
+rank blames the one that it waited for; if the backend's own collective failed, it can blame none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
 _is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
 if _is_deadline_asked:
     set_deadline(float(os.environ["ZERO_FN_DEADLINE_S"]))
-_on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # groups whose results the device waits for, not the host
+_on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # axes of accelerators, by group
 
 
 @contextmanager
@@ -84,11 +84,9 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
 
 
 def _say_where_no_deadline_acts() -> None:
-    """Once, as soon as somebody has asked for a deadline and there is an axis of an accelerator."""
-    alive = (
-        said for group, said in _on_device.items() if group in c10d._world.pg_map
-    )  # not of a group that was destroyed
-    found = next(alive, None)
+    """Warns once, if a deadline was asked for and there is an axis of an accelerator."""
+    # A group that was destroyed may still be alive as an object.
+    found = next((axis for group, axis in _on_device.items() if group in c10d._world.pg_map), None)
     if _is_deadline_asked and found is not None:
         warn_once(
             "The deadline of guard does not act on an accelerator.",
@@ -99,7 +97,7 @@ def _say_where_no_deadline_acts() -> None:
 
 
 class _Event:
-    """One collective of this rank, remembered."""
+    """A collective of this rank, as errors show it."""
 
     __slots__ = ("check", "done_s", "issued_s", "number", "numel", "text")
 
@@ -114,14 +112,14 @@ class _Event:
 
     @property
     def state(self) -> str:
-        """How long it took, or for how long it has been waited for."""
+        """How long the collective took, or how long this rank has waited for it so far."""
         if self.done_s is None:
             return f"not done after {time.monotonic() - self.issued_s:.1f} s"
         return f"done in {1e3 * (self.done_s - self.issued_s):.1f} ms"
 
 
 class _History:
-    """The last collectives of this rank on one process group, and its failure if there was one."""
+    """The last collectives of this rank on one process group, and the error of the one that failed."""
 
     __slots__ = ("count", "events", "failure")
 
@@ -135,7 +133,7 @@ _histories: WeakKeyDictionary[Any, _History] = WeakKeyDictionary()
 
 
 class _Marks(dict[str, int]):
-    """By operation and tensors, a number that tells them apart; the same on every rank."""
+    """For the text of a collective a number, by which ranks tell collectives apart. It is the same on every rank."""
 
     def __missing__(self, text: str) -> int:
         mark = self[text] = crc32(text.encode())
@@ -143,7 +141,7 @@ class _Marks(dict[str, int]):
 
 
 class Watched:
-    """A collective under way whose failure is said in words."""
+    """A collective under way, whose failure is raised as an error for the user."""
 
     __slots__ = ("_event", "_line", "_pending")
 
@@ -151,10 +149,10 @@ class Watched:
         self._pending, self._line, self._event = pending, line, event
 
     def wait(self) -> None:
-        """Waits until the result may be used; may be called again.
+        """Waits until the result may be used. May be called again.
 
         Raises:
-            LostRankError: A rank is lost.
+            LostRankError: A rank has ended, or did not answer before the deadline.
             DisagreementError: A rank is at another collective.
         """
         failure = self._line.history.failure
@@ -168,14 +166,14 @@ class Watched:
 
 
 class Guarded:
-    """A transport along one axis whose operations are remembered, and whose failures name ranks, units and operations.
+    """A transport along one axis whose collectives are remembered, and whose failures name ranks, units and collectives.
+
+    After a failure every collective on the same process group raises it again: peers and this rank are out of step.
 
     Attributes:
         raw: The transport.
-        rank, size: Of this rank, and how many there are.
-        history: What happened on the process group, to this model and others.
-
-    After a failure every operation on the same process group raises it again: what peers sent since belongs to nothing.
+        rank, size: This rank's position on the axis, and the number of ranks.
+        history: The last collectives on the process group, those of other models too.
     """
 
     def __init__(self, raw: Transport, axis: Axis | None) -> None:
@@ -194,9 +192,10 @@ class Guarded:
         """Begins a collective.
 
         Args:
-            operation, payload: Of `raw`, and what it is given.
-            text: Which operation, and of what, in the words of an error: "all-gather of parameters of unit layers.0".
-            numel, check: Elements, and words beside, which must be the same on every rank.
+            operation: A method of `raw`.
+            payload: Its first argument.
+            text: The collective in the words of an error: "all-gather of parameters of unit layers.0".
+            numel, check: The number of elements, and a text, that must be the same on every rank.
         """
         history = self.history
         if history.failure is not None:
@@ -217,13 +216,13 @@ class Guarded:
         return Watched(pending, self, event)
 
     def exchange(self, message: Tensor, what: str) -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each, on the host; lengths must agree. Waits."""
+        """The messages of all ranks, one row each, on the host. Waits. A message is uint8, of one length on all ranks."""
         rows = self._rows(message)
         self.issue(self.raw.exchange, rows, "exchange of " + what, message.numel()).wait()
         return rows.cpu()
 
     def broken(self, failure: Failure, event: _Event) -> ZeroError:
-        """The error for a failed operation, with the last events of this rank."""
+        """The error for a failed collective, with the last collectives of this rank in a note."""
         if self.history.failure is None:
             assert self._axis is not None, "one rank alone lost a peer"
             self.raw.give_up(failure)
@@ -233,13 +232,13 @@ class Guarded:
         return self.history.failure
 
     def _rows(self, message: Tensor) -> Tensor:
-        """Room for the messages of all ranks where messages are made, with that of this rank."""
+        """Memory for the messages of all ranks, with that of this rank in its row."""
         rows = torch.empty(self.size, message.numel(), dtype=torch.uint8, device=self._device_type)
         rows[self.rank] = message
         return rows
 
     def _compare(self, event: _Event) -> None:
-        """Finds out whether all ranks begin the same collective."""
+        """Raises on every rank if ranks begin different collectives. [guard(compare=True)]"""
         history = self.history
         last = history.events[-1] if history.events else "nothing"
 
@@ -268,7 +267,7 @@ class Guarded:
 
 
 def _explained(failure: Failure, event: _Event, axis: Axis) -> ZeroError:
-    """What to tell the user."""
+    """The error for the user."""
     here = f"rank {axis.rank}, waiting in {event}"
     if isinstance(failure, OutOfStep):
         first, second = sorted((failure.seen_by, failure.peer))

@@ -1,17 +1,17 @@
-"""The links of a module: one for each of its data axes, each with its own process group.
+"""The collectives of a module over all of its data axes, each of which has a transport and a process group of its own.
 
-A tensor travels by hops, one for each axis on its route: the axis that cuts it first comes first.
+A tensor travels by hops, one for each axis on its route. The axis that cuts the tensor first comes first:
 
-    all-gather       backwards: this rank's piece is completed over the axis that cut it last, then over the one before
-    reduce-scatter   forwards: over the first axis, then of that piece over the next: scattered if that cuts it, else to all
+    all-gather       backwards: the axis that cuts last completes this rank's piece on the axis before, and so on
+    reduce-scatter   forwards: over the first axis, then the piece over the next axis: scattered if that cuts it, else summed
     any, exchange    over one axis, then over the next
 
-One axis is a route of one hop. Of two axes the second moves 1/n of the tensor, n ranks on the first: let it be the slow one.
-A mean is the mean over the second axis of means over the first, each summed in the order of its ranks. A tensor that lies
-on one of the axes (experts) travels along the other only; its gradients hold the sum over the first.
+One axis is a route of one hop. Of two axes the second moves only 1/n of the tensor, for n ranks on the first: let the second
+be the slow one. A mean is the mean over the second axis of the means over the first, each summed in the order of its ranks. A
+tensor that lies on one of the axes (experts) travels along the other axis only; its gradients hold the sum over the first.
 
-[Note: hops] The last hop of an all-gather is under way when the call returns; those before it were waited for. A reduction
-issues its later hops when it is waited for. Schedules wait in the same order on every rank, so ranks stay in step.
+[Note: hops] When an all-gather returns, its last hop is under way, and those before it were waited for. A reduction issues
+its later hops when it is waited for. Schedules wait in the same order on every rank, so ranks stay in step.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ Waits = Watched | Pending
 """A collective under way."""
 
 BY_BACKEND: dict[str, Callable[[dist.ProcessGroup, int, int], Transport]] = {"gloo": SameHost}
-"""The transport of a backend, from group, rank and size; `Native` for every other."""
+"""The class of the transport for a backend, called with group, rank and size; `Native` for a backend that is not here."""
 
 
 def open_transport(axis: Axis) -> Transport:
     """The transport for the backend of an axis.
 
-    On gloo a direct exchange, through shared memory where all ranks are on one host; elsewhere, and for the memory of an
-    accelerator, the backend's own collectives.
+    For host memory on gloo: a direct exchange, through shared memory if all ranks are on one host. Otherwise: the
+    collectives of the backend.
     """
     if axis.size == 1:
         return Alone()
@@ -58,17 +58,18 @@ def open_transport(axis: Axis) -> Transport:
 
 
 class Links:
-    """The transport of a module over any of its data axes.
+    """The collectives of a module over its data axes.
 
     Attributes:
         axes: The axes, the innermost first.
-        pads: Whether `Segment.whole` must have room for `n` full pieces.
-        device: The device on which messages are made.
-        rank, size: Of this rank among all of them, those of the first axis together, and how many there are.
+        pads: Whether the memory of a `Segment` must have room for `n` full pieces.
+        device: The device of the memory that collectives read and write.
+        rank, size: This rank's number among the ranks of all axes, and how many these are. Ranks of the first axis have
+            consecutive numbers.
     """
 
     def __init__(self, axes: Sequence[Axis]) -> None:
-        """Opens a line for each axis."""
+        """Opens a transport for each axis."""
         self.axes = tuple(axes)
         self._lines = [Guarded(open_transport(axis), axis) for axis in axes] or [Guarded(Alone(), None)]
         self._only = self._lines[0] if len(self._lines) == 1 else None
@@ -80,12 +81,12 @@ class Links:
             self.rank = self.rank * axis.size + axis.rank
 
     def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The same segments, for many all-gathers of the same memory."""
-        # Which of them an axis takes is decided in each all-gather over several.
+        """The same segments, prepared for many all-gathers of the same memory."""
+        # Over several axes, each all-gather decides anew which segments an axis takes.
         return self._only.raw.prepared(segments) if self._only is not None else segments
 
     def all_gather(self, segments: Sequence[Segment], what: str) -> Waits:
-        """Fills each segment from the pieces of all ranks on its route. `what` says of what, in the words of an error."""
+        """Fills each segment from the pieces of all ranks on its route. `what` names the tensors, for errors."""
         if self._only is not None:
             return _gathered(self._only, segments, what)
         with self._telling_others():
@@ -101,7 +102,7 @@ class Links:
         return self._rest_of(hop for head, later in zip(heads, chains, strict=True) for hop in chain([head], later))
 
     def any(self, bits: Tensor, what: str, *, check: str = "") -> Waits:
-        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. `check` is a text that must be the same on every rank."""
+        """Ors a uint8 tensor of 0 and 1 over the ranks, in place. The text `check` must be the same on every rank."""
         if self._only is not None:
             return _ored(self._only, bits, what, check)
         with self._telling_others():
@@ -112,7 +113,7 @@ class Links:
             return self._rest_of([_ored(last, bits, what, check)])
 
     def exchange(self, message: Tensor, what: str = "digests") -> Tensor:
-        """Returns the uint8 messages of all ranks, one row each in their order, on the host. Lengths must agree. Waits."""
+        """The messages of all ranks, one row each, on the host. Waits. A message is uint8, of one length on all ranks."""
         with self._telling_others():
             rows = message
             for line in self._lines:
@@ -120,13 +121,13 @@ class Links:
             return rows.view(-1, message.numel())
 
     def give_up(self) -> None:
-        """After a failure elsewhere: tells the peers that nothing more will come."""
+        """Tells the peers, after a failure elsewhere, that this rank sends nothing more."""
         for line in self._lines:
             line.raw.give_up()
 
     @contextmanager
     def _telling_others(self) -> Iterator[None]:
-        """A failure on one axis is told to the ranks of the others, which would wait for this one."""
+        """Tells the ranks of all axes of a failure on one: they would wait for this rank."""
         try:
             yield
         except (LostRankError, DisagreementError):
@@ -134,7 +135,7 @@ class Links:
             raise
 
     def _rest_of(self, hops: Iterable[Waits]) -> Pending:
-        """What runs the hops that are left when it is waited for."""
+        """The hops that are left, as one collective: waiting for it issues and waits for each of them."""
 
         def finish() -> None:
             with self._telling_others():
@@ -144,7 +145,7 @@ class Links:
         return Pending(finish=finish)
 
     def _last_hops(self, segments: Sequence[Segment], what: str) -> list[Waits]:
-        """Issues the last hop of an all-gather, over the axis that cut first, after those before it."""
+        """Issues the last hop of an all-gather, over the axis that cuts first, once all hops before it were waited for."""
         last: list[Waits] = []
         for number, chosen in _by_axis(segments):
             line = self._lines[number]
@@ -162,7 +163,7 @@ class Links:
         return last
 
     def _reductions(self, number: int, contributions: Sequence[Contribution], what: str) -> Iterator[Waits]:
-        """The hops of reductions that begin on the same axis."""
+        """The hops of reductions that begin on the same axis, each issued when it is asked for."""
         line = self._lines[number]
         pieces: list[Contribution] = []
         later: list[Contribution] = []
@@ -216,7 +217,7 @@ def _ored(line: Guarded, bits: Tensor, what: str, check: str) -> Watched:
 
 
 class _Room:
-    """Room for a tensor that an all-gather completes; a copy where the transport would write padding beyond its end."""
+    """Memory in which an all-gather completes a tensor: that of the tensor, or a copy with room for padding."""
 
     def __init__(self, own: Tensor, route: Route, lines: Sequence[Guarded]) -> None:
         (number, piece_numel), *_ = route
@@ -234,7 +235,7 @@ class _Room:
 
 
 def _by_axis(items: Sequence[_Item]) -> list[tuple[int, list[_Item]]]:
-    """Items by the axis that their route begins on."""
+    """The items whose route begins on each axis, by the number of the axis."""
     found: dict[int, list[_Item]] = {}
     for item in items:
         found.setdefault(item.route[0][0], []).append(item)

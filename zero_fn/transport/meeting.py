@@ -1,10 +1,11 @@
-"""Messages of each rank to rank 0 and back, on a group of their own: for agreement outside training, as in checkpoints."""
+"""Messages from each rank to rank 0 and back, on a process group of their own: for saves and loads of checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,7 +19,7 @@ from zero_fn.transport.waiting import deadline
 __all__ = ["LONGEST_S", "broadcast", "gather", "meeting_group", "scatter", "set_timeout"]
 
 LONGEST_S = 3600.0
-"""The most that ranks wait for one whose disk is slower than theirs."""
+"""Most seconds that ranks wait for a rank with a slower disk."""
 
 # torch 2.15 made it public.
 set_timeout: Callable[..., None] = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
@@ -27,8 +28,9 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 
 
 def meeting_group() -> dist.ProcessGroup | None:
-    """A group of all ranks that nothing else uses, so that a thread may wait in it; None of one rank alone. Made at first
-    use, which all ranks have to take part in.
+    """A process group of all ranks that nothing else uses, so that a thread may wait in it; None for one rank alone.
+
+    The first call makes the group: a collective.
 
     Raises:
         LostRankError: A rank did not come before the deadline of collectives.
@@ -48,71 +50,63 @@ def meeting_group() -> dist.ProcessGroup | None:
 
 
 def gather(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
-    """The messages of all ranks on rank 0, one row each; nothing on the others. Each sends one message; rank 0 waits.
+    """The messages of all ranks on rank 0, one row each; no rows on the others. Each rank sends one message; rank 0 waits.
 
     Args:
-        group: What `meeting_group` returned.
-        message: uint8 in memory of the host, of one length on all ranks.
-        seconds: How long to wait for the others.
+        group: The result of `meeting_group`.
+        message: uint8 in host memory, of one length on all ranks.
+        seconds: How long to wait for each of the others.
 
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
-    with _lost_ranks():
-        if group.rank():
-            _wait(group.send([message], 0, 0), seconds)
-            return message.new_empty(0, message.numel())
-        rows = message.repeat(group.size(), 1)
-        works = {}
-        failure: RuntimeError | None = None
-        for rank in range(1, group.size()):
-            try:
-                works[rank] = group.recv([rows[rank]], rank, 0)
-            except RuntimeError as error:
-                failure = error
-        for work in works.values():
-            try:
-                _wait(work, seconds)
-            except RuntimeError as error:  # the others are heard first: who still sends would not hear an answer
-                failure = error
-        if failure is not None:
-            raise failure
-        return rows
+    if group.rank():
+        _all([partial(group.send, [message], 0, 0)], seconds)
+        return message.new_empty(0, message.numel())
+    rows = message.repeat(group.size(), 1)
+    _all([partial(group.recv, [rows[rank]], rank, 0) for rank in range(1, group.size())], seconds)
+    return rows
 
 
 def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float) -> Tensor:
-    """The row of this rank of what rank 0 has for each. Rank 0 sends one message to each; the others wait.
+    """This rank's row of the rows on rank 0. Rank 0 sends one message to each of the others, which wait.
 
     Args:
-        group: What `meeting_group` returned.
-        rows: On rank 0 uint8 in memory of the host; on the others only its number of columns counts.
+        group: The result of `meeting_group`.
+        rows: On rank 0, uint8 in host memory, a row for each rank. On the others only the number of columns counts.
         seconds: How long to wait for rank 0.
 
     Raises:
-        LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended; those that have not were sent theirs.
+        LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended, and the rest were sent their rows.
     """
-    with _lost_ranks():
-        if group.rank():
-            own = rows.new_empty(rows.shape[1])
-            _wait(group.recv([own], 0, 0), seconds)
-            return own
-        failure: RuntimeError | None = None
-        for rank in range(1, group.size()):
-            try:
-                _wait(group.send([rows[rank]], rank, 0), seconds)
-            except RuntimeError as error:
-                failure = error
-        if failure is not None:
+    if group.rank():
+        own = rows.new_empty(rows.shape[1])
+        _all([partial(group.recv, [own], 0, 0)], seconds)
+        return own
+    _all([partial(group.send, [rows[rank]], rank, 0) for rank in range(1, group.size())], seconds)
+    return rows[0]
+
+
+def _all(messages: Sequence[Callable[[], dist.Work]], seconds: float) -> None:
+    """Begins messages and waits for each. Raises a failure only then, so that messages of the other ranks pass."""
+    works, failure = [], None
+    for begin in messages:
+        try:
+            works.append(begin())
+        except RuntimeError as error:
+            failure = error
+    for work in works:
+        try:
+            work.wait(timedelta(seconds=seconds))
+        except RuntimeError as error:
+            failure = error
+    if failure is not None:
+        with _lost_ranks():
             raise failure
-        return rows[0]
-
-
-def _wait(work: dist.Work, seconds: float) -> None:
-    work.wait(timedelta(seconds=seconds))
 
 
 def broadcast(group: dist.ProcessGroup, values: Tensor) -> Tensor:
-    """The same memory with the values of rank 0: a collective, that waits.
+    """Overwrites values by those of rank 0, and returns them. A collective; waits.
 
     Raises:
         LostRankError: A rank has ended, or did not come.

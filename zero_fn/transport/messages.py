@@ -1,7 +1,7 @@
-"""Messages for the backend's own collectives: small pieces packed into one message, large ones sent from where they lie.
+"""Messages for the backend's own collectives: small pieces are packed into one message, large ones sent from where they lie.
 
-Planned once for tensors that travel again: `Gathering` for all-gathers of the same memory, `Reducing` for reductions of the
-same sizes. The memory of messages is freed on the stream that unpacks them; this has not run on a device.
+What travels in which message is planned once: by `Gathering` for all-gathers of the same memory, by `Reducing` for reductions
+of the same sizes. The memory of a message is freed on the stream that unpacks it; this has not run on a device.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ _TRAVELING = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloa
 
 
 class Gathering(list[Segment]):
-    """The segments of an all-gather, with what is cut from them.
+    """The segments of an all-gather, with the views that the backend is given.
 
     Attributes:
         nbytes: Bytes of the pieces of one rank.
-        packs: What travels in one message each.
-        apart: What travels alone, because it is large, uneven or in place already: with the whole and this rank's piece.
-        travels_as_it_is: Whether the group may be gathered as such, or only as bytes: several dtypes in one group are mixed
-            up by gloo, and not every backend knows every dtype.
+        packs: Segments that are packed, by the message in which they travel.
+        apart: Segments that travel alone because they are large, uneven or in place already; each with views of the whole
+            and of this rank's piece.
+        travels_as_it_is: Whether the backend is given the dtypes as they are; else bytes. gloo mixes up several dtypes in one
+            group, and not every backend knows every dtype.
     """
 
     __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
@@ -41,7 +42,7 @@ class Gathering(list[Segment]):
                 together.setdefault(segment.kind, []).append(segment)
                 continue
             rows = segment.by_rank(size)
-            # Of an even piece the backend itself writes this rank's into `whole`.
+            # If pieces are even, the backend copies this rank's piece into `whole`.
             whole, numel = rows.view(-1), segment.piece_numel  # a slice: where ranks are simulated, `rank` is symbolic
             own = segment.own(rank) if rests_apart else whole[rank * numel : (rank + 1) * numel]
             self.apart.append((segment, whole, own))
@@ -52,7 +53,7 @@ class Gathering(list[Segment]):
 
 
 class _Pack:
-    """Segments that are gathered in one message. It has memory from the all-gather until its pieces are in their places.
+    """Segments that are gathered in one message, which has memory until its pieces are in their places.
 
     Attributes:
         pieces: This rank's pieces.
@@ -68,20 +69,20 @@ class _Pack:
         self._outs = [segment.by_rank(size) for segment in segments]
         self._whole = self.pieces[0].new_empty(size * sum(self._sizes))
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
-        # A simulated tensor has no storage of its own, and keeps its memory.
+        # A simulated tensor has no storage of its own, so it keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
         self._nbytes = self._whole.nbytes
         if self._storage is not None:
             self._storage.resize_(0)
 
     def begin(self) -> Tensor:
-        """Receives the pieces of all ranks, those of one rank back to back."""
+        """Takes memory for the message, which holds the pieces of all ranks, those of one rank back to back."""
         if self._storage is not None:
             self._storage.resize_(self._nbytes)
         return self._whole
 
     def finish(self) -> None:
-        """Copies the pieces to their places."""
+        """Copies the pieces to their places, and frees the message."""
         if self._whole.device.type == "cpu":
             torch._foreach_copy_(self._outs, self._parts)
         else:  # one kernel, which a foreach over pieces with gaps between them is not
@@ -91,7 +92,7 @@ class _Pack:
 
 
 def _back_to_back(pieces: Sequence[Tensor]) -> Tensor | None:
-    """The one range of memory that these flat pieces fill, in this order, if they do."""
+    """The range of memory that these flat pieces fill, if they lie back to back in this order; else None."""
     first = pieces[0]
     end = first.storage_offset()
     for piece in pieces:
@@ -106,7 +107,7 @@ class Reducing:
 
     Attributes:
         nbytes: Bytes of the sums of one rank.
-        runs: What travels in one message each: large, uneven and complex ones alone, the rest by their dtypes.
+        runs: The messages: large, uneven and complex contributions travel alone, the others together, by their dtypes.
     """
 
     __slots__ = ("nbytes", "runs")
@@ -126,8 +127,8 @@ class Bundle:
     """Contributions that travel in one message.
 
     Attributes:
-        at: The numbers of these contributions.
-        sizes: Elements of the pieces.
+        at: The numbers of the contributions.
+        sizes: Elements of the piece of each.
         dtype: The dtype of the sum.
     """
 
@@ -141,14 +142,14 @@ class Bundle:
         self._buffer: int | None = None
         total = _back_to_back(outs) if outs[0].dtype == self.dtype else None
         self._total = total if total is not None and total.numel() == sum(self.sizes) else None
-        if self._total is not None and buffers:  # those of the next step are others
+        if self._total is not None and buffers:  # the next step has other buffers of the same layout
             storages = [buffer.untyped_storage()._cdata for buffer in buffers]
             self._buffer = storages.index(self._total.untyped_storage()._cdata)
             self._place = self._total.shape, self._total.stride(), self._total.storage_offset()
             self._total = None
 
     def message(self, rows: Sequence[Tensor]) -> Tensor:
-        """The addends in the dtype of the sum, flat: the pieces of one rank, padded, after those of another."""
+        """The addends in the dtype of the sum, flat: first all pieces for rank 0, padded, then those for rank 1, ..."""
         if self._is_packed:
             message = torch._chunk_cat([rows[at] for at in self.at], 0, self._size).view(-1)
             return message if message.dtype == self.dtype else message.to(self.dtype)
@@ -160,5 +161,5 @@ class Bundle:
         return padded
 
     def total(self, buffers: Sequence[Tensor]) -> Tensor | None:
-        """The one range of memory that the means fill, if they do: then the sum is made there."""
+        """The range of memory that the means fill, if they lie back to back: then the sum is made there. Else None."""
         return self._total if self._buffer is None else buffers[self._buffer].as_strided(*self._place)

@@ -1,10 +1,11 @@
-"""The backend's own collectives: NCCL, and any other.
+"""The collectives of the backend itself: of NCCL, and of any backend but gloo on the host.
 
-Large pieces are sent in one group, from where they rest to where they are used; small even ones in one message. [Note:
-small pieces travel together] Packing has run on gloo and under torch's simulator of ranks, not on a device yet.
+Large pieces are gathered in one group of all-gathers, from where they rest to where they are used. Small even pieces are
+packed into one message. [Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks,
+not on a device yet.
 
-[Note: gloo gathers one by one] gloo can group all-gathers for host memory alone. Two of them at once may free memory twice,
-inside torch: see `zero_fn.local.gloo`.
+[Note: gloo gathers one by one] gloo groups all-gathers of host memory only, and two groups at once may free memory twice,
+inside torch: see `zero_fn.local.gloo`. So on gloo each all-gather is issued alone.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ class Native:
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         self._group, self._rank, self._size = group, rank, size
-        self._is_gloo: bool | None = None  # not known before the first tensor shows the device
-        # The group's own methods: dist.all_gather_into_tensor for each tensor costs the host ten times as much. torch 2.13
-        # renamed them.
+        self._is_gloo: bool | None = None  # the first tensor shows on which device, and so which backend
+        # Methods of the group cost the host a tenth of dist.all_gather_into_tensor for each tensor. torch 2.13 renamed them.
         self._gather_group = _method(group, "all_gather_single_coalesced", "allgather_into_tensor_coalesced")
         self._gather_one = _method(group, "all_gather_single", "_allgather_base")
         self._reduce = _method(group, "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced")
@@ -101,7 +101,7 @@ class Native:
         return [_work(self._gather_one(whole, piece), piece) for whole, piece in zip(wholes, pieces, strict=True)]
 
     def _reducing(self, contributions: Sequence[Contribution]) -> tuple[Reducing, Sequence[Tensor], Sequence[Tensor]]:
-        """How they travel, found out once where there will be more of them; their rows, and the buffers of the means."""
+        """How contributions travel, their rows, and the buffers of the means. The first is kept for `Contributions`."""
         if not isinstance(contributions, Contributions):
             return Reducing(contributions, self._size), [contribution.rows for contribution in contributions], []
         plan: Reducing | None = contributions.memo.get(Native)
@@ -118,16 +118,16 @@ class Native:
         return Pending(self._gather([rows.view(-1)], [own]), kept=rows, nbytes=own.nbytes * (self._size - 1))
 
     def give_up(self, failure: Failure | None = None) -> None:
-        """Peers wait for the watchdog of the backend, or see the connection closed when this rank ends."""
+        """Does nothing: peers learn it from the watchdog of the backend, or when this rank ends."""
 
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:
-    """A work as `Pending` takes it. Where streams wait, the watchdog of the backend holds the time limit of the group."""
+    """A work as `Pending` takes it. If a stream waits for it, the watchdog of the backend keeps the timeout."""
     return (work if on.device.type == "cpu" else _OnStream(work)), None
 
 
 class _OnStream:
-    """A collective that a stream waits for, not the host: with a time limit the host would wait too."""
+    """A collective that a stream waits for, not the host. With a timeout the host would wait too, so none is passed on."""
 
     __slots__ = ("_work",)
 

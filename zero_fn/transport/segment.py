@@ -1,7 +1,7 @@
-"""What collectives move: segments to be gathered, contributions to be summed, and the operations every transport has.
+"""What collectives move (segments to gather, contributions to sum), and the operations that every transport has.
 
-[Note: small pieces travel together] A gloo message costs 0.1 to 0.2 ms whatever its size. Pieces below `PACKED_NBYTES`
-of one call are packed into one message per peer; larger ones are sent from where they lie.
+[Note: small pieces travel together] A message over gloo takes 0.1 to 0.2 ms, however small. So the pieces of a call that are
+smaller than `PACKED_NBYTES` are packed into one message for each peer. Larger pieces are sent from where they lie.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ __all__ = [
 PACKED_NBYTES = 128 * 1024
 
 Route = Sequence[tuple[int, int | None]]
-"""The hops of a tensor, in the order in which axes cut it: the number of the axis, and elements of the largest piece of what
-the hops before have left to a rank; None where the axis does not cut it. See `zero_fn.transport.links`."""
+"""The hops of a tensor, in the order in which axes cut it (see `zero_fn.transport.links`): the number of the axis, and
+the elements of the largest piece into which it cuts what the hops before it left; None if it does not cut."""
 
 _ONE_HOP: Route = ((0, None),)
 
 
 class Segment:
-    """The whole of one tensor, of which each rank has filled its own piece: what an all-gather completes.
+    """Memory for a whole tensor, in which an all-gather completes what each rank has of it.
 
     Attributes:
-        memory, start: Where it lies: from this element of the storage on.
-        numel: Valid elements.
-        piece_numel: Elements of the largest piece; rank `r` owns those from `r * piece_numel`, cut at `numel`.
-        route: The hops by which it travels; the segment describes the first. Left out where there is one axis.
-        source: Where this rank's piece lies if it is not in `whole` yet: an all-gather reads it there, once, for its peers
-            and for `whole`.
+        memory, start: The tensor lies in the storage of `memory`, from the element `start` on.
+        numel: Elements of the tensor.
+        piece_numel: Elements of the largest piece. Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
+        route: The hops by which the tensor travels; the segment describes the first. Left out for one axis.
+        source: This rank's piece, if it lies elsewhere than in `whole`: an all-gather reads it there, for the peers and for
+            `whole`.
     """
 
     __slots__ = ("memory", "numel", "piece_numel", "route", "source", "start")
@@ -65,12 +65,12 @@ class Segment:
         start: int | None = None,
         source: Tensor | None = None,
     ) -> None:
-        """Names a range of memory; views are cut when they are asked for.
+        """Describes a range of memory.
 
         Args:
-            memory: Flat. From `start` on it has `numel` elements, and `n * piece_numel` where the transport pads.
+            memory: A flat tensor with `numel` elements from `start` on, or `n * piece_numel` for a transport that pads.
             numel, piece_numel, route, source: See the attributes.
-            start: First element in the storage of `memory`; left out, the first of `memory`.
+            start: The first element, in the storage of `memory`; left out, the first of `memory`.
         """
         self.memory, self.start = memory, memory.storage_offset() if start is None else start
         self.numel, self.piece_numel, self.route, self.source = numel, piece_numel, route, source
@@ -87,7 +87,7 @@ class Segment:
 
     @property
     def whole(self) -> Tensor:
-        """All elements, flat."""
+        """All elements of the tensor, flat."""
         return self.memory.as_strided((self.numel,), (1,), self.start)
 
     def by_rank(self, size: int) -> Tensor:
@@ -95,7 +95,7 @@ class Segment:
         return self.memory.as_strided((size, self.piece_numel), (self.piece_numel, 1), self.start)
 
     def own(self, rank: int) -> Tensor:
-        """The piece of `rank`, which is this one, where it lies before the all-gather."""
+        """The piece of this rank, whose number is `rank`, where it lies before the all-gather."""
         return self.source if self.source is not None else self.piece(rank)
 
     @property
@@ -110,14 +110,15 @@ class Segment:
 
 
 class Contribution:
-    """One tensor to be summed over ranks, and where the mean of this rank's piece goes.
+    """A tensor to sum over ranks, and the place for the mean of this rank's piece.
 
     Attributes:
-        rows: This rank's addend, cut along the first dim, in any strides: a gradient often comes transposed. Only read.
+        rows: This rank's addend, which pieces cut along the first dim. It is only read, and may have any strides: a gradient
+            often comes transposed.
         piece_rows, piece_numel: Rows and elements of the largest piece.
-        out: Receives the mean, flat: as many elements as this rank's piece.
+        out: A flat tensor that receives the mean of this rank's piece.
         sum_dtype: Dtype of the running sum.
-        route: As of a segment.
+        route: The hops by which it travels; see `Segment`.
     """
 
     __slots__ = ("out", "piece_numel", "piece_rows", "route", "rows", "sum_dtype")
@@ -146,13 +147,13 @@ class Contribution:
 
 
 class Contributions(Sequence[Contribution]):
-    """Contributions of which there will be more, of the same sizes, dtypes and places, in each step.
+    """Contributions that come again in each step, with the same sizes and dtypes, and places in buffers of the same layout.
 
     Attributes:
-        rows: Of each.
-        buffers: What the places of the means are in.
-        numel: Elements of all of them.
-        memo: Where a transport keeps what it has found out about them, by its class.
+        rows: The rows of each contribution.
+        buffers: The tensors in which the means are placed.
+        numel: Elements of all contributions.
+        memo: What a transport has found out about them and keeps for later steps, by the class of the transport.
     """
 
     __slots__ = ("_make", "buffers", "memo", "numel", "rows")
@@ -165,7 +166,7 @@ class Contributions(Sequence[Contribution]):
         numel: int,
         memo: dict[type, Any],
     ) -> None:
-        """Names them; `make` makes one, from its number and rows, when a transport asks for it."""
+        """Describes them. `make` makes the contribution of a number from its rows, when a transport asks for it."""
         self.rows, self.buffers, self.numel, self.memo = rows, buffers, numel, memo
         self._make = make
 
@@ -177,23 +178,21 @@ class Contributions(Sequence[Contribution]):
 
 
 _dropped: deque[object] = deque(maxlen=1024)
-"""What collectives that nobody waited for hold: kept until their messages have come, which nobody can ask for."""
+"""Memory of the last collectives that nobody waited for: messages may still arrive in it, and nobody knows when they have."""
 
 
 def keep_dropped(messages: object) -> None:
-    """Keeps messages under way that nobody will wait for."""
+    """Keeps the memory of a collective that nobody will wait for."""
     if messages and _dropped is not None:  # None while the interpreter ends
         _dropped.append(messages)
 
 
 class Pending:
-    """A collective under way. `wait` returns when its result may be used and may be called again.
-
-    Its works come with the peer at the other end of each; None for a collective of the backend.
+    """A collective under way.
 
     Attributes:
-        kept: What must live until then.
-        nbytes: Payload that this rank sends for it.
+        kept: Objects that must live until the collective is done.
+        nbytes: Bytes of payload that this rank sends for it.
     """
 
     __slots__ = ("_finish", "_works", "kept", "nbytes")
@@ -205,15 +204,21 @@ class Pending:
         kept: object = None,
         nbytes: int = 0,
     ) -> None:
+        """
+        Args:
+            works: Messages to wait for, each with the peer at its other end; None for collectives of the backend.
+            finish: What is left to do once they are done.
+            kept, nbytes: See the attributes.
+        """
         self._works, self._finish, self.kept, self.nbytes = works, finish, kept, nbytes
 
     def __del__(self) -> None:
-        # Its model failed and was dropped. A receive that dies before its message came leaves it to the next receive.
+        # The model failed and was dropped. If a receive were freed now, the next receive would get its message.
         if self._works:
             keep_dropped((self._works, self._finish, self.kept))
 
     def wait(self) -> None:
-        """Waits for the bytes, then finishes the arithmetic. On CUDA the current stream waits, not the host."""
+        """Waits until the result may be used. May be called again. On CUDA the current stream waits, not the host."""
         works, finish = self._works, self._finish
         self._works, self._finish = (), None
         for work, peer in works:
@@ -226,15 +231,15 @@ class Pending:
 class Transport(Protocol):
     """What moves bytes along one axis. All ranks call the same operations in the same order.
 
-    `mark` is a number below 2^31 that tells operations apart, the same on every rank: a transport that can compares those of
-    its peers with its own.
+    `mark` is a number below 2^31 that tells operations apart and is the same on every rank. A transport compares it with
+    those of its peers, if it can.
     """
 
     pads: bool
-    """Whether `Segment.whole` must have room for `n` full pieces."""
+    """Whether the memory of a `Segment` must have room for `n` full pieces."""
 
     def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
-        """The same segments, for many all-gathers of the same memory: what is cut from them is cut now, once."""
+        """The same segments, prepared for many all-gathers of the same memory: views are cut once, here."""
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         """Fills each segment from the pieces of all ranks."""
@@ -246,17 +251,17 @@ class Transport(Protocol):
         """Ors a uint8 tensor of 0 and 1 over the ranks, in place."""
 
     def exchange(self, rows: Tensor, mark: int = 0) -> Pending:
-        """Fills the rows of the others in a uint8 tensor with a row for each rank, in which that of this rank is filled."""
+        """Fills the rows of the other ranks in a uint8 tensor with a row for each rank, in which this rank's is filled."""
 
     def give_up(self, failure: Failure | None = None) -> None:
-        """After a failure: tells the peers, where it can, that nothing more will come, and whom this rank blames."""
+        """Tells the peers, if it can, that this rank sends nothing more after a failure, and which rank it blames."""
 
 
 _Item = TypeVar("_Item", Segment, Contribution)
 
 
 def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
-    """What travels in one message each: large items alone, small ones of a kind together. The same on every rank."""
+    """Items by the message in which they travel: each large one alone, small ones of a kind together. Alike on all ranks."""
     runs: list[list[_Item]] = []
     packs: dict[object, list[_Item]] = {}
     for item in items:
@@ -268,45 +273,45 @@ def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
 
 
 def fill_own(segments: Sequence[Segment], rank: int) -> None:
-    """Copies this rank's pieces into `whole` where they lie elsewhere."""
+    """Copies this rank's pieces into `whole`, if they lie elsewhere."""
     apart = [segment for segment in segments if segment.source is not None]
     if apart:
         copy([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])
 
 
 def flat(piece: Tensor) -> Tensor:
-    """The elements of a piece in one range of memory, as collectives send it."""
+    """The elements of a piece in one range of memory."""
     return piece.contiguous().view(-1)
 
 
 def joined(run: Sequence[Tensor]) -> Tensor:
-    """The elements of some pieces back to back."""
+    """The elements of several pieces in one range of memory, back to back."""
     return flat(run[0]) if len(run) == 1 else torch.cat([flat(piece) for piece in run])
 
 
 class Sum:
-    """The sum of one run of contributions over the ranks, and the means.
+    """The sum over the ranks of the contributions that travel in one message, and the means.
 
-    The pieces are added in the order of the ranks, from where they lie: this rank's own are not copied before, so the
-    gradients they are in stay in memory until the sum is made.
+    Pieces are added in the order of the ranks, from where they lie. This rank's own pieces are not copied before, so the
+    gradients that they are part of stay in memory until the sum is made.
 
     Attributes:
-        numel: Elements of the run on this rank.
+        numel: Elements of the sum on this rank.
     """
 
     __slots__ = ("_dtype", "_outs", "_pieces", "_rank", "numel")
 
     def __init__(self, run: Sequence[Contribution], rank: int) -> None:
-        """Names what is to be summed."""
+        """Describes what to sum; `finish` sums it."""
         self._pieces = [contribution.piece(rank).detach() for contribution in run]
         self._outs, self._dtype, self._rank = [contribution.out for contribution in run], run[0].sum_dtype, rank
         self.numel = sum([out.numel() for out in self._outs])
 
     def finish(self, parts: Mapping[int, Tensor]) -> None:
-        """Adds this rank's pieces to those of its peers, by rank, in this order, divides, and writes the means."""
+        """Adds up this rank's pieces and those of its peers, which are given by rank; divides, and writes the means."""
         if len(self._outs) == 1:
             own = self._pieces[0]
-            total = self._outs[0].view(own.shape)  # the sum is made where the mean goes
+            total = self._outs[0].view(own.shape)  # summed in place
         else:
             own = joined(self._pieces)
             total = torch.empty_like(own, dtype=self._dtype)

@@ -1,16 +1,18 @@
-"""What this rank sends, counted where it is sent."""
+"""`traffic()`: counts the bytes that this rank sends."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 __all__ = ["PAYLOAD", "Sent", "count", "open_counts", "traffic"]
 
 
+@dataclass(eq=False)
 class Sent:
-    """Bytes that this rank has sent; counted by `traffic`.
+    """Bytes that this rank has sent, as counted by `traffic`.
 
     Attributes:
         by_collective: Bytes of payload sent, by `"all-gather"`, `"reduce-scatter"` and `"control"` (agreement between
@@ -19,14 +21,13 @@ class Sent:
         by_axis: Bytes of parameters and gradients sent, by the name of the data axis they were sent along.
     """
 
-    def __init__(self) -> None:
-        self.by_collective: Counter[str] = Counter()
-        self.calls: Counter[str] = Counter()
-        self.by_axis: Counter[str] = Counter()
+    by_collective: Counter[str] = field(default_factory=Counter)
+    calls: Counter[str] = field(default_factory=Counter)
+    by_axis: Counter[str] = field(default_factory=Counter)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of parameters and gradients sent: everything but control messages."""
+        """Bytes of parameters and gradients sent, without control messages."""
         return sum(self.by_collective[name] for name in PAYLOAD)
 
     def __repr__(self) -> str:
@@ -35,7 +36,7 @@ class Sent:
 
 
 PAYLOAD = ("all-gather", "reduce-scatter")
-"""Collectives of parameters and gradients; every other is of control messages."""
+"""Collectives of parameters and gradients. All others send control messages."""
 
 open_counts: list[Sent] = []
 """The counts that are open now."""
@@ -45,9 +46,9 @@ open_counts: list[Sent] = []
 def traffic() -> Iterator[Sent]:
     """Counts the bytes that this rank sends inside the block.
 
-    Counted are the bytes handed to the transport, on every data axis: for an exchange the pieces sent, for a native
-    all-gather or reduce-scatter over `n` ranks `(n - 1)/n` of the gathered buffer, what a ring sends. What torch sends along
-    model axes is not counted.
+    Bytes that are handed to transports are counted, on all data axes. For a direct exchange these are the pieces sent; for
+    the backend's own all-gather or reduce-scatter over `n` ranks, `(n - 1)/n` of the gathered buffer, which a ring sends.
+    Bytes that torch sends along model axes are not counted.
 
     Returns:
         A context manager that yields a `Sent`, which may be read during and after the block.

@@ -1,6 +1,6 @@
-"""Waiting for peers, never for ever.
+"""Waiting for peers, with a deadline.
 
-A wait ends in bytes or in one of two internal exceptions, which `zero_fn.transport.guarded` turns into errors for the user:
+A wait that fails raises one of two internal exceptions, which `zero_fn.transport.guarded` turns into errors for the user:
 
     PeerLost        a peer closed its connection, or did not answer before the deadline
     OutOfStep       a peer is at another collective
@@ -23,8 +23,8 @@ class PeerLost(Exception):
     """A message cannot be sent or does not come.
 
     Attributes:
-        peer: The rank along the axis at the other end; None if a collective of the backend does not tell.
-        is_late: Whether the deadline has passed; else the connection is closed.
+        peer: The rank along the axis at the other end; None for a collective of the backend, which does not tell.
+        is_late: Whether the deadline has passed. Otherwise the connection is closed.
     """
 
     def __init__(self, peer: int | None, *, is_late: bool, text: str) -> None:
@@ -37,7 +37,7 @@ class OutOfStep(Exception):
 
     Attributes:
         peer: The rank that sent it.
-        seen_by: The rank that it came to: this one, or one that told of it.
+        seen_by: The rank that received the message: this one, or one that told this one of it.
     """
 
     def __init__(self, peer: int, *, seen_by: int) -> None:
@@ -63,7 +63,7 @@ def wait_for(work: Any, peer: int | None) -> None:
     """Waits for one message or collective.
 
     Raises:
-        PeerLost: It will not come.
+        PeerLost: The deadline has passed, or the connection is closed.
     """
     try:
         work.wait(_limit)
@@ -72,8 +72,10 @@ def wait_for(work: Any, peer: int | None) -> None:
 
 
 def started(start: Callable[..., Any], tensors: list[Any], peer: int, tag: int) -> Any:
-    """Starts to send or receive. Where the connection is closed already, that is said by the wait: messages to other peers
-    must still leave, or these would wait for a rank that has only seen the loss before them.
+    """Starts to send or receive a message.
+
+    If the connection is closed already, only waiting for the message raises: messages to other peers must still leave, or
+    these would blame this rank.
     """
     try:
         return start(tensors, peer, tag)
@@ -82,7 +84,7 @@ def started(start: Callable[..., Any], tensors: list[Any], peer: int, tag: int) 
 
 
 class _NotStarted:
-    """A message that could not be started."""
+    """A message that could not be started: waiting for it raises."""
 
     def __init__(self, failure: PeerLost) -> None:
         self._failure = failure

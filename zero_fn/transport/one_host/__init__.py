@@ -1,1 +1,1 @@
-"""Collectives between ranks of one host, through memory that they share."""
+"""Collectives between ranks of one host, through shared memory."""

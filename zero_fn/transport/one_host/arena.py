@@ -1,8 +1,8 @@
-"""Memory that ranks of one host share: each writes in its own arena and reads in those of its peers.
+"""Shared memory of the ranks of one host: each rank has an *arena*, in which it writes and its peers read.
 
-An arena is an unnamed memory file (`memfd`), so it has no path, takes no room in /dev/shm, and is freed by any death of the
-processes. It is as large as half the memory of the machine, but only pages that were written exist; blocks are
-given out lowest address first, so that these stay few.
+An arena is an unnamed memory file (`memfd`). So it has no path, takes no room in /dev/shm, and is freed when the processes
+end, however they end. It is half as large as the memory of the machine, but only pages that were written take memory. Blocks
+are given out at the lowest free address, so that these pages stay few.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _TOKEN_NBYTES = 16
 
 
 class Mapped:
-    """The memory of an arena, of this rank or of a peer.
+    """The memory of an arena, this rank's or a peer's, as this process sees it.
 
     Attributes:
-        memory: All of it, as bytes.
-        words: The same as words of 64 bits, for single values.
-        address: Where it begins in this process.
+        memory: All of the memory, as bytes.
+        words: The same memory as words of 64 bits, for single values.
+        address: The address in this process at which it begins.
     """
 
     def __init__(self, fd: int, nbytes: int) -> None:
@@ -39,7 +39,7 @@ class Mapped:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._file))
 
     def discard(self, start: int) -> None:
-        """Gives the pages from byte `start` on back to the system; they read as zeros after."""
+        """Gives the pages from byte `start` on back to the system. They read as zeros afterwards."""
         page = mmap.PAGESIZE
         start = -(-start // page) * page
         self._file.madvise(mmap.MADV_REMOVE, start, len(self._file) - start)
@@ -50,15 +50,15 @@ class Arena:
 
     Attributes:
         mapped: Its memory.
-        fd: The open file, until `close_file`; peers map it through /proc.
-        token: Its first bytes, by which a peer knows that it mapped the right file.
+        fd: The open file, until `close_file`. Peers map it through /proc.
+        token: The first bytes of the memory, by which a peer knows that it mapped the right file.
     """
 
     def __init__(self, head_nbytes: int = 0) -> None:
-        """Makes one.
+        """Makes an arena.
 
         Args:
-            head_nbytes: Bytes after the token that no block is given out of, from `ALIGNMENT_NBYTES` on.
+            head_nbytes: Bytes from `ALIGNMENT_NBYTES` on that are not given out as blocks.
         """
         capacity = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
         self.fd = os.memfd_create("zero_fn", os.MFD_CLOEXEC)
@@ -70,11 +70,11 @@ class Arena:
         self._capacity = capacity
 
     def close_file(self) -> None:
-        """Peers have mapped the file: the memory lives as long as a mapping does."""
+        """Closes the file, once peers have mapped it: the memory lives as long as any process maps it."""
         os.close(self.fd)
 
     def allocate(self, nbytes: int) -> int:
-        """Start of a free block of `nbytes` bytes. No two blocks start at one address.
+        """The start of a free block of `nbytes` bytes. No two blocks start at one address.
 
         Raises:
             TierError: There is no room.
@@ -92,16 +92,16 @@ class Arena:
         return start
 
     def free(self, start: int) -> None:
-        """Gives a block back."""
+        """Frees the block that starts at `start`."""
         self._blocks = [block for block in self._blocks if block[0] != start]
 
     def trim(self) -> None:
-        """Gives pages that no block lies in, after the last, back to the system."""
+        """Gives the pages after the last block back to the system."""
         self.mapped.discard(self._blocks[-1][1])
 
 
 def map_arena(pid: int, fd: int, token: bytes) -> Mapped | None:
-    """The memory of a peer's arena; None if this process cannot reach it (another host, container or system)."""
+    """The memory of a peer's arena; None if this process cannot map it (another host, container or system)."""
     try:
         file = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError:

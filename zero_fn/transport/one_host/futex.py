@@ -1,7 +1,7 @@
 """Sleeping until a word of shared memory changes: futex(2) of Linux, called through libc.
 
-A word is written by one process and waited for by others. The kernel compares it before it puts a waiter to sleep, so a
-change is never missed, and both calls are full memory barriers.
+One process writes the word, others wait for it. The kernel looks at the word before it puts a process to sleep, so no change
+is missed, and both calls are full memory barriers.
 """
 
 from __future__ import annotations
@@ -32,25 +32,24 @@ if sys.platform == "linux":
 
 
 def has_futexes() -> bool:
-    """Whether this system and machine have what this file calls."""
+    """Whether this system and machine have futexes, as this file calls them."""
     return sys.platform == "linux" and _number is not None and sys.byteorder == "little"
 
 
 def wait(address: int, seen: int, seconds: float) -> None:
-    """Sleeps until `wake` is called for the word at `address`, at most `seconds`; not at all if its low 32 bits differ from
-    those of `seen`. May return early: look again.
-    """
+    """Sleeps until `wake` is called for the word at `address`, or for `seconds`. Does not sleep if the low 32 bits of the
+    word differ from those of `seen`. May return early, so the caller looks at the word again."""
     limit = _Timespec(int(seconds), int(seconds % 1 * 1e9))
     word = ctypes.c_uint32(seen & _WORD)
     _sleeping(_number, ctypes.c_void_p(address), _WAIT, word, ctypes.byref(limit), None, 0)
 
 
 def wake(address: ctypes.c_void_p) -> None:
-    """Wakes everyone who waits for the word at `address`."""
+    """Wakes all processes that wait for the word at `address`."""
     _brief(_number, address, _WAKE, _EVERYONE, None, None, 0)
 
 
 def fence(address: ctypes.c_void_p) -> None:
-    """What this process read and wrote before comes before what it reads and writes after, for every process."""
+    """A memory barrier: all processes see reads and writes before it as done before those after it."""
     if not _keeps_order:
         _brief(_number, address, _WAKE, 0, None, None, 0)

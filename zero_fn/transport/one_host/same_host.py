@@ -1,14 +1,13 @@
 """Direct exchange through shared memory, for ranks of one host.
 
-[Note: a copy is the limit] A rank writes the pieces its peers need into its arena and a header of two numbers into the
-mailbox of each; the peer copies, or adds, from there. That is one copy in and one out in place of two through sockets, an
-all-gather writes its piece once for all peers, and a reduce-scatter needs no receive buffers.
+[Note: a copy is the limit] A rank writes the pieces that its peers need into its arena, and a header of two numbers into the
+mailbox of each peer. The peer copies from the arena, or adds. So a piece is copied once in and once out, an all-gather writes
+its piece once for all peers, and a reduce-scatter needs no memory to receive in.
 
 [Note: in step] All operations on a process group share one sequence of headers, and a header carries the mark of its
-operation. So a rank that is at another operation than its peer is found by both, at once, before either has used a byte of
-the other's.
+operation. If two ranks are at different operations, both find out at once, before they use a byte of the other's.
 
-Where any rank cannot map the arena of any other, all ranks use gloo.
+If any rank cannot map the arena of any other, all ranks use gloo.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = ["SameHost"]
 _CHANNELS = {GATHER: 0, REDUCE: 1, CONTROL: 2}
 
 _Parts = Mapping[int | None, list[list[Tensor]]]
-"""Runs of tensors, by the peer they are for; under None, the same for all."""
+"""Runs of tensors, by the peer that they are for; under None those that are for all peers."""
 
 
 class SameHost(Exchange):
-    """`Exchange` whose bytes go through shared memory where they can."""
+    """`Exchange` through shared memory, if all ranks of the group can map that of all others; else over gloo."""
 
     def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
         super().__init__(group, rank, size)
@@ -53,7 +52,7 @@ class SameHost(Exchange):
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if self._join() is None:
             return super().all_gather(segments, mark)
-        pending = self._gathered(GATHER, segments, mark)  # which reads this rank's pieces where they rest
+        pending = self._gathered(GATHER, segments, mark)  # reads this rank's pieces where they rest
         fill_own(segments, self._rank)
         return pending
 
@@ -103,7 +102,7 @@ class SameHost(Exchange):
         return Pending(finish=finish, kept=message, nbytes=message.nbytes)
 
     def _join(self) -> Shared | None:
-        """What the ranks share. A collective for the first transport of a group, when it is first used."""
+        """The shared memory of the group, or None. The first use of the first transport of a group is a collective."""
         if not self._has_joined:
             over_gloo = Exchange(self._group, self._rank, self._size)
             self._shared = shared_by(self._group, self._rank, self._size, over_gloo)
@@ -114,10 +113,10 @@ class SameHost(Exchange):
 
 
 class _Message:
-    """One message of this rank to all peers, and the messages of the peers that answer it.
+    """One message of this rank to its peers, and the messages of the peers that answer it.
 
     Attributes:
-        nbytes: What this rank sends, without padding.
+        nbytes: Bytes that this rank sends, without padding.
     """
 
     def __init__(
@@ -131,11 +130,11 @@ class _Message:
         """Writes the message, and tells the peers where it is.
 
         Args:
-            transport: Whose ranks these are.
-            shared: The arenas.
-            direction: Which kind of message.
-            mark: Of the operation. [Note: in step]
-            parts: What it says.
+            transport: The transport of the ranks.
+            shared: Their shared memory.
+            direction: The kind of the operation.
+            mark: The mark of the operation. [Note: in step]
+            parts: The tensors to send.
 
         Raises:
             TierError: The arena has no room for it.
@@ -159,16 +158,20 @@ class _Message:
             self.nbytes += sum([piece.nbytes for run in parts[peer] for piece in run])
 
     def __del__(self) -> None:
-        # Its model failed and was dropped: nobody will read what the peers send.
+        # The model failed and was dropped: this rank will not read the messages of its peers.
         for source in self._unread:
             self._shared.boxes[source].drop(self._header, *self._place)
 
     def read(self, source: int, kinds: list[tuple[torch.dtype, int]]) -> list[Tensor]:
-        """The runs that a peer sent, by dtype and elements; in its arena, so to be read before `close`. Waits.
+        """The runs that a peer sent, as tensors in its arena, which are valid until `close`. Waits.
+
+        Args:
+            source: The peer.
+            kinds: The dtype and the elements of each run.
 
         Raises:
             OutOfStep: The peer was at another operation.
-            PeerLost: It does not come.
+            PeerLost: The message will not come.
         """
         mark, start = self._shared.boxes[source].take(self._header)
         if mark != self._mark:
@@ -182,11 +185,11 @@ class _Message:
 
     @property
     def is_answered(self) -> bool:
-        """Whether the messages of all peers are here, so that `read` will not wait."""
+        """Whether the messages of all peers have come, so that `read` does not wait."""
         return all(box.has(self._header) for box in self._shared.boxes.values())
 
     def close(self) -> None:
-        """The messages of all peers were read."""
+        """Tells all peers that their messages were read."""
         while self._unread:
             self._shared.boxes[self._unread.pop()].acknowledge(*self._place)
 

@@ -1,10 +1,10 @@
-"""What the ranks of one host share on a process group: an arena each, mailboxes, and the count of what was read.
+"""The shared memory of a process group whose ranks are on one host: their arenas and mailboxes.
 
-All transports of a group share one: so their operations are one sequence, and a rank that is at a collective of another
-model than its peer is found like any other.
+All transports of a group share it. So their operations are one sequence, and ranks at collectives of two different models are
+found like ranks at two collectives of one.
 
 [Note: children] A process that a rank forks (a worker of a `DataLoader`) has the same memory and copies of all objects. If
-the child drops them or ends, the rank itself goes on.
+the child drops these or ends, nothing may happen to the rank.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ __all__ = ["Shared", "shared_by"]
 
 
 class Shared:
-    """The arenas and mailboxes of all ranks.
+    """The arenas and mailboxes of the ranks of a group.
 
     Attributes:
-        arena: This rank's.
-        peers: Arenas of the others, by rank.
-        boxes: Mailboxes with the others, by rank.
+        arena: This rank's arena.
+        peers: The arenas of the other ranks, by rank.
+        boxes: The mailboxes with the other ranks, by rank.
     """
 
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena, self.peers, self.boxes = arena, peers, boxes
-        self._blocks: list[deque[int]] = [deque() for _ in range(CHANNELS)]  # not yet read by all
+        self._blocks: list[deque[int]] = [deque() for _ in range(CHANNELS)]  # of messages that some peer has not read
         self._numbers, self._freed = [0] * CHANNELS, [0] * CHANNELS
         self._headers = 0
         self._users = 0
         self._pid = os.getpid()
-        weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # the end of a process is seen
+        weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # peers see that a process ends
 
     def used_by(self, transport: object) -> None:
-        """The pages of the arena go back to the system when the last transport is gone."""
+        """Notes a user. When the last one is gone, the pages of the arena go back to the system."""
         self._users += 1
         weakref.finalize(transport, self._unused).atexit = False
 
     def write(self, channel: int, nbytes: int) -> tuple[int, int, int]:
-        """The next message: its number among all, its number in its channel, and its block.
+        """Takes a block for the next message. Returns the number of its header, its number in the channel, and the block.
 
         Raises:
-            TierError: The arena has no room. The peers are told that nothing more will come.
+            TierError: The arena has no room. Peers are told that this rank sends nothing more.
         """
         self._free_read()
         try:
@@ -67,7 +67,7 @@ class Shared:
         return self._headers - 1, self._numbers[channel] - 1, start
 
     def _free_read(self) -> None:
-        """Gives out again what all peers have read."""
+        """Frees the blocks of messages that all peers have read."""
         for channel, blocks in enumerate(self._blocks):
             if blocks:
                 read_by_all = min([box.read_by_peer(channel) for box in self.boxes.values()])
@@ -86,9 +86,9 @@ _of_groups: WeakKeyDictionary[dist.ProcessGroup, Shared | None] = WeakKeyDiction
 
 
 def shared_by(group: dist.ProcessGroup, rank: int, size: int, transport: Transport) -> Shared | None:
-    """What the ranks of a group share; None if any of them cannot map the memory of any other, watch it, or sleep on it.
+    """The shared memory of a group; None if any rank cannot map the memory of any other, watch its process, or use futexes.
 
-    A collective when a group is met first, over `transport`.
+    The first call for a group is a collective, over `transport`.
     """
     if group not in _of_groups:
         _of_groups[group] = _map_all(rank, size, transport)
@@ -98,7 +98,7 @@ def shared_by(group: dist.ProcessGroup, rank: int, size: int, transport: Transpo
 def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
     try:
         arena = Arena(box_nbytes(size)) if are_mailboxes_available() else None
-    except (AttributeError, OSError, ValueError, OverflowError):  # no memfd on this system, or no room for it
+    except (AttributeError, OSError, ValueError, OverflowError):  # this system has no memfd, or no room
         arena = None
     card = [os.getpid(), arena.fd, *arena.token] if arena is not None else [0] * 18
     cards = torch.zeros(size, len(card), dtype=torch.int64)
@@ -111,7 +111,7 @@ def _map_all(rank: int, size: int, transport: Transport) -> Shared | None:
         if arena is not None and peer is not None:
             try:
                 boxes[source] = Mailbox(arena.mapped, rank, peer, source, pid)
-            except OSError:  # the process may not be watched
+            except OSError:  # the process of the peer may not be watched
                 continue
             peers[source] = peer
     cannot = torch.tensor([len(boxes) < size - 1], dtype=torch.uint8)
