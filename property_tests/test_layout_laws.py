@@ -94,7 +94,7 @@ def test_a_shard_is_one_contiguous_range_of_the_whole(parameter: torch.Tensor, n
     whole = torch.arange(layout.padded_numel)
     for rank in range(n):
         start = rank * layout.shard_numel
-        shape, stride = layout.local_shape(rank), layout.local_stride(rank)
+        shape, stride = layout.local_shape(rank), layout.strides_of(layout.local_shape(rank))
         elements = whole.as_strided(shape, stride, start).reshape(-1)
         assert sorted(elements.tolist()) == list(range(start, start + layout.owned_numel(rank)))
 

@@ -41,7 +41,9 @@ def at_rest(world: World, whole: Tensor, layout: ShardLayout) -> DTensor:
     """The resting DTensor that every rank builds from its own shard."""
 
     def shard(rank: int) -> Tensor:
-        empty = torch.empty_strided(layout.local_shape(rank), layout.local_stride(rank), dtype=whole.dtype)
+        empty = torch.empty_strided(
+            layout.local_shape(rank), layout.strides_of(layout.local_shape(rank)), dtype=whole.dtype
+        )
         return empty.copy_(whole.narrow(layout.dim, *layout.owned_rows(rank)))
 
     meta = TensorMeta(whole.shape, layout.stride, whole.dtype)

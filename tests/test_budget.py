@@ -18,18 +18,18 @@ PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
     "checkpoint": 4880,
-    "deepspeed": 1198,
+    "deepspeed": 1195,
     "integrations": 1298,
-    "kernels": 880,
-    "local": 554,
-    "plan": 1035,
+    "kernels": 874,
+    "local": 553,
+    "plan": 1025,
     "runtime": 8349,
     "storage": 1471,
     "streamed": 2141,
     "surface": 461,
     "transforms": 3077,
-    "transport": 2446,
-    "values": 1985,
+    "transport": 2445,
+    "values": 1962,
     "": 530,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""

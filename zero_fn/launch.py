@@ -1,4 +1,4 @@
-"""N local ranks from a script or a notebook cell: `zf.launch(train, 4)`."""
+"""`zf.launch(train, 4)`: runs a function on local ranks, from a script or a notebook cell."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ def launch(
     Communicates: nothing but the rendezvous, over a file.
 
     Args:
-        fn: Called as `fn(*args, **kwargs)` on every rank. Moved by pickling, as are arguments and results.
+        fn: Called as `fn(*args, **kwargs)` on every rank. It is pickled, and so are arguments and results.
         nprocs: Number of ranks, at least 1.
         *args: Positional arguments of `fn`, the same on every rank.
         kwargs: Keyword arguments of `fn`.
         backend: As `init_process_group` takes it. By default gloo, and with it nccl if there is a GPU for every rank.
         threads: Threads of torch in each rank, at least 1.
         timeout_s: Seconds until every rank must have returned; None for no limit.
-        env: Added to the environment of this process in every rank. What torch reads while it is imported has to be
-            set before the first call instead.
+        env: Variables that every rank has beside the environment of this process. Set variables that torch reads when it is
+            imported before the first call instead.
 
     Returns:
         The values, in the order of ranks. A value is a copy: tensors are rebuilt in this process.

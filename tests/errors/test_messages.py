@@ -50,9 +50,9 @@ from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.converting import convert
 from zero_fn.checkpoint.opening import opened
 from zero_fn.checkpoint.together import Agreed, Together
-from zero_fn.deepspeed.entries import Entries, config_of
+from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
-from zero_fn.deepspeed.settings import sharding_of
+from zero_fn.deepspeed.settings import settings_of
 from zero_fn.deepspeed.setup import _sharded
 from zero_fn.errors import (
     CheckpointError,
@@ -171,14 +171,6 @@ def planned_module_is_transformed() -> object:
 def nothing_fits_the_budget() -> object:
     with pretended(4) as axis:
         return zf.autoplan(Model(), axis, 100, links=SPEEDS)
-
-
-def disk_is_missing_on_another_rank() -> object:
-    links = importlib.import_module("zero_fn.plan.links")
-    with alone() as axis, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(links, "_least", lambda axis, numbers: [1e9, *[0.0] * (len(numbers) - 1)])
-        patch.setattr(links, "_disk_speeds", lambda path, size, rounds: (1e9, 1e9))
-        return zf.measure_links(axis, path="/scratch", nbytes=4096)
 
 
 def mesh_without_this_rank() -> object:
@@ -1428,9 +1420,9 @@ def config_sends_what_is_not_computed() -> None:
 
 
 def config_of_second_shards_on_one_axis() -> None:
-    zero = {"stage": 3, "zero_hpz_partition_size": 2}
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}
     with pretended(4) as mesh:
-        _sharded(nn.Linear(2, 2), sharding_of(Entries({"zero_optimization": zero})), mesh, None, donate=False)
+        _sharded(nn.Linear(2, 2), settings_of(config, 1).sharding, mesh, None, donate=False)
 
 
 def scale_of_the_loss_is_at_its_least() -> None:
@@ -1845,7 +1837,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         values_in_a_tier_are_read_in_a_fork,
         disk_has_no_such_path, disk_takes_no_more_open_files, disk_cannot_reserve, step_that_failed_on_another_rank,
         disk_fails, disk_stops_short, disk_gives_other_bytes, disk_lost_a_write,
-        disk_is_missing_on_another_rank, checkpoint_of_no_place, checkpoint_failed_on_another_rank,
+        checkpoint_of_no_place, checkpoint_failed_on_another_rank,
     ),
     DisagreementError: (checkpoint_of_ranks_that_differ,),
     LostRankError: (checkpoint_lost_a_rank,),

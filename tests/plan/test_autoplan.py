@@ -284,7 +284,7 @@ def test_a_disk_that_one_rank_lacks_is_an_error_on_all(ranks: Ranks, tmp_path: P
         return "nothing"
 
     here, there = ranks(2).run(measured, str(tmp_path))
-    assert here == "measure_links found no disk to measure on another rank."
+    assert here == "Measuring a disk failed on rank 1 of axis 'dp' (2)."
     assert there.startswith("No file can be made in")
 
 

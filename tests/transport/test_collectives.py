@@ -104,7 +104,7 @@ def gathered(cases: list[Case], packed_nbytes: int, kind: str) -> list[Tensor]:
         pending.wait()
     finally:
         sizes.PACKED_NBYTES = before
-    return [segment.whole[: case.numel].clone() for segment, case in zip(segments, cases, strict=True)]
+    return [segment.memory[: case.numel].clone() for segment, case in zip(segments, cases, strict=True)]
 
 
 @pytest.mark.parametrize("packed_nbytes", [SMALL, LARGE, 40], ids=["packed", "single", "mixed"])
@@ -402,7 +402,7 @@ def test_sent_bytes_are_those_of_the_formulas(ranks: Ranks, n: int) -> None:
         with traffic() as counted:
             own.all_gather([segment], "a test").wait()
             contribution = Contribution(
-                segment.whole, segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
+                segment.memory[: segment.numel], segment.piece_numel, segment.piece(dist.get_rank()), torch.float32
             )
             own.reduce_scatter([contribution], "a test").wait()
             own.exchange(torch.zeros(16, dtype=torch.uint8))
@@ -421,7 +421,9 @@ def test_both_transports_count_the_same_when_rows_divide(ranks: Ranks) -> None:
         segment = Segment(torch.zeros(12), 12, 4)
         gather = at_rest.all_gather([segment])
         gather.wait()
-        reduction = at_rest.reduce_scatter([Contribution(segment.whole, 4, torch.empty(4), torch.float32)])
+        reduction = at_rest.reduce_scatter(
+            [Contribution(segment.memory[: segment.numel], 4, torch.empty(4), torch.float32)]
+        )
         reduction.wait()
         return [gather.nbytes, reduction.nbytes]
 
@@ -489,6 +491,6 @@ def test_a_gather_reads_shards_where_they_rest(ranks: Ranks, kind: str, n: int) 
                 segments.append(Segment(torch.zeros(n * piece, dtype=dtype), numel, piece, source=source))
                 wholes.append(whole)
         open_transport(kind).all_gather(segments).wait()
-        return all(map(torch.equal, [segment.whole for segment in segments], wholes))
+        return all(map(torch.equal, [segment.memory[: segment.numel] for segment in segments], wholes))
 
     assert all(ranks(n).run(gathered))

@@ -57,7 +57,7 @@ def test_outermost_dim_in_memory_is_cut_when_a_parameter_is_transposed() -> None
     assert layout.dim == 1
     assert layout.stride == transposed.stride() == (1, 4)
     assert layout.local_shape(1) == (4, 3)
-    assert layout.local_stride(1) == (1, 4)
+    assert layout.strides_of(layout.local_shape(1)) == (1, 4)
 
 
 def test_strides_survive_when_a_parameter_is_channels_last() -> None:

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +47,25 @@ from zero_fn.values.schedule import (
     legs,
     limit_reductions,
     prefetch,
-    text,
 )
 
 GOLDEN = Path(__file__).parent / "schedules" / "golden"
 NAMES = ("root", "block 0", "block 1", "block 2")
+
+
+def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
+    """A schedule as text, an event a line."""
+    lines = []
+    indent = 0
+    for event in events:
+        unit = event.use.unit if isinstance(event, Enter | Exit) else event.unit
+        name = names[unit] if names else str(unit)
+        if isinstance(event, Enter | Exit) and event.use.number:
+            name += f"#{event.use.number}"
+        indent -= isinstance(event, Exit)
+        lines.append(f"{'  ' * indent}{type(event).__name__.lower()} {name}")
+        indent += isinstance(event, Enter)
+    return "\n".join(lines)
 
 
 def trace_of(brackets: str) -> Trace:
@@ -299,10 +313,6 @@ def test_text_shows_nesting_names_and_the_number_of_a_use() -> None:
     assert text(events) == "unshard 0\nenter 0\n  enter 1#2\n  exit 1#2\nexit 0\nsettle 1"
     assert text(events, ["root", "block"]).splitlines()[2] == "  enter block#2"
     assert text([]) == ""
-
-
-def test_a_use_prints_its_unit_and_its_number() -> None:
-    assert [str(Use(3)), str(Use(3, 1))] == ["3", "3#1"]
 
 
 @pytest.mark.parametrize("name", list(TRACES))

@@ -1,12 +1,12 @@
-"""A DeepSpeed config as an entry door: read, checked entry by entry, and turned into transforms and stock objects of torch.
+"""DeepSpeed configs: each entry is checked, and the config is turned into transforms and stock objects of torch.
 
-keys         the table of all entries, `keys.txt`
-entries      a config, read against that table
+keys         the table of all entries that are known, `keys.txt`
+entries      the entries of a config, read against that table
 optimizers   the section optimizer
 rates        the section scheduler
 loss_scale   the section fp16
-settings     the whole config, as one value
-setup        what it makes of a model
+settings     a whole config as one value
+setup        `from_deepspeed`: the settings, applied to a model
 """
 
 from zero_fn.deepspeed.keys import KEYS, Key

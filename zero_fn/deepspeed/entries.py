@@ -1,7 +1,7 @@
-"""A DeepSpeed config, read against the table of `keys`: values by their paths, what became of each, and all that is wrong.
+"""The entries of a DeepSpeed config, read against the table of `keys`: their values, their outcomes, and all errors.
 
-Each entry that is there has an outcome or is refused: nothing is accepted and forgotten. (DeepSpeed 0.19 accepts misspelt
-entries at the top level, text for numbers, and NaN.)
+Every entry of the config has an outcome or is refused; none is ignored. (DeepSpeed 0.19 accepts misspelt entries at the top
+level, text for numbers, and NaN.)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def config_of(config: Config) -> Mapping[str, object]:
         config: A path, or the object itself.
 
     Raises:
-        ConfigError: No file is there, it is no object of JSON, or it says something twice.
+        ConfigError: There is no such file, it is not a JSON object, or it has an entry twice.
     """
     if isinstance(config, Mapping):
         return config
@@ -68,14 +68,14 @@ def _finite(name: str) -> float:
 
 
 def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str, object]:
-    """A copy of a config with values for entries that are `"auto"`, null or not there.
+    """A copy of a config, with values for entries that are `"auto"`, null or missing.
 
     Args:
-        config: The JSON.
-        auto: Values by their paths, `{"optimizer.params.lr": 3e-4}`.
+        config: The JSON object.
+        auto: The values, by the paths of entries: `{"optimizer.params.lr": 3e-4}`.
 
     Raises:
-        ConfigError: An entry says something else.
+        ConfigError: An entry has another value already.
     """
     found = {name: filled(value, {}) if isinstance(value, Mapping) else value for name, value in config.items()}
     others = []
@@ -99,7 +99,7 @@ def filled(config: Mapping[str, object], auto: Mapping[str, object]) -> dict[str
 
 
 def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """The path and the value of each entry that is no section with entries, in the order of names."""
+    """The path and the value of each entry, sections excepted, sorted by name."""
     for name, value in sorted(config.items(), key=lambda item: str(item[0])):
         if isinstance(value, Mapping) and value:
             yield from leaves_of(value, f"{path}{name}.")
@@ -109,12 +109,12 @@ def leaves_of(config: Mapping[str, object], path: str = "") -> Iterator[tuple[st
 
 @dataclass(frozen=True, slots=True)
 class TakenEntry:
-    """What became of one entry.
+    """The outcome of one entry.
 
     Attributes:
         entry: The path of the entry in the JSON, `zero_optimization.stage`.
         value: The value of the entry, as JSON.
-        became: What it is here, in a few words.
+        became: What the entry became here, in a few words.
     """
 
     entry: str
@@ -123,7 +123,7 @@ class TakenEntry:
 
 
 class RefusedEntry(Exception):
-    """An entry that is needed cannot be taken; that is noted."""
+    """An entry that is needed was refused. `Entries.close` raises the error for the user."""
 
 
 class _Problem(NamedTuple):
@@ -137,16 +137,16 @@ class Entries:
     """The entries of a config, by their paths in `KEYS`.
 
     Attributes:
-        outcomes: What became of all entries that were taken, in the order of the config.
-        autos: The entries that hold `"auto"` and have to be filled in.
+        outcomes: The outcomes of all entries that were not refused, in the order of the config.
+        autos: The entries that are `"auto"` and need a value.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:
         self.outcomes: list[TakenEntry] = []
         self.autos: list[str] = []
         self._problems: list[_Problem] = []
-        self._found: dict[str, tuple[str, object]] = {}  # by what name they stand in the config, and as what
-        self._taken: dict[str, object] = {}  # those that say something, as what they are meant to be
+        self._found: dict[str, tuple[str, object]] = {}  # the name and the value in the config
+        self._taken: dict[str, object] = {}  # values that were checked, of entries that have one
         self._refused: set[str] = set()
         self._read(config, "", "")
 
@@ -154,27 +154,27 @@ class Entries:
         """The value of an entry, or its default.
 
         Raises:
-            RefusedEntry: It cannot be taken.
+            RefusedEntry: The entry was refused.
         """
         return self._taken[path] if self.is_given(path) else KEYS[path].default
 
     def is_given(self, path: str) -> bool:
-        """Whether an entry or a section is there and says something: it is not null, and not `"auto"`."""
+        """Whether the config has an entry or a section, with a value other than null and `"auto"`."""
         if path in self._refused:
             raise RefusedEntry(path)
         return path in self._taken
 
     def is_auto(self, path: str) -> bool:
-        """Whether an entry is left to be filled in."""
+        """Whether an entry is `"auto"`."""
         return path in self._found and self._found[path][1] == "auto"
 
     def given_under(self, section: str) -> dict[str, object]:
-        """All entries of a section that say something, by their names."""
+        """The values of all given entries of a section, by their names."""
         start = f"{section}."
         return {path.removeprefix(start): value for path, value in self._taken.items() if path.startswith(start)}
 
     def refused(self, path: str, wants: str, fix: str) -> RefusedEntry:
-        """Notes that an entry cannot be taken, and gives what to raise where nothing can be done without it."""
+        """Refuses an entry. `close` raises the error; the result is for a caller that cannot go on without the entry."""
         self._refused.add(path)
         entry, value = self._found.get(path, (path, None))
         problem = _Problem(entry, shown(value) if path in self._found else "nothing", wants, fix)
@@ -183,10 +183,10 @@ class Entries:
         return RefusedEntry(path)
 
     def close(self) -> None:
-        """Says what is wrong, all at once.
+        """Raises one error for all refused entries, if there are any.
 
         Raises:
-            ConfigError: Something is.
+            ConfigError: Entries were refused, or are `"auto"` and need a value.
         """
         found = list(self._problems)
         if self.autos:
@@ -206,7 +206,7 @@ class Entries:
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, section: Mapping[str, object], written: str, path: str) -> None:
-        """Reads all entries of a section, which stands at `written` in the config and at `path` in `KEYS`."""
+        """Reads all entries of a section, whose name is `written` in the config and `path` in `KEYS`."""
         for name, value in section.items():
             entry, known = f"{written}{name}", OTHER_NAMES.get(f"{path}{name}", f"{path}{name}")
             key = KEYS.get(known, KEYS.get(f"{path}*"))
@@ -258,7 +258,7 @@ def shown(value: object) -> str:
 
 
 def _meant(name: str, section: Mapping[str, object], path: str) -> str:
-    """What an entry that is not known may have been meant to be."""
+    """The fix for an unknown entry: the known one with the most similar name, or to remove it."""
     known = {other.removeprefix(path).partition(".")[0] for other in KEYS if other.startswith(path)}
     near = difflib.get_close_matches(name, sorted(known - set(section)), n=1, cutoff=0.75)
     return f"{near[0]}, or remove it" if near else "remove it"

@@ -1,6 +1,6 @@
-"""The entries of a DeepSpeed config: for each its path, what it may hold, its default, and what becomes of it here.
+"""The entries of a DeepSpeed config: for each its path, the values that it may have, its default, and its meaning here.
 
-They stand in the table `keys.txt`, beside this file; `KEYS` is that table, read.
+They are the rows of the table `keys.txt` beside this file, which is read into `KEYS`.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _ROLES: Mapping[str, Role] = {"=": "read", "~": "hint", "!": "refused"}
 
 @dataclass(frozen=True, slots=True)
 class EntryKind:
-    """What an entry may hold.
+    """The values that an entry may have.
 
     Attributes:
-        name: flag, text, whole or number; "off" for a section that has to be off, which is taken as false; "any" for what is
-            checked elsewhere.
+        name: "flag", "text", "whole" or "number"; "off" for a section that has to be off, which is read as false; "any" for
+            an entry that is checked elsewhere.
         least, most: Bounds of a number.
-        choices: The texts that it may be; empty for any.
+        choices: The texts that are allowed; empty: any text.
     """
 
     name: str
@@ -38,11 +38,11 @@ class EntryKind:
     choices: tuple[str, ...] = ()
 
     def taken(self, value: object) -> object | None:
-        """The value as what it is meant to be, `5e8` as a whole number; None if it cannot be taken."""
+        """The value in the type that the entry needs (`5e8` becomes a whole number); None if it is not allowed."""
         if self.name in ("whole", "number"):
             if isinstance(value, bool) or not isinstance(value, int | float):
                 return None
-            if not max(self.least, -_MOST) <= value <= min(self.most, _MOST):  # NaN is in no bounds
+            if not max(self.least, -_MOST) <= value <= min(self.most, _MOST):  # NaN is never within bounds
                 return None
             return float(value) if self.name == "number" else int(value) if value == floor(value) else None
         if self.name == "text":
@@ -69,12 +69,13 @@ class Key:
     """One entry that is known.
 
     Attributes:
-        path: The path of the key, `zero_optimization.stage`.
-        kind: What it may hold.
-        default: What it holds where nothing is said.
-        role: Whether it is read, is a hint that changes nothing, or is refused if it holds anything but its default.
-        became: What it is here, or, for one that may be refused, what to write instead; by its value, if that matters.
-        auto: What becomes of `"auto"`; empty where it has to be filled in.
+        path: The path of the entry, `zero_optimization.stage`.
+        kind: The values that it may have.
+        default: Its value in a config that does not have it.
+        role: "read"; "hint": checked, but changes nothing; "refused": refused unless it has its default.
+        became: For an entry that is read, its meaning here; for a hint, why it changes nothing; for the rest, what to write
+            instead. A mapping gives it by the value of the entry.
+        auto: The meaning of `"auto"`; empty if a value has to be filled in.
     """
 
     path: str
@@ -113,10 +114,10 @@ def _kind(text: str) -> EntryKind:
 
 
 KEYS: Mapping[str, Key] = {key.path: key for key in _keys(Path(__file__).with_name("keys.txt").read_text("utf-8"))}
-"""Every entry that is known, by its path; under `optimizer.params.*` those that are not in the table."""
+"""Every entry that is known, by its path. `optimizer.params.*` stands for all options of optimizers that have no row."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "bfloat16": "bf16",
     **{path.replace(".stage3_", "."): path for path in KEYS if ".stage3_" in path and "fp16" not in path},
 }
-"""Other names that DeepSpeed has for entries and sections, with those in `KEYS`."""
+"""Second names that DeepSpeed has for entries and sections, with their names in `KEYS`."""

@@ -1,8 +1,8 @@
-"""The section `fp16`: torch's scaler of losses, by DeepSpeed's rule of when the scale moves.
+"""The section `fp16`: torch's loss scaler, with DeepSpeed's rule of when the scale changes.
 
-A step without an infinity or NaN in any gradient is taken; `window` of them in a row, after a first, double the scale. A step
-with one is skipped on every rank, and halves the scale once `hysteresis` of them have been skipped. (torch's own rule has no
-hysteresis, and counts the window in another way.)
+A step is taken if no gradient has an infinity or NaN; `window` taken steps in a row, after a first one, double the scale.
+Other steps are skipped on every rank; the `hysteresis`-th of these and each after it halves the scale. (torch's own rule has
+no hysteresis, and counts the window in another way.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Scaler", "scaler_of"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """torch's scaler, whose scale moves by DeepSpeed's rule.
+    """torch's loss scaler with DeepSpeed's rule.
 
     Attributes:
         has_skipped: Whether the last step was skipped.
@@ -34,9 +34,9 @@ class Scaler(torch.amp.GradScaler):
         Args:
             device: Type of the device of the gradients.
             first: The first scale.
-            window: Steps after which it doubles; None for a scale that stays.
-            hysteresis: Skipped steps after which it is halved.
-            is_refilled: Whether every step that is taken gives all of `hysteresis` back, and not only a doubling.
+            window: Taken steps after which the scale doubles; None: the scale never changes.
+            hysteresis: Skipped steps after which the scale is halved.
+            is_refilled: Whether each taken step resets the count of skipped steps; else only a doubling does.
             least: The smallest scale.
         """
         super().__init__(device, init_scale=first)
@@ -45,10 +45,10 @@ class Scaler(torch.amp.GradScaler):
         self.has_skipped = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Moves the scale after a step, or sets it.
+        """Changes the scale after a step as the rule says, or sets it to `new_scale`.
 
         Raises:
-            StateError: Gradients overflow at the least scale there may be; on every rank.
+            StateError: Gradients overflow at the smallest scale. Raised on every rank.
         """
         found = [inf for state in self._per_optimizer_states.values() for inf in state["found_inf_per_device"].values()]
         self.has_skipped = any(bool(inf.item()) for inf in found)
@@ -58,11 +58,11 @@ class Scaler(torch.amp.GradScaler):
         super().update(scale if new_scale is None else new_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale, and what it moves by."""
+        """The scale, and the counts of taken and skipped steps."""
         return {**super().state_dict(), "left": self._left, "steps": self._steps, "skipped_at": self._skipped_at}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Loads what `state_dict` returned."""
         super().load_state_dict(state_dict)
         self._left, self._steps, self._skipped_at = (state_dict[name] for name in ("left", "steps", "skipped_at"))
 
@@ -92,7 +92,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def scaler_of(entries: Entries) -> Callable[[str], Scaler] | None:
-    """Reads the section: what makes the scaler for a type of device; None if nothing is computed in float16."""
+    """Reads the section. The result makes the scaler, given the type of the device; None if float16 is not used."""
     if not entries["fp16.enabled"]:
         return None
     fixed = entries["fp16.loss_scale"]

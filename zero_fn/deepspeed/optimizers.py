@@ -1,7 +1,7 @@
-"""The section `optimizer`: a stock optimizer of torch, with the defaults that DeepSpeed has.
+"""The section `optimizer`: a stock optimizer of torch, with DeepSpeed's defaults.
 
-[Note: what Adam is] DeepSpeed's Adam decays weights as AdamW does unless `adam_w_mode` is false, and its `weight_decay` is 0
-where torch's AdamW has 0.01. Its name for torch's own, `torch_adam`, changes who computes the step, and this default.
+[Note: what Adam is] DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false. The default of its
+`weight_decay` is 0, but 0.01 with `torch_adam`, which makes DeepSpeed use torch's AdamW.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _OTHERS = {
     "muadamw": "optimizer=lambda model: MuAdamW(model.parameters(), lr=1e-3), of the package mup",
     "musgd": "optimizer=lambda model: MuSGD(model.parameters(), lr=1e-1), of the package mup",
 }
-"""Optimizers of DeepSpeed that torch has not, by their names in small letters, and what to do."""
+"""Optimizers of DeepSpeed that torch does not have, by their names in small letters, and what to write instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """An optimizer of torch and its options. Called with a model, it makes one."""
+    """A class of torch.optim with options. Called with a model, it makes the optimizer."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
@@ -47,16 +47,16 @@ class Stock:
 
 
 def stock_of(entries: Entries) -> Stock | None:
-    """Reads the section; None if there is none.
+    """Reads the section; None if the config has none.
 
     Raises:
-        RefusedEntry: torch has no such optimizer, or it takes no such options.
+        RefusedEntry: torch has no such optimizer, or the optimizer does not take these options.
     """
     if not entries.is_given("optimizer"):
         return None
     kind, defaults = _kind(entries)
     stock = Stock(kind, {**defaults, **_options(entries, kind)})
-    try:  # on a module of no consequence: what it refuses, it refuses before anything is sharded
+    try:  # on a module that is thrown away: wrong options are refused before the model is sharded
         stock(nn.Linear(1, 1))
     except (TypeError, ValueError, RuntimeError, ArithmeticError) as error:
         wants = f"what torch.optim.{kind.__name__} takes: {str(error)[:200]}"
@@ -65,7 +65,7 @@ def stock_of(entries: Entries) -> Stock | None:
 
 
 def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The class, and options where they are not torch's own defaults. [Note: what Adam is]"""
+    """The class, and the options whose defaults are DeepSpeed's. [Note: what Adam is]"""
     name = entries["optimizer.type"] or ""
     small = name.lower()
     if small in ("adam", "adamw"):
@@ -88,7 +88,7 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
     for name, value in entries.given_under(_PARAMS).items():
         path = f"{_PARAMS}.{name}"
         if path in KEYS and (is_adam or name == "max_grad_norm"):
-            continue  # read above, or of no other value than the one that asks for nothing
+            continue  # read in `_kind`, or refused already unless it has its default
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1, cutoff=0.75)
             wrong.append(entries.refused(path, f"an option of torch.optim.{kind.__name__}", (*near, "remove it")[0]))
@@ -103,7 +103,7 @@ def _options(entries: Entries, kind: type[Optimizer]) -> dict[str, Any]:
 
 
 def _is_like(value: object, default: object) -> bool:
-    """Whether a value of JSON is of the kind of a default. torch takes `lr=True`, and fails on `"0.1"` in the first step."""
+    """Whether a value has the type of a default. (torch accepts `lr=True`, and fails on `"0.1"` only in the first step.)"""
     if isinstance(default, tuple):
         is_list = isinstance(value, list | tuple) and len(value) == len(default)
         return is_list and all(map(_is_like, value, default))  # type: ignore[call-overload]

@@ -1,10 +1,10 @@
-"""The section `scheduler`: the learning rates of DeepSpeed's warm-ups as a scheduler of torch.
+"""The section `scheduler`: the learning rates of DeepSpeed's warm-ups, as a scheduler of torch.
 
-    WarmupLR        rises, and stays
-    WarmupDecayLR   rises, and falls to nothing
-    WarmupCosineLR  rises, and falls by a cosine; in parts of the optimizer's rate
+    WarmupLR        rises, then stays
+    WarmupDecayLR   rises, then falls to the first rate
+    WarmupCosineLR  rises, then falls by a cosine; its options are parts of the optimizer's rate
 
-The first step has the least rate, and so has the second: DeepSpeed counts from -1, when nothing has been stepped.
+The first two steps have the smallest rate: DeepSpeed counts steps from -1.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ _OF_TORCH = {
 
 
 class Warmup(LRScheduler):
-    """Rates that rise for a while: a scheduler of torch, to be stepped after each step of its optimizer."""
+    """A scheduler whose rates rise first. To be stepped after each step of its optimizer, as all schedulers of torch."""
 
     def __init__(self, optimizer: Optimizer, then: str, options: Mapping[str, Any]) -> None:
         """
         Args:
-            optimizer: Whose rates are set.
-            then: What comes after the rise, by DeepSpeed's name of the scheduler.
-            options: The params of the scheduler, by DeepSpeed's names.
+            optimizer: The optimizer whose rates are set.
+            then: DeepSpeed's name of the scheduler, which says what comes after the rise.
+            options: The entries of `scheduler.params`.
         """
         self._then, self._options = then, options
         super().__init__(optimizer)
 
     def get_lr(self) -> list[Any]:
-        """The rates of all groups, now."""
+        """The rates of all parameter groups for the next step."""
         return [self._rate(float(own), self.last_epoch - 1) for own in self.base_lrs]
 
     def state_dict(self) -> dict[str, Any]:
-        """How many steps were taken, and the rates; the formula is of the config."""
+        """The number of steps taken, and the rates. The formula is not saved: it comes from the config."""
         return {name: value for name, value in super().state_dict().items() if name not in ("_then", "_options")}
 
     def _rate(self, own: float, done: int) -> float:
-        """The rate of a group that was built with the rate `own`, after so many steps as DeepSpeed counts."""
+        """The rate of a parameter group that was built with the rate `own`, after `done` steps as DeepSpeed counts them."""
         options, is_cosine = self._options, self._then == "WarmupCosineLR"
         steps = max(2, options["warmup_num_steps"])
         least = float(options["warmup_min_ratio" if is_cosine else "warmup_min_lr"])
@@ -78,10 +78,10 @@ class Warmup(LRScheduler):
 
 
 def warmup_of(entries: Entries) -> Callable[[Optimizer], Warmup] | None:
-    """Reads the section: what makes the scheduler of an optimizer; None if there is none.
+    """Reads the section. The result makes the scheduler from the optimizer; None if the config has none.
 
     Raises:
-        RefusedEntry: It asks for another scheduler, or for rates that are none.
+        RefusedEntry: The section asks for another scheduler, or has entries that the scheduler does not take or lacks one.
     """
     if not entries.is_given("scheduler"):
         return None

@@ -1,10 +1,11 @@
-"""A whole DeepSpeed config as one value: pure, and the same on every rank that reads the same config."""
+"""A whole DeepSpeed config as one value, which is the same on every rank that reads the same config."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from zero_fn.deepspeed.optimizers import Stock, stock_of
 from zero_fn.deepspeed.rates import Warmup, warmup_of
 from zero_fn.values.tiers import IN_MEMORY, Tier, Tiers, cpu, nvme
 
-__all__ = ["Settings", "Sharding", "settings_of", "sharding_of"]
+__all__ = ["Settings", "Sharding", "settings_of"]
 
 _ZERO = "zero_optimization"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,10 +28,10 @@ class Sharding:
     """What the section `zero_optimization` asks for.
 
     Attributes:
-        stage: 0 to 3; 0 is replicas.
-        secondary: Ranks that share a second shard for the gathers of backward (hpZ of ZeRO++); 1 for none.
+        stage: 0 (replicas) to 3.
+        secondary: Number of ranks over which a second copy of the parameters is sharded (hpZ of ZeRO++); 1: none.
         persist_numel: Parameters of at most so many elements stay whole.
-        tiers: Where parameters, gradients and states rest.
+        tiers: The tiers of parameters, gradients and states.
     """
 
     stage: int = 0
@@ -46,15 +47,15 @@ class Settings:
     Attributes:
         micro_batch_size: Samples of a microbatch, on each rank.
         accumulation_steps: Microbatches of a step.
-        compute: The dtype in flight; None is that at rest.
+        compute: The dtype of gathered parameters; None: the dtype at rest.
         reduce: The dtype of gradient sums.
-        scaler: Makes what scales losses for a type of device; None but for float16.
-        skips_overflow: Whether a step whose gradients are not finite is skipped.
-        max_norm: The norm to which gradients are clipped; 0: they are not clipped.
-        sharding: The stage, the tiers and what else says where states rest.
-        stock: The optimizer; None if the config has none.
-        scheduler: Makes the scheduler of its rates; None if the config has none.
-        outcomes: What became of each entry, in the order of the config.
+        scaler: Makes the loss scaler, given the type of the device; None unless `compute` is float16.
+        skips_overflow: Whether a step is skipped if its gradients are not finite.
+        max_norm: The norm to which gradients are clipped; 0: not clipped.
+        sharding: The stage and the tiers.
+        stock: Makes the optimizer from a model; None if the config has none.
+        scheduler: Makes the scheduler from the optimizer; None if the config has none.
+        outcomes: The outcome of each entry, in the order of the config.
     """
 
     micro_batch_size: int
@@ -71,36 +72,38 @@ class Settings:
 
 
 def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, object] | None = None) -> Settings:
-    """Reads a config, every entry of it.
+    """Reads and checks every entry of a config.
 
     Args:
-        config: The JSON.
-        ranks: How many share a batch.
-        auto: Values for entries that are `"auto"` or not there, by their paths.
+        config: The JSON object.
+        ranks: Number of ranks that share a batch.
+        auto: Values for entries that are `"auto"` or missing, by their paths.
 
     Raises:
-        ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here; lists all.
+        ConfigError: Entries are unknown, have wrong values, contradict others, or ask for what is not done here. Lists all.
     """
     entries = Entries(filled(config, auto or {}))
     parts: dict[str, Callable[[Entries], Any]] = {
+        "batch_sizes": partial(_batch_sizes, ranks=ranks),
         "compute": _compute,
         "reduce": _reduce,
         "scaler": scaler_of,
-        "sharding": sharding_of,
+        "sharding": _sharding,
         "stock": stock_of,
         "scheduler": warmup_of,
     }
     found: dict[str, Any] = {}
-    with suppress(RefusedEntry):  # all that is wrong is said at once
-        found["micro_batch_size"], found["accumulation_steps"] = _batch(entries, ranks)
     for name, part in parts.items():
-        with suppress(RefusedEntry):
+        with suppress(RefusedEntry):  # `close` raises all errors at once
             found[name] = part(entries)
     entries.close()
+    micro_batch_size, accumulation_steps = found.pop("batch_sizes")
     clipping = "gradient_clipping"
     default = TakenEntry(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
     checked = {torch.float16: True, torch.bfloat16: entries["bf16.check_grad_overflow"]}
     return Settings(
+        micro_batch_size,
+        accumulation_steps,
         **found,
         skips_overflow=checked.get(found["compute"], False),
         max_norm=entries[clipping],
@@ -108,8 +111,8 @@ def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, obj
     )
 
 
-def _batch(entries: Entries, ranks: int) -> tuple[int, int]:
-    """Samples of a microbatch, and microbatches of a step; of three numbers two give the third."""
+def _batch_sizes(entries: Entries, ranks: int) -> tuple[int, int]:
+    """Samples of a microbatch, and microbatches of a step. Of the three numbers in the config, two give the third."""
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     whole, micro, steps = given = tuple(entries[name] for name in names)
     left = [name for name in names[1:] if entries.is_auto(name)]
@@ -145,15 +148,8 @@ def _reduce(entries: Entries) -> torch.dtype:
     return _DTYPES[name]
 
 
-# -- zero_optimization -------------------------------------------------------------------------------------------------
-
-
-def sharding_of(entries: Entries) -> Sharding:
-    """Which state rests where.
-
-    Raises:
-        RefusedEntry: Entries contradict one another.
-    """
+def _sharding(entries: Entries) -> Sharding:
+    """The section `zero_optimization`."""
     stage, secondary = entries[f"{_ZERO}.stage"], entries[f"{_ZERO}.zero_hpz_partition_size"]
     states, params = _tier(entries, f"{_ZERO}.offload_optimizer"), _tier(entries, f"{_ZERO}.offload_param")
     fraction = entries[f"{_ZERO}.offload_optimizer.ratio"]
@@ -171,7 +167,7 @@ def sharding_of(entries: Entries) -> Sharding:
         raise wrong[0]
     if states is None or fraction == 0:
         states, fraction = None, 1.0
-    # Parameters in a tier are stepped on the host; so are their states, if nothing was said of these.
+    # Parameters in a tier are stepped on the host, so their states rest there too, unless the config says otherwise.
     optim = states or (cpu() if params is not None else None)
     return Sharding(stage, secondary, persist_numel if stage == 3 else 0, Tiers(params, states, optim, fraction))
 

@@ -1,4 +1,4 @@
-"""`from_deepspeed`: what a DeepSpeed config makes of a model, as transforms and stock objects of torch, without an engine."""
+"""`from_deepspeed`: applies a DeepSpeed config to a model, by transforms and stock objects of torch, without an engine."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ M = TypeVar("M", bound=nn.Module)
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedSetup(Generic[M]):
-    """What `from_deepspeed` returns. Printed, it lists what became of each entry of the config.
+    """What `from_deepspeed` returns. Printed, it lists the outcome of each entry of the config.
 
     Attributes:
         model: The transformed model.
-        optimizer: The optimizer of its parameters; a `Streamed` if states, gradients or parameters are offloaded.
-        scheduler: The scheduler of learning rates; None if the config has none.
+        optimizer: The optimizer of the model's parameters; a `Streamed` if states, gradients or parameters are offloaded.
+        scheduler: The learning-rate scheduler; None if the config has none.
         scaler: The loss scaler of float16; None for other dtypes.
         micro_batch_size: Samples of one microbatch on each rank.
         accumulation_steps: Microbatches of one step.
         max_norm: The norm to which `step` clips gradients; 0: gradients are not clipped.
         skips_overflow: Whether `step` skips a step whose gradients are not finite.
-        outcomes: What became of each entry of the config.
+        outcomes: The outcome of each entry of the config.
     """
 
     model: M
@@ -59,7 +59,7 @@ class DeepSpeedSetup(Generic[M]):
     outcomes: tuple[TakenEntry, ...]
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward()` on: over `accumulation_steps`, and times the loss scale of float16."""
+        """The loss to call `backward()` on: divided by `accumulation_steps`, times the loss scale of float16."""
         part = loss / self.accumulation_steps
         return part if self.scaler is None else self.scaler.scale(part)
 
@@ -71,7 +71,7 @@ class DeepSpeedSetup(Generic[M]):
         Communicates: what `clip_grad_norm_` does, over sharded gradients.
 
         Returns:
-            The norm of all gradients before clipping; None where nothing is clipped or skipped by it.
+            The norm of all gradients before clipping; None if gradients are neither clipped nor checked.
 
         Raises:
             StateError: float16 gradients overflow at the smallest loss scale.
@@ -92,7 +92,7 @@ class DeepSpeedSetup(Generic[M]):
         return norm
 
     def _norm(self) -> float | None:
-        """Clips, if there is a norm to clip to, and measures."""
+        """The norm of all gradients, if it is needed. Clips them if there is a norm to clip to."""
         if self.max_norm:
             return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
         if not self.skips_overflow:
@@ -115,7 +115,7 @@ def from_deepspeed(
     units: Units = None,
     donate: bool = False,
 ) -> DeepSpeedSetup[M]:
-    """Does to a model what a DeepSpeed config says, with transforms and stock objects of torch.
+    """Applies a DeepSpeed config to a model, by transforms and stock objects of torch.
 
         setup = zf.from_deepspeed(model, "ds_config.json", mesh["dp"])
         print(setup)  # what became of each entry
@@ -139,7 +139,7 @@ def from_deepspeed(
         config: The path of a JSON file, or its content as a dict. `"auto"` is accepted where nothing has to be set, and for
             a batch size that follows from the other two; see `auto`.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
-        auto: Values for entries that are `"auto"` or not there, by their paths: `{"optimizer.params.lr": 3e-4}`.
+        auto: Values for entries that are `"auto"` or missing, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
         units: What is gathered together; see `shard_params`.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
@@ -201,13 +201,13 @@ def from_deepspeed(
 def agreed_settings(
     config: Config, auto: Callable[[Mapping[str, object]], Mapping[str, object]], mesh: DeviceMesh
 ) -> Settings:
-    """The settings of a config, which are those of every rank; or what is wrong with it, on every rank.
+    """The settings of a config, once all ranks have the same config. An error is raised on every rank.
 
     Communicates 16 bytes per rank.
 
     Args:
         config: A path, or the object itself.
-        auto: Values for entries of that object that are `"auto"` or not there, by their paths.
+        auto: Given that object, values for entries that are `"auto"` or missing, by their paths.
         mesh: The ranks that share a batch.
     """
     failure: ConfigError | None = None
@@ -215,7 +215,7 @@ def agreed_settings(
         found = config_of(config)
         values = auto(found)
         settings = settings_of(found, mesh.size(), values)
-        # Folders of disks may differ between ranks.
+        # Ranks need not agree on folders of disks.
         said = (*leaves_of(found), *leaves_of(values))
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
@@ -227,10 +227,10 @@ def agreed_settings(
 
 
 def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
-    """The model with every state where settings say.
+    """The model with placements, dtypes and tiers as the settings say.
 
-    [Note: masters] As in DeepSpeed, what is trained rests in float32, whatever it was loaded in. Frozen parameters stay as
-    they are where something is computed in 16 bits.
+    [Note: masters] As in DeepSpeed, trained parameters rest in float32, whatever dtype they were loaded in. Frozen ones keep
+    their dtype if the model computes in 16 bits.
     """
 
     def is_widened(name: str, parameter: Tensor) -> bool:
@@ -255,7 +255,7 @@ def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, do
         return parameter.numel() > sharding.persist_numel
 
     keeps_all = not any(is_large("", parameter) for parameter in model.parameters())
-    stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # whole between uses: that is stage 2
+    stage = 2 if sharding.stage == 3 and keeps_all else sharding.stage  # stage 3 without anything to shard is stage 2
     where = is_large if stage == 3 else None
 
     def cut(module: M, axis: DeviceMesh, *, donate: bool) -> M:

@@ -1,11 +1,11 @@
 """Loops in C, compiled by the machine's compiler when they are first needed.
 
-compiler    finds the compiler, keeps what it made, and hands out the functions or says why there are none
+compiler    finds the compiler, keeps the compiled library, and loads it or says why there is none
 adam        a step of Adam and AdamW in one pass
 nontemporal copies and means that are written past the caches
 
-Who calls a kernel has the same result without it, from torch: a machine without a compiler is slower, never
-different. `library()` says which of the two it is; whatever prints itself repeats it.
+Without a kernel, torch computes the same result: a machine without a compiler is slower, and its bits are the same.
+`library()` says which of the two is the case.
 
 [Note: why not a library for this] `torch.utils.cpp_extension.load` needs ninja and a C++ compiler and takes 20 to 40 s
 for the headers of torch; numba and triton's CPU backend bring LLVM along; cffi in API mode needs Python's headers and a

@@ -1,16 +1,16 @@
-"""A step of AdamW, or of Adam without weight decay, in one pass: gradients in float32 or bfloat16, parameters and moments in
-float32, and, if somebody wants them, the new parameters in bfloat16.
+"""A step of AdamW, or of Adam without weight decay, in one pass. Gradients are float32 or bfloat16, parameters and moments
+float32; the new parameters can also be written in bfloat16.
 
     read     grad 4 or 2, param 4, exp_avg 4, exp_avg_sq 4          bytes of an element
     written  param 4, exp_avg 4, exp_avg_sq 4, send 0 or 2
 
-The arithmetic is that of torch's fused optimizers, to the bit (bfloat16 gradients count as cast before, `send` as cast
-after). Without a compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel does it.
+The arithmetic is that of torch's fused optimizers, to the bit (as if gradients were cast before, and `send` after). Without a
+compiler, and with amsgrad, maximize or the weight decay of Adam, torch's own kernel makes the step.
 
-[Note: which roundings] Of `v * b + (c * g) * g` a compiler may compute one product and the sum with a single rounding, and
-builds of torch differ in which; torch's kernel does it in one way in whole vectors and in another in the elements after
-the last of them. So the ways are enumerated (`Rounding`), and the kernel is used in the way whose bits agree with this
-torch's own over some 5,000 elements, tried once per process; if none does, torch does the step.
+[Note: which roundings] In `v * b + (c * g) * g` a compiler may round one product together with the sum. Builds of torch
+differ in which product that is, and torch's kernel may do it differently in whole vectors and in the elements after the last
+whole vector. So all ways are enumerated (`Rounding`). Once per process they are tried on some 5,000 elements, and the first
+whose bits are those of torch's kernel is used; if none is, torch makes the steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
 @dataclass(frozen=True, slots=True)
 class AdamRates:
-    """What is the same for all elements. Names are those of torch's.
+    """The numbers of a step that are the same for all elements, by torch's names.
 
     Attributes:
         is_decoupled: Whether weight decay shrinks the parameter (AdamW) or is added to the gradient (Adam).
@@ -52,7 +52,7 @@ class AdamRates:
 
 @dataclass(frozen=True, slots=True)
 class AdamPiece:
-    """One tensor to step, with its states. All are on the CPU, dense, and lie alike.
+    """One tensor to step, with its states. All are dense tensors on the CPU with the same strides.
 
     Attributes:
         param: float32.
@@ -60,7 +60,7 @@ class AdamPiece:
         exp_avg, exp_avg_sq: float32.
         max_exp_avg_sq: float32, with amsgrad.
         step: The number of this step, from 1.
-        send: bfloat16, or None.
+        send: Receives the new parameter in bfloat16; None: not wanted.
     """
 
     param: Tensor
@@ -104,16 +104,16 @@ class _RatesInC(ctypes.Structure):
     )
 
 
-_SHARED_NUMEL = 1 << 17  # fewer take less time than starting threads
+_SHARED_NUMEL = 1 << 17  # fewer elements are stepped in less time than it takes to start threads
 
 
 def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
-    """Steps pieces by the compiled kernel. The caller has made sure that there is one.
+    """Steps pieces by the compiled kernel, which must exist (`rounding()` was not None).
 
     Args:
-        pieces: What to step; none shares memory with another.
-        rates: For all of them.
-        how: Which roundings; `rounding()`.
+        pieces: The tensors to step, which share no memory.
+        rates: The numbers of the step.
+        how: The roundings, from `rounding()`.
     """
     functions = library().functions
     assert functions is not None
@@ -147,12 +147,7 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
 
 
 def by_torch(pieces: Sequence[AdamPiece], rates: AdamRates) -> None:
-    """Steps pieces by torch's fused kernel, which takes gradients in float32.
-
-    Args:
-        pieces: What to step.
-        rates: For all of them.
-    """
+    """Steps pieces by torch's fused kernel, which takes gradients in float32."""
     for piece in pieces:
         _fused(replace(piece, grad=piece.grad.float()), rates)
         if piece.send is not None:
@@ -168,11 +163,11 @@ def _fused(piece: AdamPiece, rates: AdamRates) -> None:
 
 
 def rounding(rates: AdamRates) -> Rounding | None:
-    """How to call the kernel for these rates so that its bits are those of this torch; None if it must not be called."""
+    """The roundings with which the kernel gives the bits of torch for these rates; None if there is no kernel for them."""
     has_coupled_decay = rates.weight_decay != 0 and not rates.is_decoupled
     if library().functions is None or rates.amsgrad or rates.maximize or has_coupled_decay:
         return None
-    # torch computes this factor in double precision, and its compiler may have fused it: no matter, unless it is seen.
+    # torch computes this factor in double precision, perhaps in one rounding. If that shows in float32, torch makes the step.
     exact = 1 - Fraction(rates.lr) * Fraction(rates.weight_decay) if math.isfinite(rates.lr * rates.weight_decay) else 1
     if np.float32(float(exact)) != np.float32(1 - rates.lr * rates.weight_decay):
         return None
@@ -181,7 +176,7 @@ def rounding(rates: AdamRates) -> Rounding | None:
 
 @cache
 def _found_rounding() -> Rounding | None:
-    """The way whose bits are those of torch's fused kernel, on either side of the middle of a lerp."""
+    """The roundings whose bits are those of torch's fused kernel, for weights of a lerp below and above one half."""
     forms = [
         AdamRates(1e-2, beta1, 0.999, 1e-8, 0.1, is_decoupled=True, amsgrad=False, maximize=False)
         for beta1 in (0.9, 0.3)
@@ -193,7 +188,7 @@ def _found_rounding() -> Rounding | None:
     return None
 
 
-_TRIED_NUMELS = [4096, *range(1, 18), *[15] * 20]  # most of them remainders of vectors: there are few elements in each
+_TRIED_NUMELS = [4096, *range(1, 18), *[15] * 20]  # small tensors try the elements after the last whole vector
 
 
 def _tried(rates: AdamRates, how: Rounding | None) -> list[Tensor]:

@@ -1,12 +1,12 @@
-"""The compiled kernels of this process, or why there are none.
+"""The compiled kernels of this process, or the reason why there are none.
 
-The machine's C compiler makes a library of the sources beside this file, once for a user, and a folder of this user's keeps
-it. What is loaded from there runs with the rights of this process, so no folder or file is trusted that another user owns or
-may write. Where there is no such folder (a read-only home, somebody else's), each process compiles for itself.
+The machine's C compiler makes a library of the sources beside this file, once for each user, and a folder of the user keeps
+it. Code that is loaded from there runs with the rights of this process, so a folder or file that another user owns or may
+write is not used. Without such a folder (a read-only home, somebody else's) each process compiles for itself.
 
-[Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The system maps a library that was
-cut short (a full disk, a power cut) without complaint, and the process dies of SIGBUS at the first touch of what is missing.
-A file whose bytes do not have the digest in its name is removed and compiled anew.
+[Note: the digest in the name] The name of a kept library ends in the digest of its bytes. The system loads a library that was
+cut short (a full disk, a power cut) without complaint, and the process dies of SIGBUS when it touches a missing page. So a
+file whose bytes do not have the digest in its name is removed and compiled anew.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Library", "library"]
 _SOURCES = tuple(sorted(Path(__file__).parent.glob("*.c")))
 
 _LANGUAGE = ("-std=c11", "-fPIC", "-shared", "-pthread")
-# `-ffp-contract=off`: which products and sums are fused is part of the result, so the sources say it.
+# `-ffp-contract=off`: the sources say which products and sums share a rounding, since that is part of the result.
 _ARITHMETIC = ("-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _FLAGS = (*_LANGUAGE, *_ARITHMETIC)
 _LIBRARIES = ("-lm",)
@@ -44,11 +44,11 @@ _DEADLINE_S = 120
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """Kernels, or their absence. Printed, it says which.
+    """The kernels of this process, or the reason why there are none. Printed, it says so.
 
     Attributes:
-        functions: The loaded library; its calls do not hold the interpreter. None if there is none.
-        says: Who compiled it, or why nobody did.
+        functions: The loaded library, whose calls release the interpreter lock; None if there is none.
+        says: The version of the compiler, or the reason.
     """
 
     functions: ctypes.CDLL | None
@@ -60,7 +60,7 @@ class Library:
 
 @cache
 def library() -> Library:
-    """The kernels, compiled and loaded at the first call of the process. Never raises: without them all goes on, slower."""
+    """The kernels, compiled and loaded at the first call of the process. Never raises: without them torch does their work."""
     try:
         compiler = found_compiler()
         return Library(_loaded(compiler), compiler.version)
@@ -71,7 +71,7 @@ def library() -> Library:
 def _loaded(compiler: Compiler) -> ctypes.CDLL:
     folder = cache_folder()
     if folder is not None:
-        with suppress(OSError):  # not writable after all, or nothing may be loaded from there
+        with suppress(OSError):  # the folder is not writable after all, or libraries in it may not be loaded
             return ctypes.CDLL(str(_kept_in(folder, compiler)))
     try:
         with tempfile.TemporaryDirectory(prefix="zero_fn.") as own:
@@ -81,8 +81,7 @@ def _loaded(compiler: Compiler) -> ctypes.CDLL:
 
 
 def _kept_in(folder: Path, compiler: Compiler) -> Path:
-    """The library in a folder, compiled into it unless it is there. Any number of processes may do so at once: each sees
-    all of it or nothing."""
+    """The library in a folder, compiled into it if it is not there. Processes that do so at once see all of it or nothing."""
     key = compiler.key(_SOURCES)
     for found in folder.glob(f"{key}-*.so"):
         if is_ours(found) and found.name == f"{key}-{_digest(found)}.so":
@@ -102,7 +101,7 @@ def _digest(path: Path) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The folder of compiled libraries, made if it is missing; None if none can be had that is this user's alone."""
+    """The folder of compiled libraries, made if it is missing; None if it cannot be this user's alone."""
     base = os.environ.get("XDG_CACHE_HOME")
     with suppress(OSError, RuntimeError):  # RuntimeError: no home
         folder = (Path(base) if base else Path.home() / ".cache") / "zero_fn" / "kernels"
@@ -113,7 +112,7 @@ def cache_folder() -> Path | None:
 
 
 def is_ours(path: Path) -> bool:
-    """Whether this user owns a file or folder and nobody else may write it. Links are not followed."""
+    """Whether this user owns a file or folder, and no other user may write it. Links are not followed."""
     try:
         found = path.lstat()
     except OSError:
@@ -126,7 +125,7 @@ def is_ours(path: Path) -> bool:
 
 
 class CompilerError(Exception):
-    """There is no compiler, or it does not compile. Says why in a line; caught in `library`."""
+    """There is no compiler, or it fails. `library` catches this and shows the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +134,7 @@ class Compiler:
 
     Attributes:
         command: The command that calls it.
-        version: The first line of what it says of itself.
+        version: The first line that it prints for `--version`.
     """
 
     command: tuple[str, ...]
@@ -199,7 +198,7 @@ def _run(command: list[str]) -> str:
 
 
 def cpu_identity(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """What tells processors apart for which `-march=native` differs."""
+    """A text that differs between processors for which `-march=native` means different instructions."""
     wanted = ("model name", "flags", "CPU implementer", "CPU part", "Features")
     try:
         block = cpuinfo.read_text().partition("\n\n")[0]  # of the first core

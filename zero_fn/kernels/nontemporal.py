@@ -1,15 +1,15 @@
-"""Copies and means of what nobody on this core reads soon: written past the caches, by non-temporal stores.
+"""Copies and means whose results this core does not read soon. They are written past the caches, by non-temporal stores.
 
-A store into a line that is not in the cache reads the line first, so a copy moves three bytes over the memory bus for each
-byte that it is asked for; a non-temporal store moves two. What collectives write is megabytes long and is read by a peer, or
-by a unit's computation after the rest of the unit has come, so it would have left the cache anyhow. A mean is made in one
-pass over its parts, where torch needs one for each part and one to divide.
+A normal store reads the line of the cache first, so a copy moves three bytes over the memory bus for each byte of its result;
+a non-temporal store moves two. Collectives write megabytes, which a peer reads, or a unit's computation after the rest of the
+unit has come: by then the bytes would have left the cache anyway. And a mean takes one pass over its parts, where torch takes
+one for each part and one to divide.
 
 On one core of a Xeon with AVX-512, pieces of 2 MB out of 50: copies 10.3 GB/s in place of 5.8, means of two 5.3 in place of
 2.6, of four 3.4 in place of 1.5 (bytes of the result).
 
-Without a compiler torch does the same, to the bit; so it does where it has several threads, which torch shares such work
-among (ranks that share a host have one each: torchrun sets `OMP_NUM_THREADS=1`), and on other devices.
+Without a compiler torch computes the same, to the bit. So it does on other devices, and if it has several threads, which then
+share the work (ranks that share a host have one thread each: torchrun sets `OMP_NUM_THREADS=1`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zero_fn.kernels.compiler import library
 __all__ = ["copy", "mean"]
 
 _LEAST_NBYTES = 1 << 16
-"""Smaller ones are left in the cache. Training was as fast with 16 KiB, and slower from 256 KiB on."""
+"""Smaller results are written through the cache. Training was as fast with 16 KiB, and slower from 256 KiB on."""
 
 _DTYPES_IN_C = (torch.float32, torch.bfloat16)
 
@@ -52,7 +52,7 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
 
     Args:
         into: Receives the mean; may be one of the parts.
-        parts: Two or more of its shape, in any strides and dtypes. Only read.
+        parts: Two or more tensors of the shape of `into`, of any strides and dtypes. They are only read.
         sum_dtype: The dtype of the running sum, and of the mean until it is rounded to the dtype of `into`.
     """
     dtype = parts[0].dtype
@@ -74,7 +74,7 @@ def mean(into: Tensor, parts: Sequence[Tensor], sum_dtype: torch.dtype) -> None:
 
 
 def _functions_for(into: Tensor, sources: Iterable[Tensor]) -> ctypes.CDLL | None:
-    """The kernels, if there are any and they are to be called for these tensors."""
+    """The kernels, if these tensors are large enough and lie in memory as the kernels need it; else None."""
     if (
         into.numel() * into.element_size() < _LEAST_NBYTES
         or not _lies_flat(into)
@@ -86,8 +86,8 @@ def _functions_for(into: Tensor, sources: Iterable[Tensor]) -> ctypes.CDLL | Non
 
 
 def _lies_flat(tensor: Tensor) -> bool:
-    """Whether the bytes in its memory are its elements, in order, and not to be conjugated or negated when they are read."""
-    is_real_memory = type(tensor) is Tensor and tensor.is_cpu  # and not that of a simulated tensor
+    """Whether the bytes in memory are the elements in order, not to be conjugated or negated when they are read."""
+    is_real_memory = type(tensor) is Tensor and tensor.is_cpu  # not a simulated tensor
     return is_real_memory and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
@@ -112,20 +112,20 @@ def _mean_in_c(functions: ctypes.CDLL, into: Tensor, parts: Sequence[Tensor]) ->
     _was_written(into)
 
 
-@cache  # a type, which Python would make anew once nobody holds it
+@cache  # Python would make the type anew for each call
 def _addresses(count: int) -> type[ctypes.Array[ctypes.c_void_p]]:
     return ctypes.c_void_p * count
 
 
 def _was_written(tensor: Tensor) -> None:
-    """Lets autograd know, which refuses to use what it has saved from before."""
+    """Tells autograd of the write, so that it refuses to use values that it saved before."""
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)
 
 
 def _mean_by_torch(into: Tensor, parts: Sequence[Tensor]) -> None:
     at = next((number for number, part in enumerate(parts) if part.data_ptr() == into.data_ptr()), 0)
-    # Those before it are added up first and then to it, which is the same, for addition commutes.
+    # The parts before `into` are added up first and then to it: the same bits, for addition commutes.
     before = [sum(parts[1:at], parts[0].to(into.dtype))] if at else []
     first, *others = parts[at], *before, *parts[at + 1 :]
     if first.data_ptr() != into.data_ptr():

@@ -1,1 +1,1 @@
-"""Ranks on this machine: processes forked from a warm server, for `launch` and for the tests."""
+"""Ranks on this machine: processes forked from a server that has imported torch, for `launch` and for tests."""

@@ -1,8 +1,9 @@
-"""The one error that explains what became of a function on ranks.
+"""Which of several failures of ranks explains the others, as one error.
 
-[Note: whose fault] One failure makes others: peers of a dead rank see a closed connection, peers of a rank that raised wait
-for it. So after the first failure the others get `GRACE_S` to report. Then blame goes to a rank that died; or else to the
-rank that raised first, but not for having lost another rank if one raised something else; or else to those that are late.
+[Note: whose fault] One failure causes others: peers of a dead rank see a closed connection, peers of a rank that raised wait
+for it. So after the first failure all ranks have `GRACE_S` seconds to report. Then a rank that died is to blame; if there is
+none, the rank that raised first, where `LostRankError` counts only if no rank raised anything else; if none raised, the ranks
+that are late.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from zero_fn.local.rank import Report
 
 __all__ = ["GRACE_S", "RankDied", "RankHung", "RankTraceback", "first_failure", "hung"]
 
-GRACE_S = 1.0  # longer than a rank takes to see whom it lost
+GRACE_S = 1.0  # longer than a rank takes to see that a peer is lost
 
 
 class RankDied(StateError):
@@ -24,18 +25,18 @@ class RankDied(StateError):
 
 
 class RankHung(StateError):
-    """Ranks did not return in time; its notes say where they were."""
+    """Ranks did not return in time. Notes of the error show where they were."""
 
 
 class RankTraceback(Exception):
-    """The traceback of a rank as text: the `__cause__` of the exception that the rank raised."""
+    """The traceback of a rank, as text; the `__cause__` of the exception that `launch` raises for it."""
 
     def __str__(self) -> str:
         return f'\n"""\n{self.args[0]}"""'
 
 
 def first_failure(answers: Mapping[int, Report | int], n: int) -> tuple[int, BaseException] | None:
-    """The rank to blame and its error, if one has failed, from reports and exit codes by rank. [Note: whose fault]"""
+    """The rank to blame and its error, from reports and exit codes by rank; None if none failed. [Note: whose fault]"""
     for rank, code in answers.items():
         if isinstance(code, int):
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
@@ -52,7 +53,7 @@ def first_failure(answers: Mapping[int, Report | int], n: int) -> tuple[int, Bas
 
 
 def hung(stacks: Mapping[int, str], n: int, timeout_s: float | None) -> RankHung:
-    """The error of ranks that did not return in time, with the stack of each, as faulthandler writes it."""
+    """The error for ranks that did not return in time, with the stack of each, as faulthandler prints it."""
     error = RankHung(
         f"{len(stacks)} of {n} ranks did not return within {timeout_s} s.",
         late=", ".join(f"rank {rank}" for rank in stacks),

@@ -1,11 +1,11 @@
 """Process groups of gloo with one thread each.
 
-[Note: two threads and one name] torch gives each group two threads for its collectives. Both write the name of what they
-have completed last into one string of the group, without a lock (`pgStatus_->lastCompletedWorkName`, ProcessGroupGloo.cpp of
-torch 2.11 to 2.15). The name of DTensor's all-gathers, ALLGATHER_COALESCED, is too long to lie in the string itself: when
-both threads write at once, its memory is freed twice. One in some 300,000 ended the process, in a thread of gloo and a few
-collectives later; what else that memory was given to meanwhile, nobody knows. One thread writes alone. Collectives of a
-group then run one after the other, as they do on NCCL; those of other groups, and messages from rank to rank, do not wait.
+[Note: two threads and one name] torch gives each group two threads for its collectives. Both write the name of the collective
+that they completed last into one string of the group, without a lock (`pgStatus_->lastCompletedWorkName`,
+ProcessGroupGloo.cpp of torch 2.11 to 2.15). The name of DTensor's all-gathers, ALLGATHER_COALESCED, is too long to lie in the
+string object itself, so if both threads write at once, memory is freed twice. About one all-gather in 300,000 ended the
+process so, in a thread of gloo and a few collectives later. With one thread this cannot happen. Collectives of a group then
+run one after the other, as they do on NCCL; those of other groups, and messages from rank to rank, do not wait for them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def _with_one_thread(gloo: Any, make: Callable[..., None]) -> Callable[..., None
         timeout: timedelta | None = None,
         **named: Any,
     ) -> None:
-        if chosen or timeout is None:  # not as torch makes groups
+        if chosen or timeout is None:  # a caller other than torch's `new_group`
             make(self, store, rank, size, *chosen, **({} if timeout is None else {"timeout": timeout}), **named)
             return
         options = gloo._Options()
@@ -56,7 +56,7 @@ def _with_one_thread(gloo: Any, make: Callable[..., None]) -> Callable[..., None
 
 
 def _devices(gloo: Any) -> list[object]:
-    """The network interfaces that torch chooses."""
+    """The network interfaces that torch would choose."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:
         return [gloo.create_device(interface=interface) for interface in interfaces.split(",")]

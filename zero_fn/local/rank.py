@@ -1,4 +1,4 @@
-"""The life of one rank, inside its process."""
+"""What runs in the process of a rank."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ place: tuple[int, int] | None = None
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a rank says about one function: a value or an exception, pickled."""
+    """The result of one function on a rank: a value or an exception, pickled."""
 
     is_value: bool
     pickled: bytes
     traceback: str = ""
     guilt: tuple[bool, float] = (True, 0.0)
-    """For an exception: whether it is that of a lost rank, and when it came. The report with the least is to blame."""
+    """For an exception: whether it is a `LostRankError`, and when it was raised. The report with the least is to blame."""
 
 
 def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) -> None:
-    """Runs functions as one of n ranks, and sends a `Report` on each, until the connection ends.
+    """Runs functions as one of n ranks until the connection ends, and sends a `Report` on each.
 
-    A message is a pickled function with its arguments, and whether it is the last one. The files `outputs` take what the
-    rank writes to stdout and to stderr, there on SIGUSR1 where it is.
+    A message is a pickled function with its arguments, and whether it is the last one. The files `outputs` take what the rank
+    writes to stdout and to stderr; on SIGUSR1 it writes the stacks of its threads to the second.
     """
     global place
     place = rank, n
-    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, and what the rank starts can be killed with it
-    gc.freeze()  # what the server has imported is never garbage: collections need not look at it
+    os.setpgid(0, 0)  # Ctrl-C reaches the parent only, and processes that the rank starts can be killed with it
+    gc.freeze()  # modules of the server are never garbage: collections need not look at them
     threading.Thread(target=_end_with_parent, daemon=True).start()
     for fd, output in enumerate(outputs, 1):
         os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), fd)
@@ -58,7 +58,7 @@ def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) ->
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     is_last = False
-    # After its last function a rank stays, so that its messages arrive, but not for ever: who waits for it gets an error.
+    # After its last function a rank stays a while, so that its messages arrive. A peer that still waits then gets an error.
     while connection.poll(_LINGER_S if is_last else None):
         try:
             message, is_last = connection.recv()
@@ -72,7 +72,7 @@ def live(connection: Connection, rank: int, n: int, outputs: tuple[str, str]) ->
 
 
 def _end_with_parent() -> None:
-    """Waits until the parent is gone, however it ended, then kills the rank and what it started."""
+    """Waits until the parent has ended, however it did, then kills the rank and the processes that it started."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "a rank has been started by somebody"
     parent.join()
@@ -87,7 +87,7 @@ def _perform(message: bytes, is_last: bool) -> Report:
             torch.cuda.synchronize()  # a rank that leaves with kernels in flight would break collectives of its peers
         report = Report(True, dumps(value, "What a rank returned"))
         if is_last:
-            threading._shutdown()  # type: ignore[attr-defined]  # joins threads that write, as the end of Python does
+            threading._shutdown()  # type: ignore[attr-defined]  # joins threads, as Python does at its end
         return report
     except SystemExit:
         raise

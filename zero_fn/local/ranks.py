@@ -1,10 +1,10 @@
-"""Ranks on this machine, seen from the process that asked for them: a function in, one report per rank out.
+"""Ranks on this machine, as the process that starts them sees them: they run a function and return a report each.
 
-`launch` runs one function and lets the ranks go; the pool of the tests keeps them and runs many.
+`launch` runs one function and ends the ranks. The pool of the tests keeps them for many functions.
 
-[Note: the fork server] A plain fork hangs once torch has run threads in the parent. A spawned process imports torch again,
-which takes seconds. The fork server of `multiprocessing` has imported torch once, has no threads, and forks ranks from
-itself. A process has one such server: all that uses this start method in it shares the server.
+[Note: the fork server] After a plain fork, a process hangs if torch has run threads in its parent. A spawned process imports
+torch again, which takes seconds. The fork server of `multiprocessing` has imported torch once, has no threads, and forks
+ranks from itself. A process has one fork server, which it shares with all other users of this start method.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = ["LocalRanks"]
 
 _JOINED_S = 300.0
 _KILLED_S = 10.0
-_SHOWN_S = 0.1  # what rank 0 prints appears so late
-_STACKS_S = 1.0  # within which a rank says where it is
+_SHOWN_S = 0.1  # most seconds until prints of rank 0 appear
+_STACKS_S = 1.0  # seconds in which a rank writes its stacks
 _SHOWN_LINES = 20
 _PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", live.__module__]
 _starting = threading.Lock()
@@ -65,11 +65,11 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         self._folder = tempfile.TemporaryDirectory(prefix="zero_fn-ranks-")
         self._peers: list[_Peer] = []
         self._shown: list[_Peer] = []
-        atexit.register(self.close)  # or multiprocessing would wait for the ranks, and they for a function
-        store = f"{self._folder.name}/store"  # a file, not a port: nothing to race for
+        atexit.register(self.close)  # else multiprocessing would wait for the ranks, and these for a function
+        store = f"{self._folder.name}/store"  # a file: two launches might choose the same port
         loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-        local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # no host name has to be resolved
-        own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}  # unset, accelerate gives a rank the cores of others
+        local = {"GLOO_SOCKET_IFNAME": loopback} if loopback else {}  # else gloo resolves the host's name
+        own = {"OMP_NUM_THREADS": str(threads), **(environ or {})}  # if unset, accelerate sets it too high
         whole_environ = {**local, **os.environ, **own, "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n)}
         start_method = multiprocessing.get_start_method(allow_none=True)
         cells = {name: entry for name, entry in linecache.cache.items() if entry[1:2] == (None,)}
@@ -79,10 +79,10 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             rank, _ = inside.place
             os.environ.clear()
             os.environ.update(whole_environ, RANK=str(rank), LOCAL_RANK=str(rank))
-            multiprocessing.set_start_method(start_method, force=True)  # which was that of ranks themselves
+            multiprocessing.set_start_method(start_method, force=True)  # not the one by which ranks are started
             linecache.cache.update(cells)  # source lines of notebook cells, which are in no file, for tracebacks
             if "numpy" in sys.modules:
-                sys.modules["numpy"].random.seed()  # or every launch would draw the same numbers, those of the server
+                sys.modules["numpy"].random.seed()  # else every launch would draw the server's numbers
             torch.set_num_threads(threads)
             if "nccl" in backend:
                 torch.cuda.set_device(rank)
@@ -110,10 +110,10 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         timeout_s: float | None,
         is_last: bool = False,
     ) -> list[Any]:
-        """Runs `fn(*args, **kwargs)` on every rank and returns their values, or raises what `launch` says it raises.
+        """Runs `fn(*args, **kwargs)` on every rank and returns their values. Raises what `launch` raises.
 
-        After an exception the ranks are gone. With the last function they wait for its threads, and what rank 0 prints is
-        shown here. Other output is kept, and its last lines are added to an error.
+        An exception ends the ranks. In the last function ranks wait for its threads, and prints of rank 0 are shown here.
+        Other output is kept, and its last lines are added to an error.
         """
         assert self._peers, "these ranks are gone"
         message = dumps((fn, tuple(args), dict(kwargs or {})), "The function or an argument"), is_last
@@ -148,7 +148,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
             raise
 
     def close(self) -> None:
-        """Kills the ranks and what they started, waits until they are gone, shows the rest of what rank 0 printed."""
+        """Kills the ranks and the processes that they started, waits for their end, and shows the last prints of rank 0."""
         atexit.unregister(self.close)
         for peer in self._peers:
             peer.kill()
@@ -167,7 +167,7 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
         with _starting:
             main = sys.modules["__main__"]
             spec, file = getattr(main, "__spec__", None), vars(main).pop("__file__", None)  # %reset leaves neither
-            main.__spec__ = None  # with a name or a file of it every rank would execute the script once more
+            main.__spec__ = None  # with either of them, each rank would execute the script again
             try:
                 _ensure_server()
                 self._peers += [_peer(rank, self.n, self._folder.name) for rank in range(self.n)]
@@ -183,12 +183,12 @@ class LocalRanks(contextlib.AbstractContextManager["LocalRanks"]):
 
     def _show(self) -> None:
         for peer in self._shown:
-            print(peer.output.read(), end="", flush=True)  # a notebook has no file that a rank could write
+            print(peer.output.read(), end="", flush=True)  # a rank cannot print to a notebook itself
             print(peer.errors.read(), end="", flush=True, file=sys.stderr)
 
 
 def _ensure_server() -> None:
-    """Starts the fork server if it does not run: with the modules of this process, and one thread, or it must not fork."""
+    """Starts the fork server, which finds the modules of this process, and has one thread, or it must not fork."""
     one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     environ = {**one_thread, "PYTHONPATH": os.pathsep.join(map(str, sys.path))}
     before = {name: os.environ[name] for name in environ if name in os.environ}
@@ -204,25 +204,25 @@ def _ensure_server() -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
-    """A rank, seen from here."""
+    """A rank, as this process sees it."""
 
     rank: int
     process: BaseProcess
     pid: int
     connection: Connection
-    output: TextIO  # the file of its stdout, read up to what is shown or belongs to earlier functions
-    errors: TextIO  # that of its stderr
+    output: TextIO  # the file of its stdout, read as far as it was shown or is of earlier functions
+    errors: TextIO  # the file of its stderr
 
     def ask(self, message: tuple[bytes, bool]) -> None:
-        """Sends a function, unless the rank is dead, which its process tells. What it has printed is forgotten."""
+        """Sends a function, unless the rank has ended (`answer` tells). Forgets what the rank has printed so far."""
         self.output.read()
         self.errors.read()
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self.connection.send(message)
 
     def answer(self) -> Report | int | None:
-        """Its report, or its exit code, or None as long as there is neither."""
-        exit_code = self.process.exitcode  # asked first: after its end nothing comes
+        """The report of the rank, or its exit code; None as long as there is neither."""
+        exit_code = self.process.exitcode  # before the poll: a report may come until the rank ends
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 report: Report = self.connection.recv()
@@ -230,18 +230,18 @@ class _Peer:
         return exit_code
 
     def ask_where(self) -> None:
-        """Has it write its stacks to its stderr, from which all that comes before is taken."""
+        """Makes the rank write its stacks to its stderr, of which all earlier text is skipped."""
         self.errors.read()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGUSR1)
 
     def printed(self) -> str:
-        """The last lines that were not read yet, and how the report of a fault in compiled code begins."""
+        """The last lines that were not read yet, and the first lines of faulthandler's report if the rank crashed."""
         before, fatal, stack = (self.output.read() + self.errors.read()).partition("Fatal Python error")
         return "\n".join(before.splitlines()[-_SHOWN_LINES:] + (fatal + stack).splitlines()[:_SHOWN_LINES])
 
     def kill(self) -> None:
-        """Ends the rank and what it started, if it still runs."""
+        """Kills the rank and the processes that it started, if it still runs."""
         if self.process.exitcode is None:
             self.process.kill()
             with contextlib.suppress(OSError):

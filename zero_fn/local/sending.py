@@ -1,4 +1,4 @@
-"""Functions, values and exceptions as bytes that another process can read: cloudpickle, with refusals that help."""
+"""Functions, values and exceptions as bytes for another process: cloudpickle, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ class SendError(ZeroError, TypeError):
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     def reducer_override(self, value: object) -> object:
-        if isinstance(value, DeviceMesh | dist.ProcessGroup):  # would arrive, and fail obscurely at its first use
+        if isinstance(value, DeviceMesh | dist.ProcessGroup):  # would fail obscurely at its first use
             raise pickle.PicklingError(f"a {type(value).__name__}, alone or in a DTensor, belongs to its ranks")
         if isinstance(value, BaseException) and type(value).__reduce__ is BaseException.__reduce__:
-            return _rebuild, (type(value), value.args, vars(value))  # its `__init__` may take more than `args`
+            return _rebuild, (type(value), value.args, vars(value))  # `__init__` may need more than `args`
         if isinstance(value, ModuleType) and type(value) is not ModuleType and sys.modules.get(value.__name__) is value:
-            return importlib.import_module, (value.__name__,)  # `torch.ops`, which cloudpickle takes for an object
-        if isinstance(
-            value, CodeType
-        ):  # cloudpickle forgets the file since 3.1.3: tracebacks of ranks would show no lines
+            return importlib.import_module, (value.__name__,)  # `torch.ops`, which cloudpickle pickles by value
+        if isinstance(value, CodeType):  # cloudpickle 3.1.3 drops the file name, by which tracebacks find source lines
             return _code_of, (value.co_filename, *self.dispatch_table[CodeType](value))
         return super().reducer_override(value)
 
@@ -51,7 +49,7 @@ def _code_of(filename: str, make: Callable[..., CodeType], args: tuple[object, .
 
 
 def dumps(value: object, what: str = "A value") -> bytes:
-    """Any value as bytes, or a `SendError` about `what`. Importable functions go by name, others with what they refer to."""
+    """A value as bytes, or a `SendError` about `what`. Importable functions go by name, others with what they refer to."""
     buffer = io.BytesIO()
     try:
         _Pickler(buffer).dump(value)
@@ -61,7 +59,7 @@ def dumps(value: object, what: str = "A value") -> bytes:
 
 
 def dumps_exception(error: BaseException) -> bytes:
-    """An exception as bytes; a `SendError` that quotes it if it cannot be sent or rebuilt."""
+    """An exception as bytes. If it cannot be sent or rebuilt, a `SendError` that quotes it, as bytes."""
     try:
         pickled = dumps(error)
         pickle.loads(pickled)

@@ -6,12 +6,13 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from zero_fn.errors import StorageError
+from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.side_stream import side_stream
 from zero_fn.storage import Disk, Slab
 from zero_fn.transport.links import Links
@@ -88,26 +89,14 @@ def measure_links(
     size = max(nbytes_of_text(nbytes, "nbytes") // 4096, 1) * 4096
     axis = mesh_axis(mesh, verb="measure_links") if mesh is not None else None
     device = _accelerator(axis)
-    failure: StorageError | None = None
     _least(axis, [1.0])  # all begin together
     memory, disk = _memory_speed(None, size, rounds), (0.0, 0.0)
-    try:
-        disk = _disk_speeds(path, size, rounds) if path is not None else disk
-    except StorageError as error:
-        failure = error
+    if path is not None:
+        measure = partial(_disk_speeds, path, size, rounds)
+        disk = measure() if mesh is None else done_along(mesh, [0], measure, "Measuring a disk")
     there = _device_speeds(device, size, rounds) if device is not None else (0.0, 0.0, 0.0)
-    memory, *disk_and_device = _least(axis, [memory, *disk, *there])
-    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in disk_and_device)
-    if failure is not None:
-        raise failure
-    if path is not None and disk_read is None:
-        raise StorageError(
-            "measure_links found no disk to measure on another rank.",
-            path=path,
-            here="the disk was measured",
-            why="all ranks must agree on the speeds",
-            fix="see the error of that rank; give a folder that every rank can write to",
-        )
+    memory, *others = _least(axis, [memory, *disk, *there])
+    disk_read, disk_write, to_device, from_device, device_memory = (speed or None for speed in others)
     sent: dict[str, float] = {}
     if axis is not None and axis.size > 1:
         (sent[axis.name],) = _least(axis, [_sent_speed(axis, size, rounds)])

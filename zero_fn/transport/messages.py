@@ -42,7 +42,7 @@ class Gathering(list[Segment]):
                 together.setdefault(segment.kind, []).append(segment)
                 continue
             rows = segment.by_rank(size)
-            # If pieces are even, the backend copies this rank's piece into `whole`.
+            # If pieces are even, the backend copies this rank's piece into its memory.
             whole, numel = rows.view(-1), segment.piece_numel  # a slice: where ranks are simulated, `rank` is symbolic
             own = segment.own(rank) if rests_apart else whole[rank * numel : (rank + 1) * numel]
             self.apart.append((segment, whole, own))

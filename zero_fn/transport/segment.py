@@ -49,8 +49,7 @@ class Segment:
         numel: Elements of the tensor.
         piece_numel: Elements of the largest piece. Rank `r` owns those from `r * piece_numel` on, cut at `numel`.
         route: The hops by which the tensor travels; the segment describes the first. Left out for one axis.
-        source: This rank's piece, if it lies elsewhere than in `whole`: an all-gather reads it there, for the peers and for
-            `whole`.
+        source: This rank's piece, if it lies elsewhere: an all-gather reads it there, for the peers and for `memory`.
     """
 
     __slots__ = ("memory", "numel", "piece_numel", "route", "source", "start")
@@ -84,11 +83,6 @@ class Segment:
         """The elements that `rank` owns; may be empty."""
         start, numel = self.piece_bounds(rank)
         return self.memory.as_strided((numel,), (1,), self.start + start)
-
-    @property
-    def whole(self) -> Tensor:
-        """All elements of the tensor, flat."""
-        return self.memory.as_strided((self.numel,), (1,), self.start)
 
     def by_rank(self, size: int) -> Tensor:
         """A row for each rank, padding included."""
@@ -273,7 +267,7 @@ def runs_of(items: Sequence[_Item]) -> list[list[_Item]]:
 
 
 def fill_own(segments: Sequence[Segment], rank: int) -> None:
-    """Copies this rank's pieces into `whole`, if they lie elsewhere."""
+    """Copies this rank's pieces into `memory`, if they lie elsewhere."""
     apart = [segment for segment in segments if segment.source is not None]
     if apart:
         copy([s.piece(rank) for s in apart], [s.source for s in apart if s.source is not None])

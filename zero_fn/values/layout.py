@@ -112,10 +112,6 @@ class ShardLayout:
         rows = self.owned_rows(rank)[1]
         return tuple(rows if dim == self.dim else size for dim, size in enumerate(self.shape))
 
-    def local_stride(self, rank: int) -> tuple[int, ...]:
-        """Strides of the shard of `rank`; its elements are contiguous in storage order."""
-        return self.strides_of(self.local_shape(rank))
-
     def strides_of(self, shape: Shape) -> tuple[int, ...]:
         """Strides of a tensor of this shape whose dims lie in this order, contiguous."""
         strides, step = [0] * len(shape), 1

@@ -15,7 +15,7 @@ A unit may run several times in a pass (a shared block), so a bracket names a us
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,7 +41,6 @@ __all__ = [
     "legs",
     "limit_reductions",
     "prefetch",
-    "text",
 ]
 
 
@@ -50,9 +49,6 @@ class Use(NamedTuple):
 
     unit: int
     number: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.unit}" if not self.number else f"{self.unit}#{self.number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,18 +266,3 @@ def limit_reductions(events: Sequence[Event], *, limit: int) -> tuple[Event, ...
             under_way.append(event.unit)
         bounded.append(event)
     return (*bounded, *map(Settle, under_way))
-
-
-def text(events: Iterable[Event], names: Sequence[str] | None = None) -> str:
-    """A schedule as text, an event a line, as `describe` prints it."""
-    lines = []
-    indent = 0
-    for event in events:
-        unit = event.use.unit if isinstance(event, Enter | Exit) else event.unit
-        name = names[unit] if names else str(unit)
-        if isinstance(event, Enter | Exit) and event.use.number:
-            name += f"#{event.use.number}"
-        indent -= isinstance(event, Exit)
-        lines.append(f"{'  ' * indent}{type(event).__name__.lower()} {name}")
-        indent += isinstance(event, Enter)
-    return "\n".join(lines)
