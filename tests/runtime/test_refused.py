@@ -115,9 +115,10 @@ MENDED |= {"any.default", "any.dim", "any.dims"}
 
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
+    *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
     *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
 }
-"""What other tests here, and `test_empty_shards.py`, look at."""
+"""What other tests here, `test_empty_shards.py` and `transforms/test_offload.py` look at."""
 
 
 def _is_of_this_torch(row: Row) -> bool:

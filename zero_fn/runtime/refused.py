@@ -52,7 +52,7 @@ from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
 from zero_fn.values.mesh import axes_text
 
-__all__ = ["ROWS", "Row", "agree_in_tiers", "note_mesh"]
+__all__ = ["ROWS", "Row", "note_mesh"]
 
 _aten = torch.ops.aten
 _MEAN = 1  # the number of reduction="mean" in losses of aten
@@ -419,10 +419,6 @@ ROWS = (
         mend=_of_wholes,
     ),
     _VIEWS,
-)
-"""The rows, in order: a row gets the calls that the rows above it let through."""
-
-_IN_TIERS = (
     Row(
         "_foreach_norm.Scalar linalg_vector_norm.default _foreach_mul_.Tensor _foreach_mul_.Scalar mul_.Tensor",
         when=_is_in_tiers,
@@ -430,7 +426,7 @@ _IN_TIERS = (
         mend=_agreed,
     ),
 )
-
+"""The rows, in order: a row gets the calls that the rows above it let through."""
 
 # -- how they are put in place ----------------------------------------------------------------------------------------
 
@@ -442,22 +438,16 @@ _before: dict[Any, Callable[..., object]] = {}  # handlers that DTensor had of i
 def note_mesh(mesh: DeviceMesh) -> None:
     """Applies the rows to tensors on this mesh from now on. The first call installs them."""
     if not _meshes:
-        _install(ROWS)
+        _install()
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
+        _redistribute.redistribute_local_tensor = _redistributed
+        _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
     _meshes.add(mesh)
 
 
-def agree_in_tiers() -> None:
-    """Lets ranks tell one another of disks that fail in operations on tensors in a tier. Idempotent. [Note: tiers]"""
-    if _redistribute.redistribute_local_tensor is not _redistributed:
-        _install(_IN_TIERS)
-        _redistribute.redistribute_local_tensor = _redistributed
-        _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
-
-
-def _install(rows: Sequence[Row]) -> None:
-    for row in rows:
+def _install() -> None:
+    for row in ROWS:
         if row.until is not None and TorchVersion(torch.__version__) >= row.until:
             continue
         for operation in _operations(row.names):

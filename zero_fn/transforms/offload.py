@@ -7,7 +7,6 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from zero_fn.errors import LayoutError
-from zero_fn.runtime.refused import agree_in_tiers
 from zero_fn.transforms.selection import Where, selected
 from zero_fn.transforms.substitute import substitute
 from zero_fn.values.assignment import Assignment
@@ -122,8 +121,6 @@ def offloaded(
         home: The tiers, and when parameters are freed.
         reserves: Make room in the tiers. Without, for a module on `meta` that will only be planned, no path is looked at.
     """
-    if home.tiers.grads is not None or home.tiers.params is not None:
-        agree_in_tiers()
     homes = {parameter.fqn: home for parameter in selected(distinct_parameters(module), where)}
     anchors = None if units is None else tuple(anchors_of(module, units))
     request = Assignment(homes=homes, anchors=anchors)
