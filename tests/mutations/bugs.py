@@ -236,7 +236,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "agreement-with-rank-0-only",
-        "_require_equal",
+        "transport/agreement.py:_require_equal",
         "ranks that disagree with a later rank",
         "for rank in range(len(digests)):",
         "for rank in range(2):",
@@ -785,8 +785,8 @@ BUGS: tuple[Bug, ...] = (
         "failed-disk-is-not-told",
         "InFlight.begin",
         "other ranks are told of a disk that failed",
-        "tell(transport, self.failure,",
-        "tell(transport, None,",
+        "Told(transport, self.failure,",
+        "Told(transport, None,",
         "tests/transforms/test_offload.py",
     ),
     # -- plan ----------------------------------------------------------------------------------------------------------

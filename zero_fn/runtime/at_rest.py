@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from zero_fn.errors import PlacementError, StateError
 from zero_fn.resting import local_of, resting_parameter, set_local
 from zero_fn.runtime.away import Away
-from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.group import Groups, groups_of
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.record import Form, Record, record_of
@@ -125,9 +125,9 @@ class AtRest:
         """
         if self.groups.is_away:
             failure = self.groups.arrive(exact=True)
-            failure = tell(self._transport, failure, f"Fetching {self._unit}").failure(failure)
-            if failure is not None:
-                raise failure
+            failed = Told(self._transport, failure, f"Fetching {self._unit}").failure()
+            if failed is not None:
+                raise failed
         wholes, segments = [], []
         for slot in self.slots:
             own = slot.flat

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
-from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.gradients import add_gradient
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Shelved
@@ -100,7 +100,7 @@ class Away:
             self._finish_writing()
         self._writing.clear()
         failure, self._failure = self._failure, None
-        found = tell(self._transport, failure, "Writing gradients").failure(failure)
+        found = Told(self._transport, failure, "Writing gradients").failure()
         if found is not None:
             raise found
 

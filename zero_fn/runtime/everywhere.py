@@ -18,10 +18,9 @@ from zero_fn.transport.agreement import agree
 from zero_fn.transport.links import Links
 from zero_fn.values.mesh import Axis, mesh_axis
 
-F = TypeVar("F", bound=Exception)
 R = TypeVar("R")
 
-__all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "same_along", "tell"]
+__all__ = ["Told", "done_along", "everywhere", "is_cut", "is_shared", "same_along"]
 
 
 def everywhere(parameters: Iterable[Tensor], act: Callable[[], R], what: str) -> R:
@@ -66,18 +65,22 @@ def same_along(mesh: DeviceMesh, rows: Sequence[str], what: str, *, fix: str) ->
 
 
 class Told:
-    """The answers of all ranks to `tell`, under way."""
+    """Tells all ranks whether something failed on this one. A collective, whose answer is under way.
 
-    def __init__(self, links: Links, failed: bool, what: str) -> None:
-        """Tells the other ranks."""
-        bits = [failed and rank == links.rank for rank in range(links.size)]
-        self._links, self._what, self._bits = links, what, Ored(links, bits, f"how it went: {what}")
+    Communicates a byte per rank to each peer.
+    """
 
-    def failure(self, own: F | None) -> F | StorageError | None:
+    def __init__(self, links: Links, own: Exception | None, what: str) -> None:
+        """Sends the message. `own` is the error of this rank, and `what` says in errors what failed."""
+        bits = [own is not None and rank == links.rank for rank in range(links.size)]
+        self._links, self._own, self._what = links, own, what
+        self._bits = Ored(links, bits, f"how it went: {what}")
+
+    def failure(self) -> Exception | None:
         """Waits. Returns the error of this rank, or one that names the ranks that failed; None if none did."""
         self._bits.settle()
-        if own is not None or self._links.size == 1:
-            return own
+        if self._own is not None or self._links.size == 1:
+            return self._own
         failed = [rank for rank, has_failed in enumerate(self._bits.read()) if has_failed]
         if not failed:
             return None
@@ -88,14 +91,6 @@ class Told:
             why="ranks would go on from different states",
             fix="see the error of that rank; start all ranks again from the last checkpoint",
         )
-
-
-def tell(links: Links, failure: Exception | None, what: str) -> Told:
-    """Tells all ranks whether something failed on this one. A collective.
-
-    Communicates a byte per rank to each peer.
-    """
-    return Told(links, failure is not None, what)
 
 
 def _done(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception], what: str) -> R:
@@ -109,7 +104,7 @@ def _done(axes: Iterable[Axis], act: Callable[[], R], expected: type[Exception],
     links = [Links([axis]) for axis in axes]
     try:
         for each in links:
-            failure = tell(each, failure, what).failure(failure)
+            failure = Told(each, failure, what).failure()
     except (LostRankError, DisagreementError):
         for each in links:
             each.give_up()  # ranks along the other axes would wait for this one

@@ -12,7 +12,7 @@ from enum import Enum, auto
 
 from torch import Tensor
 
-from zero_fn.runtime.everywhere import Told, tell
+from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.gathered import Gathered
 from zero_fn.runtime.group import Groups
 from zero_fn.runtime.saved import Source
@@ -71,7 +71,7 @@ class InFlight:
         if groups.is_away:
             groups.let_go()
             if groups.may_fail:
-                self._told = tell(transport, self.failure, f"Fetching {self._unit}")
+                self._told = Told(transport, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
         """Begins to bring resting parameters from their tier, for the next gather."""
@@ -87,7 +87,7 @@ class InFlight:
         if self.memory is not None:
             self.memory.wait_for_own()
         if self._told is not None:
-            self.failure = self._told.failure(self.failure)
+            self.failure = self._told.failure()
             self._told = None
         if self.memory is not None and self.memory.travelling:
             try:

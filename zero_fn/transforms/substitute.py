@@ -21,7 +21,7 @@ from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError
 from zero_fn.resting import at_same_address, local_of, set_local, spanned
 from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
-from zero_fn.runtime.everywhere import tell
+from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
@@ -242,7 +242,7 @@ def _reserve(run: Run, site: str) -> None:
         run.away.reserve(records, torch.device(device))
     except (TierError, StorageError) as error:
         failure = error
-    found = tell(run.transport, failure, site.partition(" ")[0]).failure(failure)
+    found = Told(run.transport, failure, site.partition(" ")[0]).failure()
     if found is not None:
         raise found
 
