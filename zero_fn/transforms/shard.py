@@ -156,7 +156,7 @@ def shard_params(
             as they do in `module`, or replicated. None: all.
         persist_below: Parameters of fewer bytes than this rest replicated, and are never gathered.
         reshard_after: When gathered parameters are freed. "backward" is one all-gather less, and more memory.
-        buffers: "broadcast": before a forward, rank 0 sends all ranks the buffers that a forward has changed, as in DDP.
+        buffers: "broadcast": before a forward, all ranks get the buffers of rank 0 if a forward has changed any, as in DDP.
             "local": each rank keeps its own. None: as an earlier transform said, or "broadcast".
         donate: Free each whole parameter as soon as its shard is cut; `module` can no longer run.
 
