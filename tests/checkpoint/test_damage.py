@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -16,10 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zero_fn as zf
+from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from zero_fn.checkpoint import files
 
-FLIPS, CUTS = (10_000, 1_000) if os.environ.get("HYPOTHESIS_PROFILE") == "deep" else (1_000, 300)
+FLIPS, CUTS = {"dev": (200, 60), "ci": (1_000, 300)}.get(PROFILE, (10_000, 1_000))
 
 
 def run_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -36,8 +36,7 @@ def _trained(stage: int, capacity: float | None) -> list[tuple[float, float]]:
     return seen
 
 
-@pytest.mark.parametrize("capacity", [None, 0.5])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(("stage", "capacity"), [(0, None), (1, 0.5), (2, None), (3, None), (3, 0.5)])
 def test_experts_train_as_in_one_process(ranks: Ranks, stage: int, capacity: float | None) -> None:
     """Losses and norms over all parameters, clipped; in float64, where orders of summation differ far below the bound."""
     example = _example()

@@ -118,8 +118,7 @@ def _anchored(rows: int, composition: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("rows", [4, 7])
-@pytest.mark.parametrize("composition", ["zero1", "zero3"])
+@pytest.mark.parametrize(("rows", "composition"), [(4, "zero1"), (7, "zero3")])
 def test_penalties_over_shards_are_those_of_whole_tensors(ranks: Ranks, rows: int, composition: str) -> None:
     """DTensor adds up norms of shards, and takes no dims for none."""
     assert ranks(2).run(_anchored, rows, composition) == [[]] * 2

@@ -138,9 +138,14 @@ def _differences(schedule: str, stage: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "schedule", [pytest.param(name, marks=IN_V_SHAPE if name in V_SHAPED else ()) for name in (*SINGLE, *SEVERAL)]
+    ("schedule", "stage"),
+    [
+        *(pytest.param(name, "zero3", marks=IN_V_SHAPE if name in V_SHAPED else ()) for name in (*SINGLE, *SEVERAL)),
+        ("1F1B", "zero1"),
+        ("Interleaved1F1B", "zero2"),
+        pytest.param("ZBVZeroBubble", "zero1", marks=IN_V_SHAPE),
+    ],
 )
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
 def test_schedules_train_as_with_plain_stages(ranks: Ranks, schedule: str, stage: str) -> None:
     assert ranks(4).run(_differences, schedule, stage) == [[]] * 4
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import zero_fn as zf
 from tests.composition.grids import Decoder, averaging, batch, differing, grid, kept, loss_of, snapshot, step
 from tests.distributed.training import STAGES
+from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.wholes import full
@@ -51,12 +52,21 @@ def _replicas(*names: str, steps: int = 2, microbatches: int = 1) -> list[dict[s
     return [step(model, optimizer, i, rank, microbatches=microbatches, average=average) for i in range(steps)]
 
 
+def _orders(inner: str) -> list[tuple[str, bool]]:
+    """Outer stages, and whether the inner axis comes first: both orders of each pair, or every day one of them."""
+    stages = list(STAGES)
+    everything = list(product(stages, (True, False)))
+    if PROFILE != "dev":
+        return everything
+    return [(outer, order) for outer, order in everything if (stages.index(inner) + stages.index(outer)) % 2 == order]
+
+
 def _pairs_are_replicas(inner: str) -> list[str]:
     rank = dist.get_rank()
     inner_first, outer_first = _replicas("inner", "outer"), _replicas("outer", "inner")
     stages = list(STAGES)
     lines = []
-    for outer, in_order in product(STAGES, (True, False)):
+    for outer, in_order in _orders(inner):
         # The axis that shards more is summed over first: what travels over the other is smaller.
         expected = inner_first if stages.index(inner) >= stages.index(outer) else outer_first
         model = _over(inner, outer, inner_first=in_order)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zero_fn as zf
 from tests.deepspeed.configs import ADAM, Json
 from tests.groups import alone
+from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.wholes import full
@@ -105,6 +106,12 @@ def stages(folder: str) -> dict[str, Json]:
     }
 
 
+def some_stages(folder: str) -> dict[str, Json]:
+    """Of all stages and tiers one of each kind, for what has little to do with them."""
+    chosen = ("stage 0", "stage 1", "stage 3", "stage 2, states on a disk", "stage 3, everything on a disk")
+    return {name: config for name, config in stages(folder).items() if PROFILE != "dev" or name in chosen}
+
+
 def _every_stage(folder: str) -> list[tuple[str, float]]:
     hand = by_hand()
     found = []
@@ -116,7 +123,7 @@ def _every_stage(folder: str) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2] if PROFILE == "dev" else [1, 2])
 def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks: Ranks, tmp_path: Path, n: int) -> None:
     for found in ranks(n).run(_every_stage, str(tmp_path)):
         assert [difference for difference in found if difference[1]] == []
@@ -125,7 +132,7 @@ def test_every_stage_and_tier_trains_to_the_bits_of_plain_replicas(ranks: Ranks,
 def _clipped(folder: str) -> list[float]:
     """Norms of shards are summed in another order than those of wholes, so only stages 1 to 3 agree to the bit."""
     hand = by_hand(max_norm=0.05)
-    clipped = {name: {**config, "gradient_clipping": 0.05} for name, config in stages(folder).items()}
+    clipped = {name: {**config, "gradient_clipping": 0.05} for name, config in some_stages(folder).items()}
     found = {name: trained(zf.from_deepspeed(built(), config, axis())) for name, config in clipped.items()}
     assert furthest(by_hand(), hand) > 1e-3, "clipping has to matter here"
     for name in found:
@@ -150,7 +157,7 @@ def _in_bfloat16(folder: str) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     golden = values(hand)
-    configs = [{**config, "bf16": {"enabled": True}} for config in stages(folder).values()]
+    configs = [{**config, "bf16": {"enabled": True}} for config in some_stages(folder).values()]
     return [furthest(trained(zf.from_deepspeed(built(), config, axis())), golden) for config in configs]
 
 
@@ -184,9 +191,18 @@ def _overflowing(config: Json, rank: int) -> None:
         assert scales == [1024.0, 512.0, 512.0, 512.0]
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3, "cpu", "nvme"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "max_norm"),
+    [
+        (0, "fp16", 1.0),
+        (1, "fp16", 0.0),
+        (2, "bf16", 1.0),
+        (3, "fp16", 1.0),
+        (3, "bf16", 0.0),
+        ("cpu", "bf16", 0.0),
+        ("nvme", "fp16", 1.0),
+    ],
+)
 def test_a_step_that_overflows_on_one_rank_is_skipped_on_all(
     ranks: Ranks, tmp_path: Path, dtype: str, stage: int | str, max_norm: float
 ) -> None:
@@ -203,7 +219,8 @@ def _fused(folder: str) -> list[float]:
     hand = by_hand()
     optimizer = {"type": "AdamW", "params": {"weight_decay": 0.1}}
     found = [
-        zf.from_deepspeed(built(), {**config, "optimizer": optimizer}, axis()) for config in stages(folder).values()
+        zf.from_deepspeed(built(), {**config, "optimizer": optimizer}, axis())
+        for config in some_stages(folder).values()
     ]
     assert all(group["fused"] for setup in found for group in setup.optimizer.param_groups)
     return [furthest(trained(setup), hand) for setup in found]
@@ -252,8 +269,7 @@ def _resumed(config: Json) -> float:
     return furthest(values(resumed.model), values(through.model))
 
 
-@pytest.mark.parametrize("device", ["none", "nvme"])
-@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize(("device", "dtype"), [("none", "bf16"), ("nvme", "fp16")])
 def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype: str, device: str) -> None:
     section: Json = {"enabled": True}
     if dtype == "fp16":

@@ -141,8 +141,9 @@ def _refused(name: str, stage: str) -> None:
     assert model[1].weight.grad is not None
 
 
-@pytest.mark.parametrize("stage", ALL)
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize(
+    ("name", "stage"), [(name, stage) for number, name in enumerate(BUILDS) for stage in ("zero3", ALL[number % 3])]
+)
 def test_what_a_forward_changes_in_place_is_refused(ranks: Ranks, name: str, stage: str) -> None:
     ranks(2).run(_refused, name, stage)
 

@@ -83,17 +83,16 @@ def _copies(transform: Callable[..., nn.Module], n: int) -> Counter[str]:
     return copies.numels
 
 
-@pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
-    ("transform", "pieces"),
+    ("transform", "pieces", "n"),
     [
         # ZeRO-3 gathers each layer in forward, and again in backward all but the last.
-        (zf.zero3, lambda n: (2 * LAYERS - 1) * (n + 1) + LAYERS * (n - 1)),
-        (zf.zero2, lambda n: LAYERS * n + LAYERS * (n - 1)),
-        (zf.zero1, lambda n: LAYERS * n + LAYERS * (n - 1)),
-        (zf.replicate, lambda n: LAYERS * n + LAYERS * (n - 1)),  # gradients are gathered in place of parameters
+        *((zf.zero3, lambda n: (2 * LAYERS - 1) * (n + 1) + LAYERS * (n - 1), n) for n in (2, 4)),
+        (zf.zero2, lambda n: LAYERS * n + LAYERS * (n - 1), 4),
+        (zf.zero1, lambda n: LAYERS * n + LAYERS * (n - 1), 2),
+        (zf.replicate, lambda n: LAYERS * n + LAYERS * (n - 1), 4),  # gradients are gathered in place of parameters
     ],
-    ids=["zero3", "zero2", "zero1", "replicate"],
+    ids=["zero3 on 2", "zero3 on 4", "zero2 on 4", "zero1 on 2", "replicate on 4"],
 )
 def test_a_step_copies_large_tensors_as_often_as_stated(
     ranks: Ranks, transform: Callable[..., nn.Module], pieces: Callable[[int], int], n: int

@@ -86,8 +86,10 @@ def _compare(stage: str, order: str, folder: str) -> None:
     assert zf.held(model) == zf.held(wanted_model)
 
 
-@pytest.mark.parametrize("order", ["before", "after", "away"])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    ("stage", "order"),
+    [("zero1", "before"), ("zero1", "away"), ("zero2", "after"), ("zero3", "before"), ("zero3", "away")],
+)
 def test_masters_are_those_of_weights_widened_before(ranks: Ranks, tmp_path: Path, stage: str, order: str) -> None:
     ranks(2).run(_compare, stage, order, str(tmp_path))
 

@@ -415,7 +415,7 @@ def _differences(case: str, variant: str) -> list[str]:
         if variant == "deepcopy" and not world.is_replica:
             model = copy.deepcopy(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for step in range(3):
+        for step in range(2):
             seed_generator(step)
             program(model, step)
             world.reduce(model)

@@ -190,17 +190,24 @@ def _recomputed(world: World, way: str, *, use_reentrant: bool) -> None:
         world.step(model, optimizer, x.square().mean() + model.leave(x).mean())
 
 
-@pytest.mark.parametrize("way", WAYS)
+TRIALS: list[Callable[..., None]] = [
+    _trained,
+    _accumulated,
+    partial(_accumulated, unshard=True),
+    _edited,
+    _taken_back,
+    partial(_recomputed, use_reentrant=False),
+    partial(_recomputed, use_reentrant=True),
+]
+
+
 @pytest.mark.parametrize(
-    "trial",
+    ("trial", "way"),
     [
-        _trained,
-        _accumulated,
-        partial(_accumulated, unshard=True),
-        _edited,
-        _taken_back,
-        partial(_recomputed, use_reentrant=False),
-        partial(_recomputed, use_reentrant=True),
+        (trial, way)
+        for number, trial in enumerate(TRIALS)
+        for other, way in enumerate(WAYS)
+        if trial is _trained or number % len(WAYS) == other
     ],
 )
 def test_a_forward_replaced_after_the_transform_gathers(ranks: Ranks, trial: Any, way: str) -> None:

@@ -58,7 +58,7 @@ def train(
     build: Callable[[], nn.Module],
     stage: str,
     *,
-    steps: int = 8,
+    steps: int = 4,
     microbatches: int = 1,
     optimizer: str = "adamw",
     clip: float | None = None,
@@ -83,7 +83,7 @@ def train(
 
 
 def train_ddp(
-    build: Callable[[], nn.Module], *, steps: int = 8, microbatches: int = 1, optimizer: str = "adamw"
+    build: Callable[[], nn.Module], *, steps: int = 4, microbatches: int = 1, optimizer: str = "adamw"
 ) -> dict[str, Tensor]:
     """The same training under DistributedDataParallel."""
     seed_generator(0)
