@@ -1,4 +1,7 @@
-"""Whole programs, started as users start them: `python` per rank with the environment of `env://`, and torchrun."""
+"""A whole program, started as users start it: `python` per rank, with the environment of `env://`.
+
+Under torchrun: `test_several_axes.py`, and with restarts `test_train_gpt.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 TRAIN = """
-import copy, os, signal, sys, time
+import os, signal, sys, time
 import torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 import zero_fn as zf
@@ -24,12 +27,11 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
-reference = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(model))
 model = zf.shard_params(model, mesh["dp"])
-optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (model, reference)]
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 for step in range(5):
-    dist.barrier()  # what is in flight when a rank is killed is lost with it, and DDP would be the first to say so
-    if len(sys.argv) > 1 and step == 2 and dist.get_rank() == int(sys.argv[1]):
+    dist.barrier()  # what is in flight when a rank is killed is lost with it
+    if step == 2 and dist.get_rank() == int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
     began_s = time.monotonic()
@@ -38,15 +40,9 @@ for step in range(5):
     except zf.LostRankError as error:
         print(f"after {time.monotonic() - began_s:.1f} s: {error}", flush=True)
         os._exit(7)
-    reference(x).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-wholes = [parameter.full_tensor() for parameter in model.parameters()]
-equal = all(torch.equal(a, b) for a, b in zip(wholes, reference.parameters(), strict=True))
-print("equal" if equal else "different", flush=True)
-dist.destroy_process_group()
-os._exit(0)  # under heavy load the end of the interpreter itself has aborted, after all was done (3 of 60 runs, see LOG.md)
+    optimizer.step()
+    optimizer.zero_grad()
+os._exit(0)  # nobody was told
 """
 
 
@@ -65,13 +61,6 @@ def environment(**added: object) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
         **{name: str(value) for name, value in added.items()},
     }
-
-
-def test_torchrun_trains_as_ddp_does(program: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "".join(done.stdout.split()) == 2 * "equal"  # two ranks write: line ends may come last
 
 
 def test_survivors_name_a_killed_rank_even_if_it_served_the_store(program: Path) -> None:
