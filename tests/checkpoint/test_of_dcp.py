@@ -128,6 +128,17 @@ def test_names_are_mapped(saved: tuple[Path, dict[str, Any], dict[str, Any]]) ->
     assert {name: value.tolist() for name, value in model.state_dict().items()} == _model_of(saved)
 
 
+def test_of_several_models_the_first_that_was_saved_is_meant(tmp_path: Path) -> None:
+    """On every rank: nothing else tells one from another where none is called `model`."""
+    models = {name: _built(seed) for seed, name in enumerate("hgfedcba")}
+    dcp.save({name: model.state_dict() for name, model in models.items()}, checkpoint_id=tmp_path / "a", no_dist=True)
+    first, *_ = dcp.FileSystemReader(tmp_path / "a").read_metadata().planner_data.values()
+    model = _built(99)
+    zf.load(tmp_path / "a", model)
+    expected = models[first[0]].state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+
+
 def test_a_model_without_states_says_so(saved: tuple[Path, dict[str, Any], dict[str, Any]]) -> None:
     model = _built(5)
     with pytest.raises(CheckpointError, match="no states of an optimizer"):
