@@ -10,14 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.integrations.worlds import (
     STAGES,
     Counting,
+    arguments,
     llama,
     numbers,
     place,
+    require_close,
     start,
     zero_trainer,
 )
@@ -168,3 +172,41 @@ def _saved(folder: str, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
 def test_an_adapter_is_saved_alone_and_loaded(prepared: Ranks, tmp_path: Path, kind: str) -> None:
     prepared(2).run(_saved, str(tmp_path), kind)
+
+
+def _over_a_placed_base(folder: str) -> None:
+    """The base is read straight into shards, then come adapters, then the Trainer places these: the numbers of replicas."""
+    import peft
+    from transformers import AutoModelForCausalLM, Trainer
+
+    from zero_fn.integrations.transformers import ZeroTrainer, placed
+
+    start()
+    if dist.get_rank() == 0:
+        llama().save_pretrained(f"{folder}/base")
+    dist.barrier()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+    def adapters(model: nn.Module) -> nn.Module:
+        torch.manual_seed(1)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
+        return adapted
+
+    def place(model: nn.Module) -> nn.Module:
+        return zf.zero3(model, mesh)
+
+    data = {"train_dataset": Counting()}
+    plain = adapters(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
+    wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
+    with placed(place):
+        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place, **data)
+    require_close(numbers(ours), wanted)
+    assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
+    ours.save_model(f"{folder}/out")
+    again = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
+    torch.testing.assert_close(_logits(again), _logits(ours.model.eval()))
+
+
+def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_over_a_placed_base, str(tmp_path))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
-from zero_fn.integrations.placing import Place, exchange_parameters, place_module, refuse_stale
+from zero_fn.integrations.placing import Place, exchange_parameters, place_module, plain_trained, refuse_stale
 from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.entry import runs_of
@@ -120,8 +120,7 @@ class ZeroAccelerator(Accelerator):
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
         """The model transformed, if it is to be; notes what took the place of its parameters."""
-        trained = any(parameter.requires_grad for parameter in model.parameters())
-        if self.place is None or not trained or zf.is_transformed(model):
+        if self.place is None or not plain_trained(model):
             return model
         transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
         new.update(replaced)

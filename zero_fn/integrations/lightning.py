@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from zero_fn.integrations.placing import plain_trained
 from zero_fn.integrations.states import load_extra, load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.window import AccumulationWindow
-from zero_fn.runtime.slot import slot_of
 
 __all__ = ["ZeroStrategy"]
 
@@ -176,7 +176,7 @@ def _bare(optimizer: Any) -> Optimizer:
 
 def _require_transformed(module: nn.Module) -> None:
     """Nothing else would reduce the gradients of what no transform holds."""
-    plain = [name for name, p in module.named_parameters() if p.requires_grad and slot_of(p) is None]
+    plain = plain_trained(module)
     if plain:
         raise zf.StateError(
             f"{len(plain)} parameters to be trained belong to no transformed module.",

@@ -17,14 +17,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.runtime.registry import replacement_of
+from zero_fn.runtime.registry import replacement_of, slot_of
 
-__all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "refuse_stale"]
+__all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "plain_trained", "refuse_stale"]
 
 M = TypeVar("M", bound=nn.Module)
 
 Place = Callable[[M], M]
 """Any chain of transforms: `lambda model: zf.zero3(model, mesh["dp"])`."""
+
+
+def plain_trained(module: nn.Module) -> list[str]:
+    """Names of the parameters that are trained and that no transform holds: a plain model's, or adapters added since."""
+    return [name for name, p in module.named_parameters() if p.requires_grad and slot_of(p) is None]
 
 
 def place_module(place: Place[M], module: M, device: torch.device | None = None) -> tuple[M, dict[int, nn.Parameter]]:

@@ -33,7 +33,14 @@ from zero_fn.checkpoint.exporting import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import placed_by
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
-from zero_fn.integrations.placing import Place, exchange_parameters, generate_together, place_module, refuse_stale
+from zero_fn.integrations.placing import (
+    Place,
+    exchange_parameters,
+    generate_together,
+    place_module,
+    plain_trained,
+    refuse_stale,
+)
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
 from zero_fn.integrations.trainer_config import settings_for
@@ -118,8 +125,11 @@ class ZeroTrainerMixin(_AnyTrainer):
         self.accelerator.skips_overflow = settings.skips_overflow
 
     def _place_model(self) -> None:
-        """Transforms the model if it is not yet: at the end of `__init__`, and where `train` has made another one."""
-        if not zf.is_transformed(self.model):
+        """Transforms the model if it is not yet, or if it has adapters that came after its transform.
+
+        Called at the end of `__init__`, and before training, because `train` may have made another model.
+        """
+        if not zf.is_transformed(self.model) or (self._place is not None and plain_trained(self.model)):
             if self._place is None:
                 raise zf.StateError(
                     "A ZeroTrainer was given a plain model, and not what to make of it.",
