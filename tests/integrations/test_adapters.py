@@ -204,8 +204,12 @@ def _over_a_placed_base(folder: str) -> None:
     require_close(numbers(ours), wanted)
     assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
     ours.save_model(f"{folder}/out")
-    again = peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()
-    torch.testing.assert_close(_logits(again), _logits(ours.model.eval()))
+    trained = _logits(ours.model.eval())
+    torch.testing.assert_close(_logits(peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()), trained)
+    with placed(place):
+        base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
+    again = place(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
+    torch.testing.assert_close(_logits(again.eval()), trained)
 
 
 def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:

@@ -27,21 +27,22 @@ from zero_fn.runtime.entry import runs_of
 __all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
 STATES = "zero_fn"
-"""The folder, in a checkpoint of accelerate or of a Trainer, that holds what ranks own."""
+"""The folder, inside a checkpoint of accelerate or of a Trainer, to which each rank writes the shards that it owns."""
 
 
 def bare(optimizer: Optimizer) -> Optimizer:
-    """The optimizer itself, without what accelerate puts around it."""
+    """The optimizer inside accelerate's AcceleratedOptimizer."""
     while isinstance(optimizer, AcceleratedOptimizer):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def require_own_samples(model: nn.Module, processes: int) -> None:
-    """Raises unless each process may have samples of its own, which accelerate and the Trainer give it.
+    """Raises unless each process may train on samples of its own, which is what accelerate and the Trainer give it.
 
     Raises:
-        MeshError: Gradients are averaged over fewer ranks: the others share samples, as in tensor parallelism.
+        MeshError: Gradients are averaged over fewer ranks than there are processes: some processes must share samples, as in
+            tensor parallelism.
     """
     for run in runs_of(model, verb="a trainer"):
         axes = run.transport.axes
@@ -56,21 +57,22 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
 
 
 class ZeroAccelerator(Accelerator):
-    """An Accelerator that trains transformed models in place of replicas in DDP.
+    """An Accelerator that transforms models where `Accelerator` would wrap them in DDP.
 
-    `prepare` transforms each model that has something to train, and gives its new parameters to the optimizers beside it. A
-    model that was transformed before is left as it is. `accumulate` and `no_sync` reduce once; `save_state` and `load_state`
-    write and read what each rank owns, for any number of ranks and any stage; `get_state_dict` has whole values on the main
-    process alone. Models that are not transformed are treated as ever.
+    `prepare` transforms each model that has trained parameters, and gives the new parameters to the optimizers beside it. A
+    model that is transformed already is left as it is, unless it has trained parameters that were added since (adapters).
+    `accumulate` and `no_sync` reduce gradients once a step. `save_state` and `load_state` write and read what each rank owns,
+    for any number of ranks and any stage. `get_state_dict` returns whole values on the main process alone. Models without a
+    transform are treated as by `Accelerator`.
 
     Args:
-        *args: As of Accelerator.
+        *args: Those of Accelerator.
         place: Any chain of transforms; None leaves plain models to accelerate.
-        **options: As of Accelerator.
+        **options: Those of Accelerator.
     """
 
     place: Place[nn.Module] | None = None
-    skips_overflow = False  # whether a step whose norm of gradients is not finite is none: DeepSpeed does so in bf16
+    skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
     _models: list[nn.Module]
     _optimizers: list[Any]
     _own_window: AccumulationWindow | None = None
@@ -85,7 +87,7 @@ class ZeroAccelerator(Accelerator):
         Raises:
             StateError: An optimizer took steps before its model was transformed.
             StaleError: An optimizer was built before its model was transformed elsewhere.
-            MeshError: A loader is given, and its samples are not those that each process of the model must have.
+            MeshError: A loader is given, and some processes of a model must share samples, as in tensor parallelism.
         """
         new: dict[int, nn.Parameter] = {}
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
@@ -102,7 +104,7 @@ class ZeroAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepares a model: casts and compiles it as accelerate does, and transforms it unless it is for evaluation."""
+        """Casts and compiles a model as accelerate does, and transforms it unless it is for evaluation."""
         if not evaluation_mode:
             model = self._placed(model, {})
         transformed = zf.is_transformed(model)
@@ -113,13 +115,13 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def _window(self) -> AccumulationWindow:
-        """Of the microbatches of this step. The Trainer makes this class of an Accelerator: no `__init__` was called."""
+        """The microbatches of this step. Made when asked for: a Trainer assigns `__class__`, which calls no `__init__`."""
         if self._own_window is None:
             self._own_window = AccumulationWindow()
         return self._own_window
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
-        """The model transformed, if it is to be; notes what took the place of its parameters."""
+        """The model, transformed if it needs to be. Adds its new parameters to `new`, by the id of the replaced ones."""
         if self.place is None or not plain_trained(model):
             return model
         transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
@@ -128,7 +130,7 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Does not reduce the gradients of what runs inside: the next `backward` outside reduces them all, once."""
+        """Sums gradients inside the block; the next `backward` outside of it reduces them all, once."""
         if not zf.is_transformed(model):
             with super().no_sync(model):
                 yield
@@ -138,14 +140,14 @@ class ZeroAccelerator(Accelerator):
             yield
 
     def backward(self, loss: Tensor, **options: Any) -> None:
-        """Scales a loss and goes backward; ends what `no_sync` began if gradients are to be reduced now."""
+        """Scales the loss and runs backward. Reduces what `no_sync` has summed if this is the last microbatch of a step."""
         with self._window.dropping():
             super().backward(loss, **options)
         if self.sync_gradients:
             self._window.end()
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divides gradients by the scale of the loss; accelerate does it under its own fp16 alone."""
+        """Divides gradients by the loss scale. accelerate does so under its own fp16 only."""
         if self.native_amp or self.scaler is None:
             super().unscale_gradients(optimizer)
             return
@@ -154,11 +156,11 @@ class ZeroAccelerator(Accelerator):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step was none. accelerate takes a fused optimizer, which skips by itself, to have stepped."""
+        """Whether the last step was skipped. accelerate does not see that a fused optimizer has skipped by itself."""
         return bool(getattr(self.scaler, "has_skipped", False) or super().optimizer_step_was_skipped)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """Clips gradients and measures them; drops them, so that nothing is stepped, where overflows are skipped."""
+        """Clips gradients and returns their norm. Where overflows skip a step, a norm that is not finite drops gradients."""
         norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         if self.skips_overflow and self.scaler is None:
             for optimizer in self._optimizers:
@@ -168,20 +170,20 @@ class ZeroAccelerator(Accelerator):
         return norm
 
     def free_memory(self, *objects: Any) -> Any:
-        """Forgets models and optimizers, and gradients that were not reduced yet."""
+        """Forgets models, optimizers, and gradients that were summed but not reduced yet."""
         if self._window.modules:
             self._window.end(InterruptedError("the microbatches of this step were given up"))
         return super().free_memory(*objects)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of a model. Of a transformed one all ranks call it, and the main process has it, whole."""
+        """The state dict of a model. Of a transformed one all ranks call it, and the main process alone gets whole values."""
         if not zf.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
         return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Saves everything that was prepared or registered. What ranks own is written by them, below `zero_fn`."""
+        """Saves everything that was prepared or registered. Each rank writes the shards that it owns, below `zero_fn/`."""
         with self._without_transformed() as (models, optimizers):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if models:
@@ -206,7 +208,10 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:
-        """Hides transformed models and their optimizers from accelerate, which would save one rank's shards of them."""
+        """Hides transformed models and their optimizers from accelerate, which would save the shards of one rank only.
+
+        Yields those models, and their optimizers with the model of each.
+        """
         models, optimizers = self._models, self._optimizers
         transformed = [model for model in models if zf.is_transformed(model)]
         owners = [model_of(optimizer, transformed) for optimizer in optimizers]

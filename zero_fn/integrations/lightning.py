@@ -1,4 +1,4 @@
-"""`ZeroStrategy`: Lightning over modules that `configure_model` transforms.
+"""`ZeroStrategy`: Lightning over modules that are transformed in `configure_model`.
 
 class Model(L.LightningModule):
     def configure_model(self):
@@ -36,19 +36,20 @@ __all__ = ["ZeroStrategy"]
 
 
 class ZeroStrategy(DDPStrategy):
-    """Lightning's strategy for several processes, whose module reduces its gradients by itself: nothing is wrapped in DDP.
+    """DDPStrategy without DDP: the transformed module reduces its gradients by itself.
 
-    A step reduces once, whatever `accumulate_grad_batches`. A checkpoint is a folder of `zf.save`, to which each rank writes
-    what it owns. It is loaded on any number of ranks and at any stage, and so is a plain file.
+    Gradients are reduced once a step, whatever `accumulate_grad_batches`. A checkpoint is a folder of `zf.save`: each rank
+    writes what it owns, and any number of ranks can load it, at any stage.
 
     Args:
-        save_distributed_checkpoint: Without it a checkpoint is one file with whole values, which the first rank holds for it.
-        **options: As of DDPStrategy, for how processes are started.
+        save_distributed_checkpoint: False makes a checkpoint one file with whole values, which the first rank gathers in its
+            host memory. Such a file can be loaded at any stage, too.
+        **options: Those of DDPStrategy, for how processes are started.
 
     Raises:
-        StateError: Parameters to be trained belong to no transformed module.
+        StateError: A trained parameter belongs to no transformed module.
         ConfigError: `sync_batchnorm=True`; `storage_options` for a folder.
-        CheckpointError: A folder holds no checkpoint, or one that does not fit.
+        CheckpointError: A folder holds no checkpoint, or its tensors do not fit.
     """
 
     model: Any
@@ -61,10 +62,10 @@ class ZeroStrategy(DDPStrategy):
         self._window = AccumulationWindow()
         self._is_blocked = False
         self._saves_folders = save_distributed_checkpoint
-        self._folder: Path | None = None  # that is loaded
+        self._folder: Path | None = None  # the folder that is being loaded; None for a file
 
     def setup(self, trainer: Any) -> None:
-        """Prepares module and optimizers. What DDP's would broadcast, a transform has made the same on all ranks."""
+        """Prepares the module and its optimizers. Nothing is broadcast: a transform compares initial values on all ranks."""
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting and self._layer_sync:
             raise zf.ConfigError(
@@ -81,7 +82,7 @@ class ZeroStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Does not reduce the gradients of what runs inside: the next backward outside reduces them all, once."""
+        """Sums gradients inside the block; the next backward outside of it reduces them all, once."""
         self._is_blocked = True
         try:
             with self._window.dropping():
@@ -91,25 +92,25 @@ class ZeroStrategy(DDPStrategy):
             self._is_blocked = False
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Ends what `block_backward_sync` began, if gradients are to be reduced now."""
+        """Reduces what `block_backward_sync` has summed, if this is the last microbatch of a step."""
         if not self._is_blocked:
             self._window.end()
 
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: nn.Module | None = None, **options: Any
     ) -> Any:
-        """Steps. The last microbatch comes first: its backward ends the window, in which nothing may be stepped."""
+        """Steps, after the backward of the last microbatch: no step is allowed before that has closed the window."""
         if self._window.modules:
             with self._window.dropping():
                 closure = iter([closure()]).__next__  # the optimizer may ask for it once
         return super().optimizer_step(optimizer, closure, model, **options)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole values, on the rank that writes the file; nothing where ranks write a folder."""
+        """Whole values, on the rank that writes the file; empty where ranks write a folder."""
         return {} if self._saves_folders else whole_state(self.lightning_module, keep=self.is_global_zero)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole states by the names of parameters, on the rank that writes the file; nothing where ranks write a folder."""
+        """Whole states by the names of parameters, on the rank that writes the file; empty where ranks write a folder."""
         if self._saves_folders:
             return {}
         return get_optimizer_state_dict(
@@ -117,7 +118,7 @@ class ZeroStrategy(DDPStrategy):
         )
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a checkpoint. In a folder, what Lightning has of the first rank lies beside what each rank owns."""
+        """Writes a checkpoint. In a folder, Lightning's own entries of the first rank lie beside the shards of each rank."""
         if not self._saves_folders:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
@@ -137,7 +138,7 @@ class ZeroStrategy(DDPStrategy):
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Reads what Lightning has saved; what ranks own follows when there is a model, and when there are optimizers."""
+        """Reads Lightning's own entries. Shards are read later, when there is a model, and when there are optimizers."""
         folder = Path(self.broadcast(str(checkpoint_path)))
         self._folder = folder if folder.is_dir() else None
         if self._folder is None:
@@ -148,14 +149,14 @@ class ZeroStrategy(DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Each rank takes its part of the values."""
+        """Loads the part of the weights that this rank owns."""
         if self._folder is None:
             super().load_model_state_dict(checkpoint, strict)
         else:
             load_weights(self._folder, self.lightning_module, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Each rank takes its part of the states."""
+        """Loads the part of the optimizer states that this rank owns."""
         if self._folder is not None:
             load_states(self._folder, [], self._owned(), only="optimizer")
             return
@@ -169,17 +170,17 @@ class ZeroStrategy(DDPStrategy):
 
 
 def _bare(optimizer: Any) -> Optimizer:
-    """The optimizer itself, without what Lightning puts around it."""
+    """The optimizer inside Lightning's wrapper."""
     bare: Optimizer = getattr(optimizer, "_optimizer", optimizer)
     return bare
 
 
 def _require_transformed(module: nn.Module) -> None:
-    """Nothing else would reduce the gradients of what no transform holds."""
+    """Refuses trained parameters that no transform holds: nothing would reduce their gradients."""
     plain = plain_trained(module)
     if plain:
         raise zf.StateError(
-            f"{len(plain)} parameters to be trained belong to no transformed module.",
+            f"{len(plain)} trained parameters belong to no transformed module.",
             first=plain[0],
             why="ZeroStrategy wraps nothing in DDP: their gradients would stay those of one rank",
             fix="def configure_model(self): self.model = zf.zero3(self.model, mesh['dp'])",

@@ -1,7 +1,7 @@
-"""Models take the place of plain ones, and optimizers that were built before follow them.
+"""Transforms a plain model, and gives an optimizer that was built for the plain model the new parameters.
 
-An optimizer holds parameters, not a model. Where it was built for the plain model and has not stepped yet, its parameters are
-exchanged by name for those of the transformed one. One that has stepped has states of the wrong shapes, and raises.
+An optimizer holds parameters, not a model. If it has not stepped yet, its parameters are exchanged, by name, for those of the
+transformed model. If it has stepped, its states have the shapes of whole parameters, and it is refused.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
     """Transforms a module.
 
     Args:
-        place: What to do with it.
+        place: The chain of transforms.
         module: A plain module.
-        device: What no mesh has brought to its device is moved there afterwards; None leaves it where it is.
+        device: Where parameters and buffers go that the transforms left elsewhere; None leaves them where they are.
 
     Returns:
-        The transformed module, and its parameters by the id of those whose place they took.
+        The transformed module, and its parameters by the id of the plain parameters that they replace.
 
     Raises:
         StateError: `place` returned a module that no transform has made.
@@ -63,9 +63,9 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
 
 
 def generate_together(module: nn.Module) -> None:
-    """Lets `generate` of models of transformers go on until all ranks are done, unless it is told otherwise.
+    """Sets the default of `synced_gpus` in `generate` of models of transformers: ranks go on until all of them are done.
 
-    A rank that needs no more tokens must still take part in the gathers of the others. Inside `zf.unsharded` nothing is
+    A rank that needs no more tokens must still take part in the all-gathers of the others. Inside `zf.unsharded` nothing is
     gathered, and a rank may generate alone.
     """
     for child in module.modules():
@@ -81,10 +81,10 @@ def _generate(self: Any, *args: Any, **options: Any) -> Any:
 
 
 def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -> None:
-    """Gives an optimizer the parameters that took the place of its own, by the id of those.
+    """Replaces parameters of an optimizer. `new` has the replacements, by the id of the parameters that they replace.
 
     Raises:
-        StateError: It has taken steps with them.
+        StateError: The optimizer has stepped one of them.
     """
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(id(parameter) in new for parameter in held):
@@ -101,10 +101,10 @@ def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -
 
 
 def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
-    """Raises for optimizers of parameters that are no longer those of their model.
+    """Refuses optimizers whose parameters a transform has replaced.
 
     Raises:
-        StaleError: One was built before its model was transformed.
+        StaleError: An optimizer was built before its model was transformed.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:

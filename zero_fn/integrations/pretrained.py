@@ -1,7 +1,8 @@
-"""`placed`: `from_pretrained` straight into what rests, so that no rank ever holds the model whole.
+"""`placed`: `from_pretrained` straight into shards, so that no rank ever holds the model whole.
 
-transformers builds a model on meta, offers it to `maybe_distribute_model`, and then reads of each file what the local part of
-each parameter needs. In place of its own distribution stands a transform; keys, ties, buffers and casts are still its own.
+transformers builds a model on meta, gives it to `maybe_distribute_model`, and then reads from each file the rows that the
+local part of each parameter needs. Here a transform replaces `maybe_distribute_model`. Names of keys, ties, buffers and casts
+stay transformers' own.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
         with placed(lambda model: zf.zero3(model, mesh["dp"])):
             model = AutoModelForCausalLM.from_pretrained(folder)
 
-    What a rank reads goes to the device of its mesh, or to a tier, unit by unit. The model is on meta when `place` gets it:
-    no transform that reads values may be part of it.
+    Shards go to the device of the mesh, or to a tier, unit by unit. `place` gets the model on meta, without values: it may
+    not add adapters or read a weight. Adapters come afterwards; then `place` is called again, by a ZeroTrainer or by hand.
 
-    With a `quantization_config` of torchao, or of a folder that was saved quantised, each rank holds the quantised model in
-    host memory before its shards are cut from it: transformers quantises whole weights. `place` gets it with its values, as
-    `zf.flatten_subclasses` leaves it, so adapters can be added there.
+    Weights that torchao quantises, as they are read or in a folder that was saved quantised, are an exception: transformers
+    quantises whole weights, so each rank holds the quantised model whole in host memory before it cuts its shards. `place`
+    gets that model with its values, after `zf.flatten_subclasses`, and may add adapters.
 
     Args:
         place: Any chain of transforms.
@@ -71,7 +72,7 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
 
 
 def _trim() -> None:
-    """Gives memory back that threads of transformers took for what they read: glibc keeps it, as much as the shards again."""
+    """Makes glibc return the memory of transformers' reading threads, which would otherwise stay: as much as the shards."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -88,15 +89,15 @@ def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
 
 
 def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
-    """In place of `maybe_distribute_model`: the model is on meta, and its values are read next.
+    """Stands in for `maybe_distribute_model`: transforms the model on meta, before its values are read.
 
     Raises:
-        ConfigError: Its weights are quantised by a library whose tensors do not say what they are made of.
+        ConfigError: Weights are quantised by another library than torchao.
     """
-    del model.config.distributed_config  # which only led here, and must not be saved
+    del model.config.distributed_config  # it only made transformers call this function, and must not be saved
     method = getattr(model, "quantization_method", None)
     if method == QuantizationMethod.TORCHAO:
-        return model  # transformed when it has been read: transformers quantises whole weights, one after the other
+        return model  # transformed by `_from_pretrained`, when it has been read and quantised
     if method is not None:
         raise zf.ConfigError(
             "placed() cannot load weights that are quantised in this way.",
@@ -113,7 +114,7 @@ def _distribute(place: Place[nn.Module], cls: type, model: Any, *_: Any) -> Any:
 def _from_pretrained(
     read: Callable[..., Any], place: Place[nn.Module], loaded: list[nn.Module], cls: type, *args: Any, **options: Any
 ) -> Any:
-    """In place of `from_pretrained`: `read` is that of transformers."""
+    """Stands in for `from_pretrained`; `read` is transformers' own."""
     asked = next((name for name in ("distributed_config", "tp_plan", "tp_size") if options.get(name) is not None), None)
     if asked is not None:
         raise zf.ConfigError(
@@ -128,12 +129,9 @@ def _from_pretrained(
         raise _lacking(cls) from error
     if info["missing_keys"]:
         raise _lacking(cls, first=min(info["missing_keys"]))
-    if not zf.is_transformed(model):  # quantised
+    if not zf.is_transformed(model):  # quantised; transformers reads a folder that was saved quantised as trained
         for parameter in model.parameters():
-            if subclass_of(parameter) is not None:
-                parameter.requires_grad_(
-                    False
-                )  # from a folder that was saved quantised, transformers reads them trained
+            parameter.requires_grad_(parameter.requires_grad and subclass_of(parameter) is None)
         model = place_module(place, zf.flatten_subclasses(model))[0]
     for axis in [axis for run in runs_of(model, verb="placed") for axis in run.transport.axes]:
         move_buffers(model, axis.device_type)

@@ -1,4 +1,4 @@
-"""Whole values for files that anybody reads, and the states of a run, each saved by the ranks that own it."""
+"""Whole values for files that anybody reads, and checkpoints of a run, to which each rank writes the shards that it owns."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ __all__ = ["load_extra", "load_states", "load_weights", "model_of", "save_states
 def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
     """The state dict of a module with whole values in host memory. Tied entries stay one tensor.
 
-    Communicates an all-gather for each parameter, one after the other: no rank but those that keep it holds two of them.
+    Communicates an all-gather for each parameter, one after the other. A rank that does not keep the values holds one whole
+    parameter at a time.
 
     Args:
         module: A transformed module, or one that holds such modules. All ranks call it.
-        keep: Whether this rank wants the values; the others get an empty dict.
-        names: Entries to take; None takes all.
+        keep: Whether this rank keeps the values; a rank that does not gets an empty dict.
+        names: The entries to gather; None gathers all.
     """
     wholes: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
@@ -49,9 +50,9 @@ def save_states(
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves models, and optimizers with the model of each, by `zf.save`: each rank writes what it owns. All ranks call it.
+    """Saves models, and optimizers with the model of each, by `zf.save`. All ranks call it.
 
-    What was saved in the folder before goes when the new is complete. `extra` is saved with the first of them.
+    An earlier save in the folder is removed when the new one is complete. `extra` is saved with the first entry.
     """
     known = [int(path.name.rpartition("-")[2]) for path in folder.glob("*/save-*") if path.name[5:].isdigit()]
     number = int(Together().from_first(torch.tensor(max(known, default=0) + 1)))
@@ -65,19 +66,19 @@ def save_states(
 
 
 def load_weights(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
-    """Loads the first model that `save_states` saved. Every rank calls it.
+    """Loads the weights of the first model that `save_states` saved. Every rank calls it.
 
     Raises:
-        CheckpointError: The folder does not hold it, or it does not fit.
+        CheckpointError: The folder holds no such model, or its tensors do not fit.
     """
     zf.load(_first_in(folder), model, only="model", strict=strict)
 
 
 def load_extra(folder: Path) -> dict[str, Any]:
-    """What `save_states` was given as `extra`. Every rank calls it.
+    """Loads the `extra` that `save_states` was given. Every rank calls it.
 
     Raises:
-        CheckpointError: The folder holds nothing of it.
+        CheckpointError: The folder holds no save.
     """
     return zf.load(_first_in(folder), only="extra")
 
@@ -115,9 +116,10 @@ Chosen = Callable[[str, nn.Parameter], bool] | None
 def _entries(
     models: Sequence[nn.Module], optimizers: Sequence[tuple[nn.Module, Optimizer]]
 ) -> Iterator[tuple[str, nn.Module, Optimizer | None, Chosen]]:
-    """What is saved together, and which of its parameters: a model with its first optimizer, then what others step.
+    """The entries of a checkpoint: name, model, optimizer, and which parameters are saved (None: all).
 
-    Of a model of peft, the frozen base stays where it came from.
+    A model is saved with its first optimizer. Of a further optimizer of the same model, only the parameters that it steps are
+    saved. Of a model of PEFT, only trained parameters are: its frozen base can be read again from where it came.
     """
     saved: set[int] = set()
     for number, (model, optimizer) in enumerate(optimizers):
@@ -135,10 +137,10 @@ def _is_held(held: set[int], name: str, parameter: nn.Parameter) -> bool:
 
 
 def model_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module | None:
-    """The transformed model whose parameters an optimizer holds; None if it holds none of any.
+    """The model whose parameters an optimizer holds; None if it holds parameters of none of them.
 
     Raises:
-        StateError: It holds parameters of several.
+        StateError: The optimizer holds parameters of several models.
     """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [model for model in models if any(id(parameter) in held for parameter in model.parameters())]

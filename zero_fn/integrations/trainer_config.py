@@ -1,4 +1,4 @@
-"""A DeepSpeed config beside the arguments of a Trainer: what these fill in, and where the two contradict one another."""
+"""A DeepSpeed config beside the arguments of a Trainer: the arguments fill in its `"auto"`, and may not contradict it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BATCHES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-"""Entries that the arguments fill in where a config does not have them, and the arguments."""
+"""Entries that a config may leave out or set to `"auto"`, with the arguments that then decide."""
 
 _OTHERS = {
     "gradient_clipping": "max_grad_norm",
@@ -35,32 +35,32 @@ _OTHERS = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "the steps of the training",
 }
-"""Entries that the arguments fill in where a config has `"auto"`, and the arguments; no argument has the least rate."""
+"""Entries that a config may set to `"auto"`, with the arguments that then decide; the least learning rate has none."""
 
 
 def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settings:
-    """Reads a config as the Trainer of transformers does: `"auto"` is what its arguments say.
+    """Reads a config as the Trainer of transformers does: its arguments replace `"auto"`.
 
-    Communicates 16 bytes per rank, by which ranks learn that all have the same config.
+    Communicates 16 bytes per rank, to find out whether all ranks have the same config.
 
     Args:
         config: A path of a JSON file, or the object itself.
         args: TrainingArguments.
         mesh: The ranks that share a batch.
-        steps: Steps of the training; 0 if they are not known yet, which leaves the scheduler's entries unchecked.
+        steps: Steps of the training; 0 if the number is not known yet: entries of the scheduler are then not checked.
 
     Raises:
-        ConfigError: An entry cannot be followed, or contradicts an argument; names all.
+        ConfigError: Entries cannot be followed, or contradict arguments; the error names all of them.
         DisagreementError: Ranks have different configs.
     """
     return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps), mesh)
 
 
 def _auto_of(values: Mapping[str, Any], steps: int, config: Mapping[str, object]) -> Mapping[str, Any]:
-    """Those values that a config leaves to the arguments.
+    """The values of the arguments for the entries that a config leaves to them.
 
     Raises:
-        ConfigError: It has others.
+        ConfigError: An entry of the config has another value than the argument.
     """
     said = {path: value for path, value in leaves_of(config) if value is not None}
     others = [
@@ -79,12 +79,12 @@ def _auto_of(values: Mapping[str, Any], steps: int, config: Mapping[str, object]
 
 
 def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
-    """What the arguments of a Trainer say, by the paths of a config.
+    """The values of a Trainer's arguments, by the path of the config entry that means the same.
 
     Args:
         args: TrainingArguments.
-        ranks: How many share a batch.
-        steps: Steps of the training; 0 if they are not known yet.
+        ranks: The number of ranks that share a batch.
+        steps: Steps of the training; 0 if the number is not known yet.
     """
     micro, microbatches = args.per_device_train_batch_size, args.gradient_accumulation_steps
     return {

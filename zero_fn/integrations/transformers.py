@@ -1,4 +1,4 @@
-"""The Trainer of transformers, and whatever is made of it, over transformed models.
+"""The Trainer of transformers, and its subclasses such as trl's, over transformed models.
 
     from zero_fn.integrations.transformers import ZeroTrainer, ZeroTrainerMixin
 
@@ -8,8 +8,8 @@
 
     class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...
 
-[Note: when a model is placed] A trainer changes its model while it is made: adapters, resized embeddings, fused heads,
-reference models that are copies. So the model is transformed when all that is done, and before its optimizer is built.
+[Note: when a model is placed] A trainer's `__init__` changes its model: it adds adapters, resizes embeddings, fuses heads,
+and copies it as a reference model. So the model is transformed after `__init__`, and before the optimizer is built.
 """
 
 from __future__ import annotations
@@ -54,31 +54,33 @@ SCHEDULER = "scheduler.pt"  # the Trainer's own name
 if TYPE_CHECKING:
     from transformers import Trainer as _AnyTrainer
 else:
-    _AnyTrainer = object  # which Trainer it is, says the class that is made of it
+    _AnyTrainer = object  # the mixin is used beside a Trainer, which it need not be one itself
 
 
 class ZeroTrainerMixin(_AnyTrainer):
-    """Any Trainer over a transformed model, to be named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
+    """Any Trainer over a transformed model. It is named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
 
-    Losses and norms of gradients are those of DDP. A step reduces gradients once, whatever the microbatches. Checkpoints
-    hold whole weights, which `from_pretrained` reads, and the states of the optimizer as ranks own them: `train(
-    resume_from_checkpoint=True)` takes them up on any number of ranks and at any stage.
+    Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many microbatches it has. A
+    checkpoint holds whole weights, which `from_pretrained` reads, and the shards and optimizer states of each rank, which
+    `train(resume_from_checkpoint=True)` loads on any number of ranks and at any stage.
 
     Args:
-        *args: As of the Trainer.
-        place: Any chain of transforms, for the model as the Trainer has made it; None if `model` is transformed already.
-        finish: A function applied to the optimizer, such as `zf.streamed`; None: none.
-        deepspeed: In place of both, a DeepSpeed config: a path, or the object itself. Its `"auto"`, and batch sizes that it
-            lacks, are what `args` say. See `zf.from_deepspeed`; what became of each entry is in `settings.outcomes`.
-        mesh: Axes of a mesh for that config; None for one axis of all ranks.
-        **options: As of the Trainer.
+        *args: Those of the Trainer.
+        place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if `model` is transformed
+            already. It is applied once more if a transformed model has adapters that were added since.
+        finish: A function applied to the optimizer, such as `zf.streamed`; None applies none.
+        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and `finish`. `args` decide where
+            it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
+            entry.
+        mesh: The mesh for that config; None makes one axis of all ranks.
+        **options: Those of the Trainer.
 
     Raises:
-        StateError: There is neither `place` nor a transformed model, or an optimizer took steps before.
-        StaleError: An optimizer was built for the model before it was transformed elsewhere.
+        StateError: There is neither `place` nor a transformed model, or an optimizer has stepped before the transform.
+        StaleError: An optimizer was built before the model was transformed elsewhere.
         MeshError: The model is transformed over fewer ranks than there are processes, as with tensor parallelism.
-        ConfigError: An argument of the Trainer asks for what a transformed model cannot do, or an entry of the DeepSpeed
-            config cannot be followed, or contradicts an argument.
+        ConfigError: An argument of the Trainer asks for something that a transformed model cannot do, or an entry of the
+            DeepSpeed config cannot be followed or contradicts an argument.
 
     Attributes:
         settings: What the DeepSpeed config asks for; None without one.
@@ -109,7 +111,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         self._place_model()
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
-        """Reads the DeepSpeed config: how the model is placed, losses are scaled, and the optimizer is finished."""
+        """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""
         if self._place is not None or self._finish is not None or zf.is_transformed(self.model):
             raise zf.ConfigError(
                 "A ZeroTrainer was given a DeepSpeed config, and another way to place its model.",
@@ -148,19 +150,19 @@ class ZeroTrainerMixin(_AnyTrainer):
             refuse_stale([bare(self.optimizer)])
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
-        # A model that is not transformed yet stays: each shard goes to the device of its mesh as it is cut, never the whole.
+        # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.
         if zf.is_transformed(model):
             super()._move_model_to_device(model, device)
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         arguments: dict[str, Any] = super()._build_accelerator_args(**options)
         if self._is_configured:
-            arguments["mixed_precision"] = "no"  # that of the config is a transform; autocast would come on top of it
+            arguments["mixed_precision"] = "no"  # the config's precision is a transform, and autocast would come on top
         return arguments
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # The Trainer names the class of its accelerator and has no way to name another.
+        # The Trainer offers no way to choose the class of its accelerator.
         self.accelerator.__class__ = ZeroAccelerator
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
@@ -179,7 +181,9 @@ class ZeroTrainerMixin(_AnyTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.settings is not None:
-            self.settings = settings = self._settings_at(num_training_steps)  # which nobody knew before
+            self.settings = settings = self._settings_at(
+                num_training_steps
+            )  # the number of steps is known from here on
             if settings.scheduler is not None:
                 self.lr_scheduler, self._created_lr_scheduler = settings.scheduler(bare(self.optimizer)), True
         return super().create_scheduler(num_training_steps, optimizer)
@@ -193,11 +197,10 @@ class ZeroTrainerMixin(_AnyTrainer):
             super()._load_best_model()
 
     def _load_weights(self, folder: str) -> bool:
-        """Loads the weights of a checkpoint; returns False for what the Trainer loads by itself: adapters, other modules.
+        """Loads the weights of a checkpoint. Returns False for models that the Trainer loads by itself, as those with adapters.
 
-        Each rank reads its part of what ranks have saved. A checkpoint that has weights alone is read by `from_pretrained`:
-        names in files are not always those of the model (experts of Mixtral), and the Trainer leaves out what it does not
-        find.
+        Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
+        in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
 
         Raises:
             CheckpointError: The folder lacks parameters of the model.
@@ -219,11 +222,11 @@ class ZeroTrainerMixin(_AnyTrainer):
         return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads. All ranks call it; all return when it is there."""
+        """Writes a folder that `from_pretrained` loads. All ranks call it, and return when it is complete."""
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
         if isinstance(self.model, PreTrainedModel) and not self.args.save_on_each_node and _is_streamable(self.model):
             export(self.model, output_dir, convert=partial(_in_files, self.model), replaces=True)
-            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # which has been done
+            with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # `export` has written the weights
                 if self.args.should_save:
                     self._save(output_dir, state_dict={})
         else:
@@ -248,18 +251,18 @@ class ZeroTrainerMixin(_AnyTrainer):
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):
-    """The Trainer of transformers over a transformed model. Its arguments are those of ZeroTrainerMixin and of Trainer."""
+    """The Trainer of transformers over a transformed model. Arguments: see ZeroTrainerMixin and Trainer."""
 
 
 def _in_files(model: PreTrainedModel, entries: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What files of transformers have in place of tensors of a model: experts that it has stacked are apart there."""
+    """The tensors that files of transformers have for tensors of the model: experts that it stacks are separate in files."""
     found: dict[str, Tensor] = revert_weight_conversion(model, entries)
     return found
 
 
 def _is_streamable(model: PreTrainedModel) -> bool:
-    """Whether each tensor in files comes from one of the model, and transformers writes nothing beside them."""
-    if model._auto_class is not None:  # code comes along
+    """Whether each tensor in files is made of one tensor of the model, and transformers writes nothing but tensors."""
+    if model._auto_class is not None:  # it writes the code of the model, too
         return False
     entries = {name: torch.empty(p.shape, dtype=p.dtype, device="meta") for name, p in model.named_parameters()}
     together = _in_files(model, entries)
@@ -269,7 +272,7 @@ def _is_streamable(model: PreTrainedModel) -> bool:
 
 
 def _refuse_arguments(args: Any) -> None:
-    """Raises for arguments of a Trainer that a transformed model cannot follow."""
+    """Refuses arguments of a Trainer that a transformed model cannot follow."""
     asked = {
         "auto_find_batch_size=True": (
             args.auto_find_batch_size,
@@ -297,19 +300,22 @@ def _refuse_arguments(args: Any) -> None:
             raise zf.ConfigError("A ZeroTrainer cannot follow one of its arguments.", argument=name, why=why, fix=fix)
 
 
-def _whole_prompts(model: nn.Module) -> AbstractContextManager[object]:
-    """Prompts that are trained are computed when they are saved, on one rank alone, which then may gather nothing."""
+def _peft_of(model: Any) -> Any:
+    """The library PEFT if the model is one of its models, else None. Not imported here: who made such a model has done so."""
     peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
-        return nullcontext()
-    has_prompts = any(config.is_prompt_learning for config in model.peft_config.values())
-    return zf.unsharded(model.prompt_encoder) if has_prompts else nullcontext()
+    return peft if peft is not None and isinstance(model, peft.PeftModel) else None
 
 
-def _names_of_adapters(model: nn.Module) -> set[str] | None:
-    """What of a model of peft its adapters are made of, for `save_pretrained` leaves out the rest; None is everything."""
-    peft = sys.modules.get("peft")
-    if peft is None or not isinstance(model, peft.PeftModel):
+def _whole_prompts(model: Any) -> AbstractContextManager[object]:
+    """Gathers trained prompts while they are saved: PEFT computes them then, on one rank, which cannot gather alone."""
+    configs: Any = model.peft_config.values() if _peft_of(model) else ()
+    return zf.unsharded(model.prompt_encoder) if any(config.is_prompt_learning for config in configs) else nullcontext()
+
+
+def _names_of_adapters(model: Any) -> set[str] | None:
+    """Names of the entries that `save_pretrained` of a PEFT model reads: those of its adapters. None means all entries."""
+    peft = _peft_of(model)
+    if peft is None:
         return None
     entries = model.state_dict()
     names = {id(value): name for name, value in entries.items()}
@@ -317,6 +323,6 @@ def _names_of_adapters(model: nn.Module) -> set[str] | None:
     for adapter in model.peft_config:
         for value in peft.get_peft_model_state_dict(model, state_dict=entries, adapter_name=adapter).values():
             if id(value) not in names:
-                return None  # a value made of others
+                return None  # PEFT computes this value from other entries
             chosen.add(names[id(value)])
     return chosen

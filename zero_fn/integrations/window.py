@@ -1,7 +1,7 @@
-"""`zf.accumulate` for trainers that call for each microbatch alone.
+"""`zf.accumulate` for trainers that enter a block of their own (`no_sync`) for each microbatch.
 
-A trainer enters its `no_sync` anew for each microbatch but the last. Gradients are reduced once for all of them: the window
-begins with the first and ends in the backward of the last, before clipping and the step.
+A trainer does so for each microbatch of a step but the last. Gradients are reduced once for all of them: the window opens
+with the first microbatch and closes in the backward of the last, before gradients are clipped and the optimizer steps.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ __all__ = ["AccumulationWindow"]
 
 
 class AccumulationWindow:
-    """Blocks of `zf.accumulate` that are open, one for each module.
+    """The blocks of `zf.accumulate` that are open, one for each module.
 
     Attributes:
-        modules: Those modules.
+        modules: The modules whose gradients are being summed.
     """
 
     def __init__(self) -> None:
@@ -28,19 +28,19 @@ class AccumulationWindow:
         self._blocks = ExitStack()
 
     def begin(self, module: nn.Module) -> None:
-        """Gradients of a transformed module are summed from here on; does nothing if they are already."""
+        """Sums the gradients of a transformed module from here on. Does nothing if they are summed already."""
         if not any(module is other for other in self.modules):
             self._blocks.enter_context(zf.accumulate(module))
             self.modules.append(module)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Reduces what was summed; after an error it is dropped. Does nothing if nothing has begun."""
+        """Reduces the summed gradients, or drops them after an error. Does nothing if no window is open."""
         blocks, self._blocks, self.modules = self._blocks, ExitStack(), []
         blocks.__exit__(type(error) if error is not None else None, error, None)
 
     @contextmanager
     def dropping(self) -> Iterator[None]:
-        """Ends with whatever error passes."""
+        """Drops the summed gradients if the block raises."""
         try:
             yield
         except BaseException as error:
