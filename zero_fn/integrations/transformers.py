@@ -197,7 +197,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             super()._load_best_model()
 
     def _load_weights(self, folder: str) -> bool:
-        """Loads the weights of a checkpoint. Returns False for models that the Trainer loads by itself, as those with adapters.
+        """Loads the weights of a checkpoint. Returns False where the Trainer does it by itself: models with adapters.
 
         Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
         in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
