@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from zero_fn.runtime.registry import replacement_of, slot_of
+from zero_fn.runtime.registry import replacement_of
+from zero_fn.runtime.slot import slot_of
 
 __all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "plain_trained", "refuse_stale"]
 
