@@ -23,14 +23,14 @@ BUDGET = {
     "kernels": 874,
     "local": 553,
     "plan": 1025,
-    "runtime": 8349,
+    "runtime": 8415,
     "storage": 1471,
     "streamed": 2141,
     "surface": 461,
     "transforms": 3077,
-    "transport": 2445,
+    "transport": 2479,
     "values": 1962,
-    "": 530,
+    "": 542,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""
 

@@ -463,7 +463,7 @@ def test_the_compiler_takes_a_local_tensor_on_the_slice_of_a_storage(mesh: Devic
 
 
 def test_dlpack_puts_a_view_on_a_storage_of_its_own() -> None:
-    """(resting.way_to_be_alone)"""
+    """(resting.rested)"""
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         buffer = torch.arange(40).to(dtype)
         view = buffer.as_strided((2, 3, 2), (1, 2, 10), 5)

@@ -7,7 +7,7 @@ checks what is relied on here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,18 +16,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "alone",
+    "as_plain",
     "at_same_address",
     "detached",
+    "goes_through_dlpack",
     "is_dense",
     "local_of",
     "on_spec",
     "rest_gradient",
+    "rested",
     "resting_parameter",
     "set_local",
     "spanned",
     "spec_on",
-    "way_to_be_alone",
 ]
+
+as_plain = torch._C.DisableTorchFunctionSubclass
+"""A context in which reading `requires_grad`, `grad` and hooks of a DTensor takes a third of the time: torch looks for no
+`__torch_function__` there. No function of the user may run inside."""
 
 
 def spec_on(model: DTensorSpec, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
@@ -69,19 +75,25 @@ def at_same_address(tensors: Iterable[Tensor]) -> Iterator[tuple[int, int]]:
                 yield earlier, number
 
 
-def way_to_be_alone(like: Tensor, shape: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """The cheapest way to do what `alone` does, for views of this shape on memory like this. DLPack has half the cost; it
-    serves where it knows the dtype and keeps all strides (some versions set those of dims of one element to 1)."""
-    is_kept = type(like) is Tensor and like.dtype in _IN_DLPACK and all(size > 1 for size in shape)
-    return _through_dlpack if is_kept else alone
+def goes_through_dlpack(like: Tensor, shape: Sequence[int]) -> bool:
+    """Whether DLPack, at half the cost, does for views of this shape on such memory what `alone` does: it knows the dtype and
+    keeps all strides (some versions set those of dims of one element to 1)."""
+    return type(like) is Tensor and like.dtype in _IN_DLPACK and all(size > 1 for size in shape)
 
 
 _IN_DLPACK = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+_to_dlpack, _from_dlpack = torch._C._to_dlpack, torch._C._from_dlpack
 
 
-def _through_dlpack(view: Tensor) -> Tensor:
-    found: Tensor = torch._C._from_dlpack(torch._C._to_dlpack(view))
-    return found
+def rested(views: Iterable[tuple[Tensor, bool, DTensorSpec | None]]) -> list[Tensor]:
+    """Gradients at rest on views of a buffer, each on a storage of its own. The hot path of `on_spec(alone(view), spec)`.
+
+    Args:
+        views: Each with whether it `goes_through_dlpack`, and how it rests on the mesh (None: on no axis).
+    """
+    new = DTensor.__new__
+    locals_ = [(_from_dlpack(_to_dlpack(view)) if is_quick else alone(view), spec) for view, is_quick, spec in views]
+    return [local if spec is None else new(DTensor, local, spec, requires_grad=False) for local, spec in locals_]
 
 
 def on_spec(local: Tensor, spec: DTensorSpec) -> DTensor:

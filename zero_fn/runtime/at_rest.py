@@ -1,4 +1,4 @@
-"""The resting parameters of a unit: their memory, and following those that users moved or replaced."""
+"""The resting parameters of a unit: their memory, and how they follow moves and replacements by the user."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zero_fn.errors import PlacementError, StateError
-from zero_fn.resting import local_of, resting_parameter, set_local
+from zero_fn.resting import as_plain, local_of, resting_parameter, set_local
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.group import Groups, groups_of
@@ -31,7 +31,7 @@ class AtRest:
     Attributes:
         slots: The parameters.
         groups: The groups of parameters by kind, with their buffers.
-        is_evicted: Whether they are in another tier, and cannot be used.
+        is_evicted: Whether `evict` has moved the parameters to another tier, so that they cannot be used.
     """
 
     def __init__(self, unit: str, slots: Sequence[Slot], transport: Links, away: Away, owner: object) -> None:
@@ -40,16 +40,16 @@ class AtRest:
         self.groups = Groups()
         self.is_evicted = False
         self._owner: Callable[[], object] = weakref.ref(owner)
-        self._known: list[Record] = []  # of the groups of before
+        self._known: list[Record] = []  # records of the earlier groups, which new groups may take over
 
     def form_groups(self, dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> None:
-        """Decides how the parameters, of these dtypes on these devices, rest, compute and are summed."""
+        """Groups the parameters by how they rest, compute and are summed. `dtypes` and `devices`: of each at rest."""
         self._known = self.groups.records()
         self.groups.members = groups_of(self.slots, dtypes, devices)
         self.groups.reshards_after_backward = any(s.home.reshard_after is ReshardAfter.BACKWARD for s in self.slots)
 
     def allocate(self, requires_grad: Sequence[bool]) -> None:
-        """Lays out the memory, and registers parameters on it. Their values are still to be written."""
+        """Allocates the memory, and registers parameters on it. Their values are still to be written."""
         self._lay_out()
         for slot, flag in zip(self.slots, requires_grad, strict=True):
             parameter = resting_parameter(slot.resting_local(), slot.spec, requires_grad=flag)
@@ -58,8 +58,9 @@ class AtRest:
 
     @property
     def is_current(self) -> bool:
-        """Whether modules still hold the parameters, on the memory, that this knows."""
-        return all(map(Slot.is_current, self.slots))
+        """Whether modules still hold the same parameters, on the same memory."""
+        with as_plain():
+            return all(map(Slot.is_current, self.slots))
 
     def require_in_memory(self, unit: str) -> None:
         """Raises where the parameters were evicted, or the `.data` of one was assigned."""
@@ -93,10 +94,10 @@ class AtRest:
             self.write(values)
 
     def vacate(self) -> None:
-        """Drops the memory of parameters, whose values were taken elsewhere."""
+        """Drops the memory of the parameters, whose values were moved elsewhere."""
         self.is_evicted = True
         if all(isinstance(slot.flat, TierTensor) for slot in self.slots):
-            return  # it is in another tier already
+            return  # the values are in another tier already
         for group in self.groups:
             group.vacate()
 
@@ -136,10 +137,9 @@ class AtRest:
             if slot.path.layout is None:
                 wholes.append(slot.path.whole_view(own).to(slot.flat.device, copy=True))
                 continue
-            flat = torch.empty(slot.path.layout.padded_numel, dtype=slot.dtype, device=slot.flat.device)
-            flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(own)
-            segments.append(slot.path.segment(flat))
-            wholes.append(slot.path.whole_view(flat))
+            whole, segment = slot.path.to_gather(own, slot.flat.device)
+            segments.append(segment)
+            wholes.append(whole)
         self.groups.let_go()
         return wholes, self._transport.all_gather(segments, f"whole parameters of {self._unit}") if segments else None
 
@@ -150,15 +150,17 @@ class AtRest:
 
     @property
     def is_gone(self) -> bool:
-        """Whether these modules were taken out of the model, and nobody holds them."""
-        return bool(self.slots) and all(place.is_gone for slot in self.slots for place in slot.places)
+        """Whether the modules of the parameters were taken out of the model, and nobody holds them."""
+        if not self.slots or not self.slots[0].places[0].is_gone:  # each forward asks
+            return False
+        return all(place.is_gone for slot in self.slots for place in slot.places)
 
     def _lay_out(self) -> None:
         self.groups.lay_out(self._record_for)
         self._known = []
 
     def _record_for(self, what: Shelved, forms: list[Form], device: torch.device, record_type: type[Record]) -> Record:
-        """Room in another tier; that of before, where nothing has changed."""
+        """Room in another tier: the earlier record, where nothing has changed, or a new one."""
         for known in self._known:
             is_alike = (known.shelf.tier, known.forms, known.device) == (what[1], forms, device)
             if type(known) is record_type and is_alike:
@@ -170,7 +172,7 @@ class AtRest:
 
 
 def _successor(slot: Slot) -> nn.Parameter:
-    """What is registered now where the resting parameter of a slot was.
+    """The parameter that is registered now in the place of a slot's.
 
     Raises:
         PlacementError: It is not sharded as the parameter was.
@@ -194,8 +196,8 @@ def _successor(slot: Slot) -> nn.Parameter:
 
 
 def _on_other_memory(parameter: nn.Parameter, view: Tensor, slot: Slot) -> nn.Parameter:
-    """A resting parameter on other memory. Another one takes the place of a plain one, which cannot lose its memory, and of
-    one on another device, which a tensor cannot leave."""
+    """A resting parameter on other memory: the same object where torch allows that. A plain one cannot lose its memory to a
+    tier, and no tensor can change its device, so another parameter takes their place."""
     is_plain = not isinstance(parameter, DTensor | TierTensor)
     if parameter.device != view.device or (is_plain and isinstance(view, TierTensor)):
         successor = resting_parameter(view, slot.spec, requires_grad=parameter.requires_grad)

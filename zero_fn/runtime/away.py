@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from zero_fn.errors import StorageError
 from zero_fn.resting import local_of, on_spec
 from zero_fn.runtime.everywhere import Told
-from zero_fn.runtime.gradients import add_gradient
+from zero_fn.runtime.gradients import add_gradients
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.parcels import Form, record_nbytes
@@ -69,12 +69,10 @@ class Away:
         self.shelf(what).stage(nbytes, stagings_for(device.type))
         return reserved.pop(0) if reserved else self.shelf(what).reserve([nbytes])[0]
 
-    def add_gradient(self, slot: Slot, grad: Tensor) -> None:
-        """Makes `grad` the gradient of a parameter, or adds it to the present one, which may be in its tier."""
-        try:  # not `_failing_at_the_end`, which costs nine calls for each parameter
-            add_gradient(slot, grad)
-        except StorageError as error:
-            self._failure = self._failure or error
+    def add_gradients(self, slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> None:
+        """Makes `grads` the gradients of parameters, or adds them to those there are, which may be in their tier."""
+        failure = add_gradients(slots, grads)
+        self._failure = self._failure or failure
 
     def put_gradients(self, groups: Groups) -> None:
         """Begins to write gradients that rest in another tier, one group for each staging buffer. On an accelerator the

@@ -33,7 +33,7 @@ from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
-from zero_fn.values.schedule import Action, Reduce, Reshard, Settle, Use
+from zero_fn.values.schedule import Action, Reduce, Reshard, Settle
 
 __all__ = ["Backwards"]
 
@@ -44,9 +44,9 @@ class Backwards:
     """The backwards of one transformed module, of which one at most is open.
 
     Attributes:
-        current: The one that is open.
-        updates: Steps of optimizers, so far.
-        settling: Reductions that are waited for.
+        current: The backward that is open.
+        updates: How many steps optimizers have made so far.
+        settling: What makes reduced gradients those of resting parameters.
     """
 
     def __init__(self, module: Transformed, forwards: Forwards) -> None:
@@ -54,7 +54,7 @@ class Backwards:
         self.current: BackwardPass | None = None
         self.updates = 0
         self.settling = Settling(module.away, module.control)
-        self._script: Script | None = None  # of the last backward
+        self._script: Script | None = None  # the schedule of the last backward
         self._nested = _Nested()
         self._recovering = Lock()  # [Note: threads of the engine] (ending.py)
 
@@ -66,26 +66,24 @@ class Backwards:
         if self._nested.left:
             self._nested.reshard()
         if backward is not None:
-            key = backward.enter(unit.index, use.number if use is not None else None, recomputes=recomputes)
+            key = backward.enter(unit.index, use.key if use is not None else None, recomputes=recomputes)
             if use is not None and use.is_passed_only:
-                use.has_arrived = True  # nothing else will tell
+                use.has_arrived = True  # no gradients will come that would tell
             use = use or (self._module.graphs.use(key) if key is not None else None)
             self._pump(backward)
-        unit.unshard()
-        unit.await_gathered()
-        began_at = use.began_at if use is not None else unit.shown.last_entry()
+        unit.require_gathered()
         shown = unit.shown
+        began_at = use.began_at if use is not None else shown.last_entry()
         if began_at is not None and backward is not None and shown.backward_entry is None:
             shown.show_in_backward(gather_again(unit), began_at)  # [Note: recomputation in a unit]
             shown.needed_in = current_graph_task()
 
     def gradients_arrived(self, use: UnitUse, grads: Sequence[Tensor | None] | None) -> None:
-        """All gradients of one use are there. `grads` is None if they go back through autograd."""
+        """All gradients of one use are there. `grads` is None if they are returned through autograd. (gather.py)"""
         backward = self.opened()
         if self._nested.left:
             self._nested.reshard()
-        unit, accumulating = use.unit, self._module.accumulating
-        key = Use(unit.index, use.number)
+        unit, key, accumulating = use.unit, use.key, self._module.accumulating
         scheduled = backward is not None and backward.has(key)
         if grads is not None and accumulating:
             unit.gradients.add_pending(grads)
@@ -106,14 +104,16 @@ class Backwards:
     # -- recomputation ----------------------------------------------------------------------------------------------
 
     def is_recomputing(self, unit: Unit, entry: Door) -> bool:
-        """Whether a checkpoint inside the unit runs `entry` again: its parameters are in place then."""
+        """Whether a checkpoint inside the unit runs the module of `entry` again; its parameters are shown then."""
         if current_graph_task() == -1:
             return False
         began, shown = self._module.graphs.uses_of(unit.index), unit.shown
         if any(use.began_at is entry for use in began):
-            return False  # the unit was entered here, so it is now
+            return False  # the checkpoint is around the unit, which was entered here
         if shown.backward_entry is None and any(use.is_awaited for use in began):
-            self.need_in_backward(unit, recomputes=True)  # before backward itself: the outputs were not watched
+            self.need_in_backward(
+                unit, recomputes=True
+            )  # the recomputation is ahead of backward, which reached no output
         found = shown.backward_entry is not None and shown.backward_entry is not entry
         if found:
             self._need_lenders(unit)
@@ -131,7 +131,7 @@ class Backwards:
         return use
 
     def _need_lenders(self, unit: Unit) -> None:
-        """What the recomputed forward of a unit may read beyond its own: in forward, units around it were open."""
+        """Gathers the units around one whose parameters its recomputed forward may read: ties (`lenders`)."""
         for index in self._module.lenders.get(unit.index, ()):
             lender = self._module.units[index]()
             if lender is not None and lender.shown.backward_entry is None and not lender.running:
@@ -140,7 +140,7 @@ class Backwards:
     # -- the schedule -----------------------------------------------------------------------------------------------
 
     def opened(self) -> BackwardPass | None:
-        """The backward that runs, which begins here if nothing has told of it yet; None outside backward."""
+        """The running backward, which begins here if this is the first call from it; None outside backward."""
         if current_graph_task() == -1:
             return None  # a saved tensor was read outside backward
         if self.current is not None and self.current.ending.is_to_come:
@@ -156,15 +156,15 @@ class Backwards:
         alive = [graphs.use(use) for use in uses]
         local = [use is not None and use.will_run for use in alive]
         later = [False] * len(uses) if all(local) else [use is not None and use.may_run_later for use in alive]
-        # Optimizer steps are counted in: a rank that left a backward out would else take the next one of the others for it,
-        # and replicas of which one left a step out would part.
+        # The count of optimizer steps is compared as well: a rank that left out a backward would else take the next backward
+        # of the others for its own, and replicas of which one left out a step would drift apart.
         units = crc32(array("L", [use.unit for use in uses]))
         passed = f"units {units:08x}, after {self.updates} steps of optimizers"
         notes = self._forwards.statistics.bits()
         what = "what the backward runs through"
         union = module.control.any(local, what, check=passed, second=later, notes=notes)
         taking_part = {use for use, runs in zip(uses, union, strict=False) if runs}
-        # Where every use runs, forwards are done with: nothing was read then. [Note: forwards that wait] (graphs.py)
+        # If every use runs, no forward waits any longer, and the bits were not read. [Note: forwards that wait] (graphs.py)
         waiting = {use for use, waits in zip(uses, union[len(uses) :], strict=False) if waits}
         trace = [bracket for bracket in graphs.trace if bracket.use in taking_part]
         defers = not module.accumulating and not returns_gradients()
@@ -196,18 +196,18 @@ class Backwards:
     def _do(self, action: Action, backward: BackwardPass) -> None:
         kind = type(action)
         if kind is Settle:
-            if backward.reductions:  # else one that came out of order has settled it
+            if backward.reductions:  # else a reduction that came out of order has settled this one
                 self.settling.settle(*backward.reductions.pop(0))
         elif kind is Reduce:
             unit = self._module.unit(action.unit)
             exact = backward.uses_of(unit.index) > 1
             backward.reductions.append((unit, unit.gradients.reduce(exact=exact)))
-        elif kind is Reshard and self._forwards.current is None:  # else this is a backward inside a forward
+        elif kind is Reshard and self._forwards.current is None:  # not in a backward that runs inside a forward
             unit = self._module.unit(action.unit)
             if not unit.running and unit.groups.is_transient:
                 unit.reshard()
             elif not unit.running:
-                # Kept: were it gathered again for its next use, only the ranks that run that use would do so.
+                # It stays gathered: only the ranks that run its next use would gather it again.
                 unit.leave_backward()
         else:
             self._forwards.do(action)
@@ -239,15 +239,16 @@ class Backwards:
         module.control.read()
         self._nested.left = []
         for unit in module.live_units():
-            unit.leave_backward()
             if unit.groups.is_transient or not module.accumulating:
                 unit.reshard()
+            else:
+                unit.leave_backward()
         if not module.accumulating:
             module.away.finish_gradients(unit.groups for unit in module.live_units())
 
     def give_up(self, ending: Ending) -> None:
-        """Called when the engine is done with a backward. If it raised, names show resting parameters again, and what was
-        under way is waited for: should the model be dropped now, other models would take its messages for theirs.
+        """Called when the engine has dropped a backward. If it raised, names show resting parameters again, and collectives
+        under way are waited for: if the model is dropped next, other models would take its messages for theirs.
         """
         if self.current is not None and self.current.ending is ending:
             self.recover()
@@ -260,7 +261,7 @@ class Backwards:
                     unit.shown.hide_from_backward()
 
     def recover(self) -> None:
-        """Drops what a backward that raised left behind. Ranks that raised alike stay in step."""
+        """Clears up after a backward that raised. Ranks that raised in the same place stay in step."""
         backward, module = self.current, self._module
         if backward is None:
             return
@@ -289,7 +290,7 @@ class _Nested:
     """Units that nested backwards of one transformed module have run through. [Note: nested backward]
 
     Attributes:
-        left: Those that are still gathered.
+        left: The units among them that are still gathered.
     """
 
     def __init__(self) -> None:
@@ -304,7 +305,7 @@ class _Nested:
             unit.reshard()
 
     def reshard(self) -> None:
-        """Reshards those whose nested backward has ended."""
+        """Reshards the units whose nested backward has ended."""
         now = current_graph_task()  # tasks inside others have larger numbers
         for unit in self.left:
             if unit.shown.is_left and now <= unit.shown.needed_in:

@@ -1,4 +1,4 @@
-"""Bits that ranks tell one another while they run: what a backward passes, who has a gradient."""
+"""Control messages: bits that are or-ed over ranks, such as which uses a backward runs and which gradients exist."""
 
 from __future__ import annotations
 
@@ -30,18 +30,21 @@ class Control:
         """Ors bits over ranks.
 
         Args:
-            local: The bits of this rank. Where all are set the host does not wait.
-            what: For errors.
-            check: Must be equal on all ranks.
-            second: More bits, which follow in what is returned; only if some of `local` are not set on any rank.
+            local: The bits of this rank. If all are set, the host does not wait for the message.
+            what: What the bits mean, in the words of an error.
+            check: A text that must be equal on all ranks.
+            second: More bits, appended to the result, but only if some of `local` are set on no rank.
             notes: More bits, for `take_notes`.
+
+        Returns:
+            The union of `local`, and perhaps that of `second`.
         """
         message = Ored(self._transport, [*local, *second, *notes], what, check=check)
         count = len(local) + len(second)
         if notes:
             self._notes.append((message, count))
         if all(local):
-            self._unread.append(message)  # nothing to learn: the host need not wait for it now
+            self._unread.append(message)  # the result is known: the host need not wait for it now
             return local
         union = message.read()[:count]
         return union[: len(local)] if all(union[: len(local)]) else union
@@ -53,6 +56,6 @@ class Control:
             message.settle()
 
     def take_notes(self) -> list[list[bool]]:
-        """The notes of all messages since the last time, oldest first; `read` was called after them."""
+        """The notes of all messages since the last call, oldest first. To be called after `read`."""
         notes, self._notes = self._notes, []
         return [message.read()[count:] for message, count in notes]

@@ -1,9 +1,9 @@
 """How the runtime learns that a backward has ended, or raised.
 
-[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the one that called it waits.
-If it raises, that one goes on at once, and the engine lets go of the backward a little later, in its own thread. So nothing
-is recovered there, beside whatever the program does by then, but names: whoever called the backward, and is not in it any
-more, knows that it has ended, and recovers before anything else.
+[Note: threads of the engine] The backward of an accelerator runs in a thread of autograd, while the calling thread waits.
+If it raises, the calling thread goes on at once, and the engine drops the backward a little later, in its own thread. The
+program may be doing anything by then, so the engine's thread only lets names show resting parameters again. The calling
+thread recovers the rest before its next forward or backward: once it is no longer inside backward, the backward has ended.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ class Ended(Protocol):
         """All nodes have run."""
 
     def give_up(self, ending: Ending) -> None:
-        """The engine is done with the backward, whether or not it raised. Called in the thread that called the backward."""
+        """The engine has dropped the backward, whether or not it raised. Called in the thread that called the backward."""
 
     def show_resting(self, ending: Ending) -> None:
-        """The engine is done with the backward, told in a thread of the engine. [Note: threads of the engine]"""
+        """The engine has dropped the backward, in a thread of its own. [Note: threads of the engine]"""
 
 
 class Ending:
-    """The end of the running backward, as the engine tells of it."""
+    """Tells an owner when the running backward ends, or raises."""
 
     __slots__ = ("_callback", "_caller", "_thread")
 
     def __init__(self, owner: Ended, caller: int) -> None:
-        """Asks the engine to tell.
+        """Queues a callback in the engine.
 
         Args:
-            owner: Who is told; held weakly.
+            owner: The one to tell; held weakly.
             caller: The thread that called the backward.
         """
         self._caller, self._thread = caller, get_ident()
@@ -56,7 +56,7 @@ class Ending:
         def on_death(_: object) -> None:
             found = held()
             if found is not None and get_ident() == caller:
-                with suppress(LostRankError):  # the one that failed the backward, again: its caller hears of it
+                with suppress(LostRankError):  # the error that ended the backward, again: its caller gets it anyway
                     found.give_up(self)
             elif found is not None:
                 found.show_resting(self)
@@ -66,7 +66,7 @@ class Ending:
 
     @property
     def is_to_come(self) -> bool:
-        """Whether the backward may still be running. The engine drops the callback when it raises, at the latest."""
+        """Whether the backward may still be running. If it raised, the engine has dropped the callback by now."""
         if self._callback() is None:
             return False
         has_returned = (

@@ -9,11 +9,11 @@ name, with the same door.
 and pruning compute a weight there, from parameters that must be whole. The hook after it stands behind those that were there
 when the module was transformed, and is called after an exception too.
 
-[Note: nothing inside a unit] While a unit runs, hooks at modules below its anchor would do nothing but cost 4 us a call, and
-the compiler would make a graph of each module of torch that has hooks. So they are taken out until the unit is left.
+[Note: nothing inside a unit] While a unit runs, our hooks at modules below its anchor would do nothing but cost 4 us a call,
+and the compiler would make a graph of each module of torch that has hooks. So they are taken out until the unit is left.
 
-[Note: interrupted forwards] torch calls no hook after a KeyboardInterrupt. So a call that has begun and does not stand on the
-stack any more is found where it would be in the way: when its module is called again, by verbs, backwards and optimizers.
+[Note: interrupted forwards] torch calls no hook after a KeyboardInterrupt. So whatever comes next (a call of the module, a
+verb, a backward, an optimizer) looks whether a call that has begun still stands on the stack, and leaves its unit if not.
 """
 
 from __future__ import annotations
@@ -71,20 +71,22 @@ class _Begun:
     """A call that entered its unit.
 
     Attributes:
-        use: What the unit was entered for; None in a block in which its parameters are whole.
+        use: The use of the unit; None in a block in which whole parameters are registered.
         tensors: The whole parameters, as modules see them.
-        error_before: The exception that was being handled when it began.
-        has_backward: Whether what autograd saves is packed, and the output is watched.
-        is_packing: Whether that was begun here.
+        error_before: The exception that was being handled when the call began.
+        has_backward: Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed.
+        is_packing: Whether the packing was begun here.
+        is_transforming: Whether the call runs inside a transform of torch.func.
     """
 
-    __slots__ = ("error_before", "has_backward", "is_packing", "tensors", "use")
+    __slots__ = ("error_before", "has_backward", "is_packing", "is_transforming", "tensors", "use")
 
     def __init__(self, use: UnitUse | None) -> None:
         self.use = use
         self.tensors: list[Tensor] = []
         self.error_before = sys.exception()
         self.has_backward = self.is_packing = False
+        self.is_transforming = is_transforming()
 
 
 class Attached:
@@ -92,7 +94,7 @@ class Attached:
 
     Attributes:
         unit: The unit.
-        run: What runs it.
+        run: The running state of the transformed module.
         attribute: The name of the method: "forward" stands for calls of the module.
         is_anchor: Whether the module is the anchor of the unit.
         input_dtype, output_dtype: Floating point tensors are cast to these on the way in and out; None leaves them.
@@ -139,7 +141,7 @@ class Attached:
 
     @uncompiled
     def begin(self) -> bool:
-        """Enters the unit, whose whole parameters stand under their names until `end`. Returns False if it runs already."""
+        """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
         unit = self.unit
         if self._begun is not None:
             if self.is_on_stack(get_ident(), times=2):
@@ -154,17 +156,25 @@ class Attached:
         if self.run.backwards.is_recomputing(unit, self):
             return False
         self._require_run()
-        with outside_selection():
-            use = called_outside(self.run.enter, unit, self)
-            begun = self._begun = _Begun(use)
-            _take_hooks_inside(unit, self._module())
-            begun.tensors = gather(use)
-            unit.shown.show(begun.tensors)
+        begun = outside_selection(self._entered)
         begun.has_backward = (
-            torch.is_grad_enabled() and not (unit.shown.swapped and unit.shown.is_replaced) and not is_transforming()
+            torch.is_grad_enabled()
+            and not (unit.shown.swapped and unit.shown.is_replaced)
+            and not begun.is_transforming
         )
-        begun.is_packing = begun.has_backward and begin_packing()
+        # What is kept between uses may be kept by autograd as well.
+        begun.is_packing = begun.has_backward and unit.groups.is_transient and begin_packing()
         return True
+
+    def _entered(self) -> _Begun:
+        """Gathers the parameters and shows them."""
+        unit = self.unit
+        use = called_outside(self.run.enter, unit, self)
+        begun = self._begun = _Begun(use)
+        _take_hooks_inside(unit, self._module())
+        begun.tensors = gather(use)
+        unit.shown.show(begun.tensors)
+        return begun
 
     @uncompiled
     def end(self, output: Any, error: BaseException | None) -> Any:
@@ -172,7 +182,7 @@ class Attached:
 
         Args:
             output: What the call returned; None if it raised.
-            error: The exception that is being handled: if it is not that of before, the call has failed.
+            error: The exception that is being handled. If it is not the one from before the call, the call has failed.
         """
         begun = self._begun
         if begun is None:
@@ -198,13 +208,12 @@ class Attached:
                 self.unit.running -= 1
                 self.unit.shown.swapped = {}
             else:
-                with outside_selection():
-                    begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                    called_outside(self.run.forwards.leave, begun.use, failed=not is_done)
+                begun.tensors.clear()  # memory that somebody holds a part of is not used again
+                outside_selection(called_outside, self.run.forwards.leave, begun.use, failed=not is_done)
         return output
 
     def _finished(self, begun: _Begun, output: Any) -> Any:
-        """What is done with the output of a call that did not fail, while the unit is still entered."""
+        """Casts and watches the output of a call that did not fail, and refuses changed parameters. Returns the output."""
         unit, use = self.unit, begun.use
         if self.output_dtype is not None:
             output = _cast(output, self.output_dtype)
@@ -214,16 +223,16 @@ class Attached:
             _watch(output, use)
         elif use.node is not None:
             use.has_graph = True
-        if not is_transforming():
+        if not begun.is_transforming:
             unit.shown.require_unchanged(unit.name, begun.tensors)
         return output
 
     def _recomputes_before_block(self) -> bool:
-        """Whether a checkpoint computes a forward again that came before the block in which parameters are whole."""
+        """Whether a checkpoint recomputes a forward from before the block that registered whole parameters."""
         return current_graph_task() != -1 and bool(self.run.module.graphs.uses_of(self.unit.index))
 
     def _begin_with_leaves(self) -> None:
-        """A forward of the plain module that the unit is for a while. (whole_step.py)"""
+        """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
         called_outside(self.run.forwards.agree)
         begun = _Begun(None)
         begun.tensors = see_leaves(self.unit)
@@ -233,7 +242,7 @@ class Attached:
         self.unit.shown.show(begun.tensors)
 
     def _require_run(self) -> None:
-        """Raises where a call would be recorded, rather than run."""
+        """Raises inside torch.jit.trace and torch.export, which record a call rather than run it."""
         if torch._C._is_tracing() or torch.compiler.is_exporting():
             raise StateError(
                 "A transformed module cannot be traced by torch.jit, or exported.",
@@ -243,7 +252,7 @@ class Attached:
             )
 
     def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
-        """Whether calls of the module are running in a thread: as many at least. [Note: interrupted forwards]"""
+        """Whether at least `times` calls of the module are running in a thread. [Note: interrupted forwards]"""
         module, found = self._module(), 0
         frame = sys._current_frames().get(thread)
         while frame is not None and found < times:
@@ -253,7 +262,7 @@ class Attached:
         return found >= times
 
     def _forget(self) -> None:
-        """Leaves what an interrupted call has entered. [Note: interrupted forwards]"""
+        """Leaves the unit that an interrupted call has entered. [Note: interrupted forwards]"""
         is_with_leaves = self._begun is not None and self._begun.use is None
         self._begun, self._depth = None, 0
         drop_packing()
@@ -317,7 +326,7 @@ class Method(Attached):
         return self.end(output, sys.exception())
 
     def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
-        """A call has left the unit after any exception."""
+        """False would say that a call was interrupted. That cannot be: `__call__` leaves the unit after any exception."""
         return True
 
 
@@ -328,7 +337,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 def attach(attached: Attached) -> None:
-    """Lets calls of a module enter a unit, before what was attached to the module earlier."""
+    """Lets calls of a module enter a unit, before the units that were attached to it earlier."""
     module = attached.module
     earlier = module.__dict__.get(_ATTACHED, ())
     module.__dict__[_ATTACHED] = (attached, *earlier)
@@ -365,20 +374,23 @@ def _put_hooks(module: nn.Module) -> None:
 
 
 def _take_hooks_inside(unit: Unit, called: nn.Module | None) -> None:
-    """While a unit runs, no module below its anchor has hooks of ours, but the one that is called."""
+    """Takes our hooks out of the modules below the anchor, except for the one that is called."""
     for reference in unit.inner:
         module: Any = reference()
         if module is not None and module is not called:
+            # The entries in the dicts of options stay: torch reads these only for hooks that are there.
             module._forward_pre_hooks.pop(_KEY, None)
-            module._forward_pre_hooks_with_kwargs.pop(_KEY, None)
             module._forward_hooks.pop(_KEY, None)
 
 
 def _put_hooks_inside(unit: Unit) -> None:
     for reference in unit.inner:
-        module = reference()
+        module: Any = reference()
         if module is not None and _ATTACHED in module.__dict__:
-            _put_hooks(module)
+            hooks = module._forward_pre_hooks
+            hooks[_KEY], module._forward_hooks[_KEY] = _before, _after
+            if len(hooks) > 1:
+                hooks.move_to_end(_KEY, last=False)
 
 
 @uncompiled
@@ -410,7 +422,7 @@ def _after(module: nn.Module, _args: object, output: Any) -> Any:
 
 
 def attached_below(module: nn.Module) -> list[tuple[str, Attached]]:
-    """What is attached below a module, by module name. The anchor of a unit that holds a parameter of another one has two."""
+    """What is attached at a module and below it, with module names: two at an anchor with a parameter of another unit."""
     return [
         (name, attached) for name, child in module.named_modules() for attached in child.__dict__.get(_ATTACHED, ())
     ]
@@ -451,10 +463,10 @@ def runs_of(*modules: nn.Module, verb: str) -> list[Run]:
 
 
 def require_idle(units: Iterable[Unit], verb: str) -> None:
-    """Puts units at rest whose last pass raised, and refuses what is under way.
+    """Puts units at rest whose last pass raised, and refuses units in use.
 
     Raises:
-        StateError: A forward runs, gradients wait, or a block of the user is open.
+        StateError: A forward runs, gradients wait to be reduced, or an `accumulate` or `unsharded` block is open.
     """
     for unit in units:
         run_of(unit).recover()
@@ -467,7 +479,7 @@ def require_idle(units: Iterable[Unit], verb: str) -> None:
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """With floating point tensors in a dtype, also those in dataclasses and attrs, of which torch makes no pytrees."""
+    """The tree with floating point tensors in a dtype; also those in dataclasses and attrs, which torch's pytree skips."""
 
     def cast(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -490,8 +502,8 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
-    """Adds a note with the fix to torch's error about a resting parameter beside a plain tensor in a forward: torch raises it
-    in C++, and knows nothing of units."""
+    """Adds a note with the fix to torch's error about an operation that mixes a resting parameter with a plain tensor: torch
+    raises it in C++, and knows nothing of units."""
     if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
         return
     if hasattr(error, "__notes__") or any(other.has_model_axes for other in run.module.live_units()):
@@ -505,7 +517,7 @@ def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
 
 
 def _watch(output: Any, use: UnitUse) -> None:
-    """Tells the step when backward reaches the outputs, before any gradient of the unit is computed."""
+    """Hooks the outputs, to learn when backward reaches the unit, before any gradient of it is computed."""
     tensors = (output,) if isinstance(output, Tensor) else _tensors_in(output)
     hook = partial(_reached, use)
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The forwards of one transformed module: each follows the schedule of the last one that began at the same unit."""
+"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class Forwards:
     """The forwards of one transformed module, of which one at most is open.
 
     Attributes:
-        current: The one that is open.
-        statistics: The module's buffers.
-        has_agreed: Whether ranks compared layouts and values, since the transform or since values were loaded.
-        is_fresh: Whether nothing was gathered yet in this accumulate block.
+        current: The forward that is open.
+        statistics: The module's buffers (running statistics).
+        has_agreed: Whether ranks have compared layouts and values since the transform, or since values were loaded.
+        is_fresh: Whether nothing was gathered yet in this `accumulate` block.
     """
 
     def __init__(self, module: Transformed, statistics: Statistics) -> None:
         self._module, self.statistics = module, statistics
         self.current: ForwardPass | None = None
         self.has_agreed, self.is_fresh = False, True
-        self._door: Door | None = None  # at which it began
+        self._door: Door | None = None  # at which the open forward began
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
-        self._present = 0  # units whose modules were there in the last forward
+        self._present = 0  # how many units had their modules in the model in the last forward
 
     def recorded_trace(self) -> Trace | None:
         """The longest forward that was recorded for training, if any."""
@@ -90,15 +90,14 @@ class Forwards:
         use = UnitUse(unit, forward.next_number(unit.index), entry)
         if forward.grad:
             unit.shown.last_entry = weakref.ref(entry)
-        before = forward.note(Enter, use)
+        leg = forward.note(Enter, use)
         try:
-            for action in before:
+            for action in leg.before if leg else ():
                 self.do(action)
-            unit.unshard()
-            unit.await_gathered()
-            for action in forward.after():
+            unit.require_gathered()
+            for action in leg.after if leg else ():
                 self.do(action)
-        except StorageError:  # on every rank alike: what was entered is left again
+        except StorageError:  # raised on every rank alike: the unit is left again
             forward.failed = True
             forward.note(Exit, use)
             if forward.depth == 0:
@@ -111,18 +110,16 @@ class Forwards:
         """The forward of a unit has ended."""
         unit, forward = use.unit, self.current
         unit.running -= 1
-        if forward is None:  # recomputation: the backward frees it
-            if any(map(is_tile, unit.at_rest.modules())):  # but all parts of a module must not be there at once
+        if forward is None:  # a recomputation: the backward frees the unit
+            if any(map(is_tile, unit.at_rest.modules())):  # but not all tiles of a module may be gathered at once
                 self.reshard(unit, grad=True)
             return
         forward.failed |= failed
         on_schedule = forward.is_on_schedule
-        before = forward.note(Exit, use)
+        leg = forward.note(Exit, use)
         is_outermost = forward.depth == 0
         if not failed:
-            for action in before:
-                self.do(action)
-            for action in forward.after():
+            for action in (*leg.before, *leg.after) if leg else ():
                 self.do(action)
             if not on_schedule and not is_outermost:
                 self.reshard(unit, grad=torch.is_grad_enabled())
@@ -130,13 +127,12 @@ class Forwards:
             self._end(forward)
 
     def do(self, action: Action) -> None:
-        """Gathers, fetches or frees a unit, as a schedule says: that of a forward, or of a backward."""
+        """Carries out one action of a schedule, of a forward or a backward: gathers, fetches or frees a unit."""
         kind, unit = type(action), self._module.units[action.unit]()
         assert unit is not None, f"unit {action.unit} is gone"
         if kind is Unshard:
-            if (
-                self.current is None or unit.shown.leaves is None
-            ):  # backwards need what forwards before the block have read
+            # Where whole parameters are registered for a block, forwards gather nothing; backwards of forwards before it do.
+            if self.current is None or unit.shown.leaves is None:
                 unit.unshard()
         elif kind is Await:
             unit.await_gathered()
@@ -149,7 +145,7 @@ class Forwards:
                 unit.in_flight.fetch()
 
     def reshard(self, unit: Unit, *, grad: bool) -> None:
-        """Frees the gathered parameters of a unit between its uses, if they are to be freed before a backward."""
+        """Frees the gathered parameters of a unit that is not running, unless they are kept until the backward (`grad`)."""
         if unit.groups.is_transient and not unit.running and not (grad and unit.groups.reshards_after_backward):
             unit.reshard()
 
@@ -169,10 +165,10 @@ class Forwards:
         self._door = entry
 
     def prepare(self) -> bool:
-        """Before parameters are gathered for use: what moved is followed, ranks agree, buffers are those of rank 0.
+        """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers.
 
         Returns:
-            Whether other tensors stand in for some parameters.
+            Whether other tensors stand in for some parameters (`functional_call`).
         """
         is_swapped, present = False, 0
         must_expire = not self._module.accumulating or self.is_fresh
@@ -194,7 +190,7 @@ class Forwards:
         return is_swapped
 
     def _forget_gone(self, present: int) -> None:
-        """Layers may be taken out of a model: no pass follows what was recorded with them."""
+        """Forgets recorded schedules of units that are gone: layers may be taken out of a model."""
         self._present = present
         gone = {i for i, unit in enumerate(self._module.units) if (found := unit()) is None or found.at_rest.is_gone}
         self._recorded = {
@@ -204,7 +200,7 @@ class Forwards:
         }
 
     def agree(self) -> None:
-        """Ranks compare what they hold, once, and again after loading."""
+        """Compares over ranks what they hold: once, and again after loading."""
         module = self._module
         if self.has_agreed:
             return
@@ -245,6 +241,8 @@ class Forwards:
             self._recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in module.live_units():
+            if unit.in_flight.phase is Phase.AT_REST and not unit.groups.is_away:
+                continue
             if unit.in_flight.phase is Phase.GATHERING:
                 unit.in_flight.finish()  # prefetched and not used: a gather that is dropped would be taken for the next
             if unit.index not in kept:
@@ -253,7 +251,7 @@ class Forwards:
             module.graphs.add(forward)
 
     def abandon(self) -> None:
-        """Ends a forward that was interrupted and left nothing. [Note: interrupted forwards] (entry.py)"""
+        """Ends a forward that was interrupted without leaving its units. [Note: interrupted forwards] (entry.py)"""
         forward, door = self.current, self._door
         if forward is None or door is None or door.is_on_stack(self._module.caller):
             return

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
+from zero_fn.runtime.slot import trained
 from zero_fn.runtime.swapped import in_compute_dtype, is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
-from zero_fn.runtime.use import UnitUse, UseInBackward, will_execute
+from zero_fn.runtime.use import UnitUse, will_execute
 from zero_fn.transport.segment import Segment
 
 __all__ = ["gather", "gather_again", "returns_gradients"]
@@ -46,20 +48,19 @@ def returns_gradients() -> bool:
 
 @uncompiled
 def gather_again(unit: Unit) -> list[Tensor]:
-    """The gathered parameters of a unit for recomputations inside it, by a node of their own.
+    """The gathered parameters of a unit for recomputations inside its backward, on an autograd node of their own.
 
-    They are the same in each backward, where that cannot be told from new ones. [Note: tensors that are lent]
+    The same tensors serve every backward, as long as nobody could tell them from new ones. [Note: tensors that are lent]
     """
     gathered = unit.in_flight.memory
     if gathered is None or not gathered.lends or unit.shown.swapped or unit.has_model_axes or is_transforming():
         with torch.enable_grad():
             return gather(UnitUse(unit, -1))
-    trained = [slot.parameter.requires_grad for slot in unit.slots]
-    lent = gathered.lent
-    if lent is None or lent.trained != trained or not lent.is_untouched():
-        use = UseInBackward(unit)
+    now, lent = trained(unit.slots), gathered.lent
+    if lent is None or lent.trained != now or not lent.is_untouched():
+        use = UnitUse(weakref.proxy(unit), -1)  # the unit holds these tensors, their node holds this
         with torch.enable_grad():
-            lent = Lent(_gathered(use), trained, use)
+            lent = Lent(_gathered(use), now, use)
         gathered.lend(lent)
     lent.use.generation, lent.use.has_arrived, lent.is_shown = unit.generation, False, True
     return lent.tensors
@@ -67,10 +68,10 @@ def gather_again(unit: Unit) -> list[Tensor]:
 
 @uncompiled
 def gather(use: UnitUse) -> list[Tensor]:
-    """The gathered parameters of a unit, connected to its resting ones if gradients are recorded.
+    """The gathered parameters of a unit, connected to its resting parameters if gradients are recorded.
 
     Args:
-        use: The use of a unit whose parameters are gathered. Its `node` is set.
+        use: A use of the unit, whose parameters are gathered. Its `node` is set.
     """
     unit = use.unit
     swapped = unit.shown.swapped
@@ -84,13 +85,12 @@ def gather(use: UnitUse) -> list[Tensor]:
 def _gathered(use: UnitUse) -> list[Tensor]:
     unit = use.unit
     tensors = unit.in_flight.tensors()
-    leaves = [slot.parameter for slot in unit.slots]
-    trained = [leaf.requires_grad for leaf in leaves] if torch.is_grad_enabled() else []
-    if True not in trained:
+    flags = trained(unit.slots) if torch.is_grad_enabled() else []
+    if True not in flags:
         return placed(unit.slots, tensors) if unit.has_model_axes else tensors
     # Not `_Gather.apply`, which asks of every argument whether torch.func has wrapped it: `gather` has seen to that.
-    outputs = _apply(_Gather, use, tensors, trained, _token, *leaves)
-    node = outputs[trained.index(True)].grad_fn
+    outputs = _apply(_Gather, use, tensors, flags, _token, *[slot.parameter for slot in unit.slots])
+    node = outputs[flags.index(True)].grad_fn
     assert node is not None
     use.node = weakref.ref(node)
     return placed(unit.slots, outputs) if unit.has_model_axes else list(outputs)
@@ -125,9 +125,10 @@ class _Gather(torch.autograd.Function):
             )
         if unit.has_model_axes:
             grads = tuple(map(arrived, grads))
-        if DTensor in map(type, grads):
+        kinds = set(map(type, grads))
+        if DTensor in kinds:
             raise _in_shards(unit)
-        if any(grad is None for grad in grads):  # not `None in grads`: that compares tensors, 9 us each
+        if NoneType in kinds:
             grads = _with_assigned(unit, grads)
         nothing = (None, None, None, None)
         if not returns_gradients():
@@ -149,7 +150,7 @@ def _in_shards(unit: Unit) -> ShardedAccessError:
 
 
 def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:
-    """Refuses several gradients at once, before anything is sent: under vmap there are no collectives."""
+    """Refuses batched gradients (`is_grads_batched=True`) before anything is sent: vmap knows no collectives."""
     if any(grad is not None and _is_batched(grad) for grad in grads):
         raise StateError(
             "Several gradients of a transformed module were asked for at once.",
@@ -160,7 +161,8 @@ def _require_single(unit: Unit, grads: Sequence[Tensor | None]) -> None:
 
 
 def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    """Also gradients that a function assigned in its backward: `layer.weight.grad = ...`, as fused accumulations do."""
+    """The gradients, with those that a custom function assigned (`layer.weight.grad = ...`) in place of returning them, as
+    fused weight-gradient kernels do."""
     found = list(grads)
     for i, slot in enumerate(unit.slots):
         shown = slot.places[0].shown if found[i] is None and slot.parameter.requires_grad else None
@@ -172,9 +174,10 @@ def _with_assigned(unit: Unit, grads: Sequence[Tensor | None]) -> tuple[Tensor |
 
 
 class _ReturnReduced(torch.autograd.Function):
-    """Whole gradients to resting ones, differentiably: the transpose of the mean over ranks is a gather.
+    """Makes whole gradients resting ones, differentiably: the transpose of the mean over ranks is an all-gather.
 
-    Not a gather over n: what a rank computes from whole tensors is averaged over ranks once more, when it is reduced.
+    The all-gather is not divided by the number of ranks: what a rank computes from whole tensors is averaged once more, when
+    its gradient is reduced.
     """
 
     @staticmethod
@@ -186,10 +189,7 @@ class _ReturnReduced(torch.autograd.Function):
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()
-        some = bits.tolist()
-        return tuple(
-            reduction.resting(slot) if present else None for slot, present in zip(unit.slots, some, strict=True)
-        )
+        return tuple(reduction.resting(list(map(bool, bits.tolist()))))
 
     @staticmethod
     @uncompiled
@@ -199,19 +199,13 @@ class _ReturnReduced(torch.autograd.Function):
         segments: list[Segment] = []
         wholes: list[Tensor | None] = []
         for slot, grad in zip(unit.slots, grads, strict=True):
-            if grad is None:
-                wholes.append(None)
-                continue
-            local = local_of(grad)
-            if slot.path.layout is None:
+            local = local_of(grad) if grad is not None else None
+            if local is None or slot.path.layout is None:
                 wholes.append(local)
                 continue
-            flat = torch.zeros(slot.path.layout.padded_numel, dtype=local.dtype, device=local.device)
-            flat.narrow(0, slot.path.start, slot.path.local_numel).copy_(
-                local.permute(slot.path.layout.order).reshape(-1)
-            )
-            segments.append(slot.path.segment(flat))
-            wholes.append(slot.path.whole_view(flat))
+            whole, segment = slot.path.to_gather(local.permute(slot.path.layout.order).reshape(-1))
+            segments.append(segment)
+            wholes.append(whole)
         if segments:
             unit.run.transport.all_gather(segments, f"second gradients of {unit}").wait()
         return None, *(

@@ -1,22 +1,23 @@
-"""The memory of gathered parameters: one buffer per compute dtype of a unit, and what is cut from it.
+"""The memory of gathered parameters: one buffer per compute dtype of a unit, and the views that are cut from it.
 
 [Note: memory that comes and goes] Cutting the buffers of a unit into parameters and into the pieces that travel costs the
 host more than an all-gather of small parameters. So it is done once: when a unit is resharded its buffers lose their memory,
 not their views, and the next gather gives them memory again (`UntypedStorage.resize_`, as FSDP does). That is sound
 only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
-storage are, and torch counts what refers to a storage: if there is more than the views cut here, the buffers are dropped
-as they are, and whoever holds a part of them keeps an ordinary tensor. On CUDA memory is freed in the order of the stream, as
-when a tensor dies; this has not run on a device.
+storage are, and torch counts the references to a storage: if there are more than those of the views cut here, the unit drops
+the buffers as they are, and whoever holds a part of them keeps an ordinary tensor. On CUDA memory is freed in the order of
+the stream, as when a tensor dies; this has not run on a device.
 
-[Note: tensors that are lent] For checkpoints inside a unit the names show gathered parameters in every backward, through an
-autograd node of their own. These tensors too are made once, and go on from step to step, unless somebody holds or has
-changed one.
+[Note: tensors that are lent] For activation checkpoints inside a unit, modules see gathered parameters in every backward, on
+an autograd node of their own. These tensors are made once, too, and kept from step to step, unless somebody holds or has
+changed one of them.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from sys import getrefcount
 from typing import Any
 
@@ -37,16 +38,18 @@ from zero_fn.transport.segment import Segment
 __all__ = ["Gathered", "Lent"]
 
 _references = torch._C._storage_Use_Count
+_use_count: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
+_version, _hooks = attrgetter("_version"), attrgetter("_backward_hooks")
 
 
 class Lent:
-    """Gathered parameters with history that are shown again and again. [Note: tensors that are lent]
+    """Gathered parameters with an autograd history, kept from one backward to the next. [Note: tensors that are lent]
 
     Attributes:
         tensors: One for each slot.
-        trained: For each slot, whether it was trained when they were made.
-        use: What their node belongs to; it must not hold the unit, which holds this.
-        is_shown: Whether they have been shown since it was known that they are untouched.
+        trained: For each slot, whether it was trained when the tensors were made.
+        use: The use that their autograd node belongs to. It must not hold the unit, which holds this.
+        is_shown: Whether modules have seen the tensors since `is_untouched` last returned True.
     """
 
     __slots__ = ("_state", "is_shown", "tensors", "trained", "use")
@@ -57,17 +60,20 @@ class Lent:
         self.is_shown = False
 
     def is_untouched(self) -> bool:
-        """Whether nobody else holds one of the tensors, and nobody has changed one. They are not shown now."""
+        """Whether nobody else holds one of the tensors, and nobody has changed one. To be asked while no module sees them."""
         if self.is_shown and self._state_now() == self._state:
             self.is_shown = False
         return not self.is_shown
 
-    def _state_now(self) -> list[tuple[int, int, int, object]]:
+    def _state_now(self) -> tuple[list[int], list[int], list[int], list[object]]:
         # A tensor may be held from Python, or from C++ alone, by the graph that a recomputation made.
-        return [
-            (getrefcount(t), t._use_count(), t._version, t._backward_hooks)  # type: ignore[attr-defined]
-            for t in self.tensors
-        ]
+        tensors = self.tensors
+        return (
+            [*map(getrefcount, tensors)],
+            [*map(_use_count, tensors)],
+            [*map(_version, tensors)],
+            [*map(_hooks, tensors)],
+        )
 
 
 class Gathered:
@@ -75,9 +81,9 @@ class Gathered:
 
     Attributes:
         buffers: One for each group.
-        segments: What the all-gather fills, as the transport takes it.
-        travelling: Parameters, by number, whose classes say what is sent for them.
-        lent: Tensors that are shown again in the next backward, if there are any.
+        segments: The parts of the buffers that the all-gather fills, as the transport takes them.
+        travelling: Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
+        lent: Tensors that the next backward may show again, if there are any.
     """
 
     __slots__ = (
@@ -95,8 +101,8 @@ class Gathered:
     )
 
     def __init__(self, source: Source, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
-        """Allocates the buffers that do not stay in memory, and cuts all of them. `source` gathers them again."""
-        with torch.inference_mode(False):  # they outlive the forward that asks for them
+        """Allocates the buffers that have memory during a use only, and cuts all buffers. `source` gathers them again."""
+        with torch.inference_mode(False):  # the buffers outlive the forward that asks for them
             self.buffers: list[Tensor] = []
             segments: list[Segment] = []
             views: dict[Slot, Tensor] = {}
@@ -117,10 +123,11 @@ class Gathered:
             for travelling in self.travelling.values():
                 segments += travelling.segments
             self.segments = transport.prepared(segments)
-        self._source = weakref.ref(source)  # it owns this
+        self._source = weakref.ref(source)  # which owns this
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
         self.lent: Lent | None = None
-        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []  # with bytes, and references from here
+        # Storages that lose their memory between uses, each with its bytes and the number of references to it from here.
+        self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []
         gathered = [group for group in groups if group.whole is not None and not group.kind.travels]
         for number, (group, buffer) in enumerate(zip(gathered, self.buffers, strict=True)):
             if not group.is_transient:
@@ -128,15 +135,15 @@ class Gathered:
             remember_buffer(buffer, self, source, number)
             storage = buffer.untyped_storage()
             if type(buffer) is not Tensor or not storage.resizable():
-                self._freed = None  # a simulated tensor, or memory that is not the allocator's
+                self._freed = None  # a simulated tensor, or memory that torch's allocator did not give
             elif self._freed is not None:
                 self._freed.append((storage, storage.nbytes(), _references(storage._cdata)))
         for travelling in self.travelling.values():
-            self._freed = None  # each gather makes anew what travels
+            self._freed = None  # the subclass allocates anew for each gather
             self._add(travelling.outputs)
 
     def _cut_own(self, group: Group, slot: Slot, buffer: Tensor, start: int) -> None:
-        """Finds what this rank holds and must copy: it does not rest in its place, and the all-gather does not copy it."""
+        """Notes that this rank's own part must be copied, if it rests elsewhere and the all-gather does not copy it."""
         path = slot.path
         if group.inner is not None:
             assert path.layout is not None
@@ -153,7 +160,7 @@ class Gathered:
             self._copied[1].append(slot.flat)
 
     def fill_own(self, *, has_failed: bool = False) -> None:
-        """Copies what this rank holds into its place. `has_failed`: what rests in another tier could not be read."""
+        """Copies this rank's own parts into the buffers. `has_failed`: those in another tier could not be read."""
         if self._copied[0]:
             torch._foreach_copy_(*self._copied)
         if self._away and not has_failed:
@@ -175,19 +182,19 @@ class Gathered:
             torch._foreach_copy_(places, values)
 
     def wait_for_own(self) -> None:
-        """Lets the device wait for what is on its way from the host."""
+        """Makes the device wait for copies from the host that are under way."""
         while self._arriving:
             stream, end = self._arriving.popitem()
             stream.wait_for(end)
 
     def make_products(self) -> None:
-        """All has arrived: classes make of it what modules see. (extended.py)"""
+        """After the all-gather: tensor subclasses make what modules see from the bytes that arrived. (extended.py)"""
         for i, travelling in self.travelling.items():
             self._views[i], made = travelling.arrived()
             self._add(made)
 
     def _add(self, made: Sequence[Tensor]) -> None:
-        """Takes memory of classes for buffers: autograd then keeps none of it until backward."""
+        """Treats memory that a tensor subclass allocated as buffers of the unit, so that autograd does not keep it."""
         source = self._source()
         assert source is not None, "a unit that is gone has gathered"
         for buffer in made:
@@ -201,7 +208,7 @@ class Gathered:
         return [view.data for view in self._views]
 
     def lend(self, lent: Lent | None) -> None:
-        """Keeps tensors on the buffers to be shown again, in place of those there were."""
+        """Keeps these tensors on the buffers for the next backward, in place of those kept before."""
         for sign, other in ((-1, self.lent), (1, lent)):
             storages = [tensor.untyped_storage()._cdata for tensor in other.tensors] if other is not None else []
             self._freed = [
@@ -211,21 +218,25 @@ class Gathered:
         self.lent = lent
 
     def free(self) -> bool:
-        """Takes the memory from the buffers. False if someone else holds a part of it, who then keeps it: to be dropped."""
+        """Takes the memory from the buffers, until `renew`.
+
+        Returns:
+            False if somebody else holds a part of them, who keeps it: the caller then drops this object.
+        """
         if self._freed is None:
             return False
         if self.lent is not None and not self.lent.is_untouched():
             self.lend(None)
         for storage, _, references in self._freed:
             if _references(storage._cdata) != references or not storage.resizable():
-                return False  # or it was shown to numpy, whose arrays must not lose their memory
+                return False  # storages that numpy has seen are not resizable: an array must not lose its memory
         for storage, _, _ in self._freed:
             storage.resize_(0)
         return True
 
     @property
     def lends(self) -> bool:
-        """Whether tensors on it may go on from step to step."""
+        """Whether tensors on the buffers may be kept from step to step."""
         return self._freed is not None
 
     def renew(self) -> None:

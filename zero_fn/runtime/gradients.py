@@ -6,8 +6,8 @@
 
 While `accumulate` sums, a marker stands as `.grad`. [Note: a pending gradient is part of .grad]
 
-A parameter that gets no gradient on this rank contributes zeros, because other ranks may have one; it stays without
-gradient only if no rank has one, as in a replica.
+A parameter without a gradient on this rank contributes zeros, because other ranks may have a gradient of it. Its `.grad`
+stays None only if no rank has one, as in a replica.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import and_
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero_fn.errors import PlacementError
-from zero_fn.resting import local_of, on_spec, rest_gradient, way_to_be_alone
+from zero_fn.errors import PlacementError, StorageError
+from zero_fn.resting import as_plain, goes_through_dlpack, local_of, rest_gradient, rested
 from zero_fn.runtime.group import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.side_stream import on_host
-from zero_fn.runtime.slot import Slot
+from zero_fn.runtime.slot import Slot, trained
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.recycled import Recurring
 from zero_fn.transport.links import Links, Waits
 from zero_fn.transport.segment import Contribution, Contributions
 
-__all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradient"]
+__all__ = ["GradientMemory", "Gradients", "Reduction", "add_gradients"]
 
 
 class Gradients:
@@ -50,6 +51,7 @@ class Gradients:
         "__weakref__",
         "_buffers",
         "_buffers_memory",
+        "_current",
         "_is_owned",
         "_marked",
         "_markers",
@@ -64,23 +66,23 @@ class Gradients:
 
     def __init__(self, slots: Sequence[Slot], transport: Links, unit: str) -> None:
         self._slots, self._transport, self._unit = slots, transport, unit
-        self._trained: list[bool] = []  # which parameters `_memory` is for
         self._memory: GradientMemory | None = None
+        self._trained: list[bool] = []  # the parameters that `_memory` is for
+        self._current: GradientMemory | None = None  # of the parameters that were trained when the last gradients came
         self.local: list[Tensor | None] = [None] * len(slots)
         self._is_owned = [False] * len(slots)
         self.is_empty = True
         self._buffers: list[Tensor] | None = None
         self._buffers_memory: GradientMemory | None = None  # whose layout the buffers have
-        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, with the memory it was made for
+        self._markers: dict[int, tuple[Tensor, PendingGradient]] = {}  # by slot, each with the `flat` it was made for
         self._marked: dict[int, PendingGradient] = {}  # by slot: what stands as `.grad` while the sum is pending
 
     def memory(self) -> GradientMemory:
         """The layout of the gradients of the parameters that are trained now."""
-        trained = [slot.parameter.requires_grad for slot in self._slots]
-        if self._memory is None or self._trained != trained:
+        now = trained(self._slots)
+        if self._memory is None or self._trained != now:
             taken = self._memory.taken if self._memory is not None else []
-            self._memory = GradientMemory([slot for slot in self._slots if slot.parameter.requires_grad], taken)
-            self._trained = trained
+            self._memory, self._trained = GradientMemory(self._slots, now, taken), now
         return self._memory
 
     @property
@@ -89,15 +91,15 @@ class Gradients:
         return any(slot.parameter.requires_grad for slot in self._slots)
 
     def forget_layout(self) -> None:
-        """Parameters have other memory."""
-        self._memory = None
+        """Forgets the layout of gradients: parameters rest in other memory now."""
+        self._memory = self._current = None
 
     def add(self, grads: Sequence[Tensor | None], *, exact: bool) -> None:
-        """Adds what one use gave.
+        """Adds the gradients of one use.
 
         Args:
             grads: One per slot. They belong to autograd and may be shared, so they are never written.
-            exact: Sum in the sum dtype from the first addend on: several will come.
+            exact: Whether to sum in the sum dtype from the first addend on, because several uses will come.
 
         Raises:
             PlacementError: A gradient is sparse.
@@ -110,13 +112,13 @@ class Gradients:
                     unit=self._unit.removeprefix("unit "),
                     fix="compute it with sparse=False: F.embedding(tokens, weight)",
                 )
-        memory = self.memory()
-        if self.is_empty and not exact and len(memory.ranges) == len(self._slots):
+        memory = self._current = self.memory()
+        if self.is_empty and not exact and False not in self._trained:
             self.local = list(grads)
             self._note_empty()
             return
         for i, (slot, grad) in enumerate(zip(self._slots, grads, strict=True)):
-            if grad is None or slot not in memory.ranges:  # frozen since the forward, as autograd then drops it
+            if grad is None or memory.places[i] is None:  # frozen since the forward, as autograd then drops it
                 continue
             have = self.local[i]
             if have is not None and self._is_owned[i]:
@@ -125,7 +127,7 @@ class Gradients:
                 self.local[i] = have.to(slot.kind.sum_dtype, copy=True).add_(grad)
                 self._is_owned[i] = True
             elif exact:
-                self.local[i] = self._room(slot, memory, grad.device).copy_(grad)
+                self.local[i] = self._room(i, slot, memory, grad.device).copy_(grad)
                 self._is_owned[i] = True
             else:
                 self.local[i] = grad
@@ -135,7 +137,7 @@ class Gradients:
         self.is_empty = all(grad is None for grad in self.local)
 
     def add_pending(self, grads: Sequence[Tensor | None]) -> None:
-        """Adds what one use gave to sums that stay on this rank when the backward ends. Markers stand as `.grad`."""
+        """Adds the gradients of one use to sums that stay on this rank when the backward ends. Markers stand as `.grad`."""
         self.forget_dropped()
         self.add(grads, exact=True)
         for i, slot in enumerate(self._slots):
@@ -145,7 +147,7 @@ class Gradients:
                 self._marked[i] = marker
 
     def _marker(self, i: int, slot: Slot) -> PendingGradient:
-        """The marker of a slot, made once for as long as its parameter rests where it does."""
+        """The marker of a slot, made once for the memory that its parameter rests in."""
         known = self._markers.get(i)
         if known is None or known[0] is not slot.flat:
             known = slot.flat, PendingGradient(slot, partial(_zero_sum, weakref.ref(self), i))
@@ -161,41 +163,40 @@ class Gradients:
         self._note_empty()
 
     def unmark(self) -> None:
-        """Shows the gradients of before again in place of the markers. The sums stay, without those the user dropped."""
+        """Puts the earlier gradients back in place of the markers. The sums stay, without those that the user dropped."""
         self.forget_dropped()
         for i, marker in self._marked.items():
             self._slots[i].parameter.grad, marker.earlier = marker.earlier, None
         self._marked = {}
 
     def has_pending(self) -> bool:
-        """Whether gradients wait on this rank that the user did not drop."""
+        """Whether this rank has local sums that the user did not drop."""
         self.forget_dropped()
         return not self.is_empty
 
     def take(self) -> tuple[list[Tensor | None], list[Tensor] | None, GradientMemory | None]:
-        """The local sums, which the unit no longer holds; the buffers in which some of them lie, and their layout."""
+        """Hands over the local sums, the buffers in which some of them lie, and the layout of these."""
         if self._marked:
             self.unmark()
         taken = self.local, self._buffers, self._buffers_memory
         self.local, self._buffers, self._buffers_memory = [None] * len(self._slots), None, None
         self._is_owned = [False] * len(self._slots)
-        self.is_empty = True
+        self.is_empty, self._current = True, None
         return taken
 
     def reduce(self, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
-        """Issues the reduction of the local sums, which the unit then no longer holds.
+        """Issues the reduction of the local sums, and lets go of them.
 
         Args:
             exact: See `Reduction`.
-            present: For each parameter, whether any rank has a gradient; of parameters frozen since, too.
+            present: For each parameter, whether any rank has a gradient of it. Parameters that were frozen since count, too.
         """
-        memory, slots = self.memory(), self._slots
-        if present is not None and any(
-            has_any and slot not in memory.ranges for slot, has_any in zip(slots, present, strict=True)
-        ):
-            memory = GradientMemory(
-                [slot for slot, has_any in zip(slots, present, strict=True) if has_any or slot in memory.ranges]
-            )
+        slots = self._slots
+        memory = self._current if present is None and self._current is not None else self.memory()
+        if present is not None:
+            wanted = [has_any or place is not None for has_any, place in zip(present, memory.places, strict=True)]
+            if wanted.count(True) > memory.count:  # some were frozen since their gradient came
+                memory = GradientMemory(slots, wanted)
         local, buffers, theirs = self.take()
         buffers = buffers if theirs is memory else None
         return Reduction(slots, memory, local, self._transport, self._unit, exact=exact, buffers=buffers)
@@ -204,17 +205,17 @@ class Gradients:
         """Issues the reduction of these gradients."""
         return Reduction(self._slots, self.memory(), grads, self._transport, self._unit, exact=True)
 
-    def _room(self, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
+    def _room(self, i: int, slot: Slot, memory: GradientMemory, device: torch.device) -> Tensor:
+        place = memory.places[i]
         if (
             slot.path.keeps_whole_gradient
             and slot.kind.sum_dtype == slot.dtype
             and slot.path.numel
-            and slot in memory.ranges
+            and place is not None
         ):
             if self._buffers_memory is not memory:  # none yet, or parameters were frozen since
                 self._buffers, self._buffers_memory = memory.allocate(), memory
             assert self._buffers is not None
-            place = memory.ranges[slot]
             return self._buffers[place.buffer].as_strided(slot.path.shape, slot.path.stride, place.offset)
         return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.kind.sum_dtype, device=device)
 
@@ -226,69 +227,102 @@ def _zero_sum(gradients: Callable[[], Gradients | None], i: int) -> None:
         local.zero_()
 
 
-class _Range:
+class _GradientPlace:
     """Where the gradient of one slot lives in the gradient memory of its unit.
 
     Attributes:
-        buffer: Number of its buffer.
-        offset, numel: Its range of the buffer, in elements.
+        number, slot: The slot, and its number in the unit.
+        buffer: The number of the buffer.
+        offset, numel: The range in the buffer, in elements.
         out: First element and number of elements that the reduction of this rank's piece fills.
         resting: Size, stride and offset of the gradient as it rests.
-        alone: Puts it on a storage of its own.
+        is_quick: Whether DLPack puts it on a storage of its own.
+        dtypes: The dtype in which its addends travel: that of compute, and that of exact sums.
     """
 
-    __slots__ = ("alone", "buffer", "numel", "offset", "out", "resting")
+    __slots__ = ("buffer", "dtypes", "is_quick", "number", "numel", "offset", "out", "resting", "slot")
 
-    def __init__(self, slot: Slot, buffer: int, offset: int, numel: int) -> None:
-        self.buffer, self.offset, self.numel = buffer, offset, numel
-        start, out_numel = 0, slot.path.local_numel
-        if slot.path.layout is None:
-            start, out_numel = slot.path.segment(slot.flat).piece_bounds(slot.path.rank)
-        elif slot.path.keeps_whole_gradient:
-            start = slot.path.start
+    def __init__(self, number: int, slot: Slot, buffer: int, offset: int) -> None:
+        path = slot.path
+        self.number, self.slot, self.buffer = number, slot, buffer
+        self.offset, self.numel = offset, path.gradient_room
+        start, out_numel = 0, path.local_numel
+        if path.layout is None:
+            start, out_numel = path.segment(slot.flat).piece_bounds(path.rank)
+        elif path.keeps_whole_gradient:
+            start = path.start
         self.out = offset + start, out_numel
-        self.alone = way_to_be_alone(slot.flat, slot.path.local_shape)
-        self.resting = (
-            slot.path.local_shape,
-            slot.path.local_stride,
-            offset if slot.path.layout is None else offset + start,
-        )
+        self.resting = path.local_shape, path.local_stride, offset if path.layout is None else offset + start
+        self.is_quick = goes_through_dlpack(slot.flat, path.local_shape)
+        self.dtypes = slot.kind.compute_dtype, slot.kind.sum_dtype
 
 
 class GradientMemory:
     """The gradient memory of the trained slots of a unit: one buffer per dtype, in which they lie as `dense_offsets` says.
 
     Attributes:
-        ranges: Where each slot has its gradient.
+        places: Where each slot of the unit has its gradient; None of frozen ones.
+        count: How many slots have one.
+        at_once: For each slot, whether its gradient is at rest after the reduction.
         taken: Buffers, weakly; with those that the unit took before others of its parameters were trained.
     """
 
-    def __init__(self, slots: Sequence[Slot], taken: Sequence[weakref.ref[torch.UntypedStorage]] = ()) -> None:
-        self.ranges: dict[Slot, _Range] = {}
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        trained: Sequence[bool],
+        taken: Sequence[weakref.ref[torch.UntypedStorage]] = (),
+    ) -> None:
         self._memos: tuple[dict[type, Any], dict[type, Any]] = {}, {}
         self._buffers: list[Recurring] = []
         self.taken = list(taken)
-        by_dtype: dict[tuple[torch.dtype, torch.device], list[Slot]] = {}
-        for slot in slots:
-            by_dtype.setdefault((slot.dtype, slot.flat.device), []).append(slot)
+        self.places: list[_GradientPlace | None] = [None] * len(slots)
+        by_dtype: dict[tuple[torch.dtype, torch.device], dict[Slot, int]] = {}
+        for number, (slot, is_trained) in enumerate(zip(slots, trained, strict=True)):
+            if is_trained:
+                by_dtype.setdefault((slot.dtype, slot.flat.device), {})[slot] = number
         for (dtype, device), members in by_dtype.items():
-            offsets, total = dense_offsets(members, [slot.path.gradient_room for slot in members], dtype.itemsize)
-            for slot in members:
-                self.ranges[slot] = _Range(slot, len(self._buffers), offsets[slot], slot.path.gradient_room)
+            offsets, total = dense_offsets(list(members), [slot.path.gradient_room for slot in members], dtype.itemsize)
+            for slot, number in members.items():
+                self.places[number] = _GradientPlace(number, slot, len(self._buffers), offsets[slot])
             self._buffers.append(Recurring(total, dtype, device))
-        self._reduced = [(slot, self.ranges[slot]) for slot in slots if slot.path.numel]
-        self._numel = sum(slot.path.numel for slot, _ in self._reduced)
+        self._placed = [place for place in self.places if place is not None]
+        self._reduced = [place for place in self._placed if place.slot.path.numel]
+        self._numel = sum(place.slot.path.numel for place in self._reduced)
+        self.count = len(self._placed)
+        self.at_once = [place is not None and place.slot.path.is_reduced_at_once for place in self.places]
+
+    def rows(self, local: Sequence[Tensor | None], *, exact: bool) -> list[Tensor]:
+        """What this rank contributes for each slot with elements, in order: zeros where it has no gradient."""
+        rows: list[Tensor] = []
+        for place in self._reduced:
+            grad, dtype, path = local[place.number], place.dtypes[exact], place.slot.path
+            if grad is None:
+                grad = torch.zeros(path.shape, dtype=dtype, device=place.slot.flat.device)
+            elif grad.dtype is not dtype:
+                grad = grad.to(dtype)
+            rows.append(grad if path.is_in_order else path.rows_of(grad))
+        return rows
 
     def contributions(self, rows: list[Tensor], buffers: list[Tensor], *, exact: bool) -> Contributions:
-        """The contributions of all slots with elements, in order, `exact` or not, to sums in `buffers`."""
+        """The contributions of all slots with elements, in order, to sums in `buffers`. `exact`: see `Reduction`."""
 
         def make(at: int, rows: Tensor) -> Contribution:
-            slot, place = self._reduced[at]
+            place = self._reduced[at]
             start, numel = place.out
             out = buffers[place.buffer].as_strided((numel,), (1,), start)
-            return slot.path.contribution(rows, out, slot.kind.sum_dtype)
+            return place.slot.path.contribution(rows, out, place.slot.kind.sum_dtype)
 
         return Contributions(rows, buffers, make, self._numel, self._memos[exact])
+
+    def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
+        chosen = [place for place in self._placed if wanted[place.number]]
+        grads = rested([(buffers[at.buffer].as_strided(*at.resting), at.is_quick, at.slot.spec) for at in chosen])
+        found: list[Tensor | None] = [None] * len(self.places)
+        for place, grad in zip(chosen, grads, strict=True):
+            found[place.number] = grad
+        return found
 
     def allocate(self) -> list[Tensor]:
         """Fresh buffers."""
@@ -298,14 +332,14 @@ class GradientMemory:
         return buffers
 
     def held(self) -> Iterator[torch.UntypedStorage]:
-        """The buffers in which a gradient is still alive: those at rest show each a part of one."""
+        """The buffers of which some gradient is still alive: each gradient at rest is a part of one."""
         return filter(None, (taken() for taken in self.taken))
 
     @property
     def padding_nbytes(self) -> int:
         """Bytes of the buffers beyond the elements of the gradients."""
         total = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
-        return total - sum(slot.path.gradient_numel * slot.dtype.itemsize for slot in self.ranges)
+        return total - sum(at.slot.path.gradient_numel * at.slot.dtype.itemsize for at in self._placed)
 
 
 class Reduction:
@@ -334,50 +368,37 @@ class Reduction:
             local: Local gradients of these parameters; None contributes zeros.
             transport: The transport of the unit.
             unit: Its name, for errors.
-            exact: Whether addends travel in the sum dtype; else in the compute dtype, and are summed in the sum dtype.
+            exact: Whether addends travel in the sum dtype, or in the compute dtype. The sum is made in the sum dtype anyway.
             buffers: The gradient memory, if some of `local` lie in it already.
         """
         self.has_local = [grad is not None for grad in local]
-        self._transport, self._memory, self._unit = transport, memory, unit
+        self._slots, self._transport, self._memory, self._unit = slots, transport, memory, unit
         self._buffers = memory.allocate() if buffers is None else buffers
         self._regathered: Waits | None = None
-        rows: list[Tensor] = []
-        for slot, grad in zip(slots, local, strict=True):
-            if slot not in memory.ranges or not slot.path.numel:
-                continue
-            dtype = slot.kind.sum_dtype if exact else slot.kind.compute_dtype
-            if grad is not None and grad.dtype is dtype and slot.path.is_in_order:
-                rows.append(grad)
-                continue
-            if grad is None:
-                grad = torch.zeros(slot.path.shape, dtype=dtype, device=slot.flat.device)
-            elif grad.dtype != dtype:
-                grad = grad.to(dtype)
-            rows.append(slot.path.rows_of(grad))
-        contributions = memory.contributions(rows, self._buffers, exact=exact)
+        contributions = memory.contributions(memory.rows(local, exact=exact), self._buffers, exact=exact)
         self._pending = transport.reduce_scatter(contributions, f"gradients of {unit}")
 
     def wait(self) -> None:
-        """Waits for the sums: gradients that rest sharded are ready."""
+        """Waits for the sums. Gradients that rest sharded are ready then."""
         self._pending.wait()
 
     def regather(self) -> None:
         """Issues the all-gather of gradients that rest replicated. A collective: all ranks call it in the same order."""
         segments = [
             slot.path.segment(self._buffers[place.buffer].narrow(0, place.offset, place.numel))
-            for slot, place in self._memory.ranges.items()
-            if slot.path.layout is None and slot.path.numel and slot.path.size > 1
+            for slot, place in zip(self._slots, self._memory.places, strict=True)
+            if place is not None and slot.path.layout is None and slot.path.numel and slot.path.size > 1
         ]
         if segments:
             self._regathered = self._transport.all_gather(segments, f"replicated gradients of {self._unit}")
 
     def wait_regathered(self) -> None:
-        """Waits for what `regather` issued: gradients that rest replicated are ready."""
+        """Waits for the all-gather of `regather`. Gradients that rest replicated are ready then."""
         if self._regathered is not None:
             self._regathered.wait()
 
     def release(self) -> None:
-        """Lets go of the memory: every gradient was taken, and those that rest elsewhere hold none of it."""
+        """Lets go of the gradient memory, once every gradient was taken: those that went to another tier keep none of it."""
         self._buffers = []
 
     @property
@@ -385,21 +406,43 @@ class Reduction:
         """Whether every gradient was taken."""
         return not self._buffers
 
-    def is_frozen(self, slot: Slot) -> bool:
-        """Whether a slot takes no part."""
-        return slot not in self._memory.ranges
+    def resting(self, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients as they rest, for each slot; None of those that are not wanted, or frozen."""
+        return self._memory.resting(self._buffers, wanted)
 
-    def resting(self, slot: Slot) -> Tensor | None:
-        """The gradient of one slot as it rests; None if it is frozen."""
-        place = self._memory.ranges.get(slot)
-        if place is None:
-            return None
-        grad = place.alone(self._buffers[place.buffer].as_strided(*place.resting))
-        return grad if slot.spec is None else on_spec(grad, slot.spec)
+    def local_at_once(self) -> list[bool]:
+        """For each slot, whether this rank contributed a gradient that is at rest after the reduction: there is one."""
+        return [*map(and_, self.has_local, self._memory.at_once)]
+
+    @property
+    def trained_count(self) -> int:
+        """How many slots take part: those that are not frozen."""
+        return self._memory.count
+
+
+def add_gradients(slots: Sequence[Slot], grads: Sequence[Tensor | None]) -> StorageError | None:
+    """Adds reduced gradients to `.grad`; see `add_gradient`. Returns the first failure of a tier that holds one."""
+    later: list[tuple[Slot, Tensor]] = []
+    with as_plain():
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad is None:
+                continue
+            parameter = slot.parameter
+            if parameter.grad is None and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks:
+                parameter.grad = grad
+            else:
+                later.append((slot, grad))
+    failure: StorageError | None = None
+    for slot, grad in later:
+        try:
+            add_gradient(slot, grad)
+        except StorageError as error:
+            failure = failure or error
+    return failure
 
 
 def add_gradient(slot: Slot, grad: Tensor) -> None:
-    """Adds a reduced gradient to `.grad`, firing the user's hooks as autograd would: once, with the resting gradient."""
+    """Adds a reduced gradient to `.grad`, and calls the user's hooks as autograd would: once, with the resting gradient."""
     parameter = slot.parameter
     if parameter._backward_hooks:
         for hook in gradient_hooks(parameter):

@@ -1,9 +1,9 @@
 """Forwards whose backward may come, as all ranks remember them.
 
-[Note: forwards that wait] Between backwards ranks must remember the same uses, or the next schedule would depend on the rank.
-Which may still run depends on it: a graph may be alive on some ranks only, and nothing tells beforehand whether a backward
-will pass through a frozen use. So what begins a backward also ors which uses may run after it, and those are kept. If all
-run now, on whatever rank, nothing is kept, and no rank has to read that.
+[Note: forwards that wait] After a backward every rank must remember the same uses, or the next schedule would differ between
+ranks. Which uses may still have a backward does differ: a graph may be alive on some ranks only, and nothing tells beforehand
+whether a backward will pass through a frozen use. So the message that begins a backward also carries which uses may run after
+it, or-ed over ranks, and those are kept. If every use runs now, on any rank, nothing is kept, and no rank has to read that.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Graphs:
     """The graphs of one transformed module that a backward may pass through.
 
     Attributes:
-        trace: The brackets of their forwards.
+        trace: The Enter and Exit brackets of the forwards.
     """
 
     def __init__(self) -> None:
         self.trace: list[Enter | Exit] = []
-        self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # alive as long as their graph
-        self._retained: set[Use] = set()  # of the trace: those whose backward has run and may run again
+        self._uses: dict[Use, weakref.ref[UnitUse]] = {}  # a use is alive as long as its graph
+        self._retained: set[Use] = set()  # uses whose backward has run and may run again (`retain_graph=True`)
 
     def add(self, forward: ForwardPass) -> None:
-        """Remembers a forward, if it made a graph."""
+        """Remembers a forward, if it recorded a graph."""
         if any(use.has_graph for use in forward.uses.values()):
             self.trace += forward.trace
             self._uses.update((key, weakref.ref(use)) for key, use in forward.uses.items())
@@ -52,11 +52,11 @@ class Graphs:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a forward has had no backward yet."""
+        """Whether any forward has had no backward yet."""
         return any(bracket.use not in self._retained for bracket in self.trace)
 
     def offsets(self) -> dict[int, int]:
-        """For each unit, the number of its next use: one above those it has."""
+        """For each unit, the number of its next use: one above the highest that is remembered."""
         offsets: dict[int, int] = {}
         for bracket in self.trace:
             if isinstance(bracket, Enter):
@@ -64,7 +64,7 @@ class Graphs:
         return offsets
 
     def leave(self, backward: BackwardPass) -> None:
-        """A backward has ended: what it did not pass through, or retained, waits for one of its own.
+        """A backward has ended: uses that it did not pass through, or retained, wait for a backward of their own.
 
         [Note: forwards that wait]
         """
@@ -81,10 +81,10 @@ class Graphs:
         self._retained &= self._uses.keys()
 
     def limit(self) -> None:
-        """Forgets all if there are too many."""
+        """Forgets all graphs if there are too many."""
         if len(self.trace) > 2 * _REMEMBERED_USES:
             self.forget()
 
     def forget(self) -> None:
-        """Forgets all: no backward can come."""
+        """Forgets all graphs: no backward can come."""
         self.trace, self._uses, self._retained = [], {}, set()

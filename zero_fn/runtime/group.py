@@ -23,7 +23,7 @@ from zero_fn.values.layout import aligned_offsets
 __all__ = ["Buffer", "Group", "Groups", "MakeRecord", "dense_offsets", "groups_of"]
 
 MakeRecord = Callable[[Shelved, list[Form], torch.device, type[Record]], Record]
-"""Makes room for tensors on the shelf of a tier."""
+"""Makes room for tensors in the storage of a tier (its shelf)."""
 
 
 class Buffer:
@@ -31,9 +31,9 @@ class Buffer:
 
     Attributes:
         level: The placement that the buffer holds.
-        starts: First element of each parameter.
+        starts: The first element of each parameter.
         numel, dtype, device: Elements, dtype and device of the buffer.
-        memory: What stays between uses; None of a buffer that has memory during a use only.
+        memory: Its tensor, if it has memory between uses; None if it has memory during a use only.
     """
 
     __slots__ = ("_recurring", "device", "dtype", "level", "memory", "numel", "starts")
@@ -68,7 +68,7 @@ class Buffer:
         return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
     def range(self, slot: Slot, start: int, numel: int) -> Tensor:
-        """Some elements of a parameter, flat, in the memory that stays."""
+        """Some elements of a parameter, as a flat view of `memory`."""
         assert self.memory is not None, "the buffer has memory during a use only"
         return self.memory.narrow(0, self.starts[slot] + start, numel)
 
@@ -77,11 +77,11 @@ class Group:
     """The parameters of a unit that are of one kind.
 
     Attributes:
-        kind: What they have in common.
+        kind: What the parameters have in common.
         slots: The parameters.
         whole, inner: The buffers of these placements; None if the group has none. (kind.py)
-        is_inner_current: Whether `inner` holds what rests now.
-        record, gradient_record: What of them rests in other tiers. [Note: away]
+        is_inner_current: Whether `inner` holds the values that rest now.
+        record, gradient_record: Where parameters and gradients rest in other tiers, if they do.
     """
 
     def __init__(self, kind: Kind, slots: list[Slot]) -> None:
@@ -92,14 +92,14 @@ class Group:
         self.record: ParameterRecord | None = None
         self.gradient_record: Record | None = None
         self._rest: Buffer | None = None
-        self._failure: StorageError | None = None  # of a fetch
+        self._failure: StorageError | None = None  # of the last fetch; `arrive` returns it
         for slot in slots:
             slot.join(kind)
 
     # -- memory -----------------------------------------------------------------------------------------------------
 
     def lay_out(self, make_record: MakeRecord) -> None:
-        """Takes memory, and points the `flat` of each slot at its resting elements."""
+        """Allocates the buffers, and points the `flat` of each slot at its resting elements."""
         kind, slots = self.kind, self.slots
         if kind.whole is not Lifetime.NEVER:
             starts, numel = _aligned(slots, [slot.path.padded_numel for slot in slots], kind.compute_dtype)
@@ -143,7 +143,7 @@ class Group:
                 self.record.copies = record
 
     def forms_away(self) -> list[tuple[Shelved, list[Form]]]:
-        """What it puts into other tiers: elements and dtypes, by kind and tier."""
+        """The tensors that rest in other tiers, as elements and dtypes, by kind of state and tier."""
         found: list[tuple[Shelved, list[Form]]] = []
         for what, tier in self.kind.shelved():
             found.append(((what, tier), [Form(slot.path.local_numel, self.kind.dtype) for slot in self.slots]))
@@ -153,13 +153,13 @@ class Group:
         return found
 
     def vacate(self) -> None:
-        """Drops what is in the memory of the device. What is in other tiers stays there."""
+        """Drops the buffers in memory of the device. Records in other tiers stay."""
         self.whole = self.inner = self._rest = None
         if self.kind.rests is Rests.ON_SHELF:
             return
         for slot in self.slots:
             slot.flat = torch.empty(0, dtype=self.kind.dtype, device=slot.flat.device)
-            slot.local = slot.flat  # of no parameter: the slot is not current
+            slot.local = slot.flat  # belongs to no parameter, so `Slot.is_current` is False
 
     def kept(self) -> list[Tensor]:
         """The buffers beside resting parameters that stay in memory."""
@@ -168,13 +168,13 @@ class Group:
         ]
 
     def records(self) -> list[Record]:
-        """What of it rests in other tiers."""
+        """The records of parameters, their compute copies, and gradients in other tiers."""
         copies = self.record.copies if self.record is not None else None
         return [record for record in (self.record, copies, self.gradient_record) if record is not None]
 
     @property
     def padding_nbytes(self) -> int:
-        """Bytes of padding in the memory at rest. What will be away, on `meta` still, is not there."""
+        """Bytes of padding in memory of the device at rest; 0 for parameters that are in another tier, or will go there."""
         kept = sum(
             buffer.nbytes for buffer in (self.whole, self.inner, self._rest) if buffer is not None and buffer.stays
         )
@@ -190,7 +190,7 @@ class Group:
     # -- hops -------------------------------------------------------------------------------------------------------
 
     def gather_inner(self, transport: Links, unit: str) -> None:
-        """The hop over the second axis, where its result stays in memory: once after the parameters have changed. Waits."""
+        """The all-gather over the second axis into `inner`, once after the parameters have changed. Waits for it."""
         if self.inner is None or self.is_inner_current:
             return
         segments = []
@@ -218,7 +218,7 @@ class Group:
             )
 
     def fetch(self) -> None:
-        """Begins to bring resting parameters from their tier, for the next gather. `arrive` says what failed."""
+        """Begins to read resting parameters from their tier, for the next gather. `arrive` returns what failed."""
         if self.record is not None:
             try:
                 self.record.source.fetch()
@@ -226,10 +226,10 @@ class Group:
                 self._failure = error
 
     def arrive(self, *, exact: bool = False) -> StorageError | None:
-        """Waits for resting parameters that are in another tier, and returns what failed.
+        """Waits until resting parameters in another tier can be read, and returns the failure, if any.
 
         Args:
-            exact: Whether they are wanted in the dtype at rest, not in that of compute.
+            exact: Whether to read them in the dtype at rest; else their copies in the compute dtype serve as well.
         """
         failure, self._failure = self._failure, None
         if self.record is not None:
@@ -243,7 +243,7 @@ class Group:
         return failure
 
     def let_go(self) -> None:
-        """Drops what was fetched."""
+        """Frees the memory of what was fetched."""
         self._failure = None
         if self.record is not None:
             self.record.let_go()
@@ -253,10 +253,10 @@ class Groups:
     """The groups of a unit, asked together.
 
     Attributes:
-        members: Its parameters by kind, in their order.
+        members: The groups, in the order of their first parameters.
         is_away: Whether any resting parameter is in another tier.
         is_transient: Whether any gathered parameter is freed between uses.
-        reshards_after_backward: Whether gathered parameters stay from forward to backward.
+        reshards_after_backward: Whether gathered parameters stay from the forward to the end of the backward.
     """
 
     __slots__ = ("is_away", "is_transient", "members", "reshards_after_backward")
@@ -269,7 +269,7 @@ class Groups:
         return iter(self.members)
 
     def lay_out(self, make_record: MakeRecord) -> None:
-        """Takes memory."""
+        """Allocates the buffers of all groups."""
         for group in self.members:
             group.lay_out(make_record)
         self.is_away = any(group.record is not None for group in self.members)
@@ -280,11 +280,11 @@ class Groups:
         return next(group for group in self.members if group.kind is slot.kind)
 
     def records(self) -> list[Record]:
-        """What rests in other tiers."""
+        """The records of all groups in other tiers."""
         return [record for group in self.members for record in group.records()]
 
     def arrive(self, *, exact: bool = False) -> StorageError | None:
-        """Waits for resting parameters that are in another tier; the first failure. `exact`: see `Group.arrive`."""
+        """Waits until resting parameters in other tiers can be read; returns the first failure. See `Group.arrive`."""
         failures = [group.arrive(exact=exact) for group in self.members]
         return next((failure for failure in failures if failure is not None), None)
 
@@ -294,7 +294,7 @@ class Groups:
         return any(group.record is not None and group.record.shelf.may_fail for group in self.members)
 
     def let_go(self) -> None:
-        """Drops what was fetched."""
+        """Frees the memory of what was fetched."""
         for group in self.members:
             group.let_go()
 
@@ -304,7 +304,7 @@ class Groups:
 
     @property
     def gathered_nbytes(self) -> int:
-        """Bytes of gathered parameters that are freed between uses."""
+        """Bytes of the buffers that have memory during a use only."""
         return sum(group.whole.nbytes for group in self.members if group.is_transient and group.whole is not None)
 
     @property
@@ -314,11 +314,11 @@ class Groups:
 
 
 def groups_of(slots: Sequence[Slot], dtypes: Sequence[torch.dtype], devices: Sequence[torch.device]) -> list[Group]:
-    """The groups of a unit: its parameters by kind, in their order. They have no memory yet.
+    """The groups of a unit: its parameters by kind, in their order. The groups have no memory yet.
 
     Args:
         slots: The parameters of the unit.
-        dtypes, devices: Of each, at rest.
+        dtypes, devices: The dtype and device of each parameter at rest.
     """
     by_kind: dict[Kind, list[Slot]] = {}
     for slot, dtype, device in zip(slots, dtypes, devices, strict=True):
@@ -332,15 +332,14 @@ def _aligned(slots: Sequence[Slot], numels: Sequence[int], dtype: torch.dtype) -
 
 
 def dense_offsets(slots: Sequence[Slot], numels: Sequence[int], itemsize: int) -> tuple[dict[Slot, int], int]:
-    """Where each slot begins in a buffer of their own, and the elements of the buffer. The same on every rank.
+    """Where each slot begins in a buffer of these slots, and the elements of the buffer. The same on every rank.
 
-    Large ones lie on aligned boundaries, small ones back to back: what travels in one message should rest as it travels. The
-    pieces of small parameters then leave from where they rest, and the sums of their gradients are made where the gradients
-    rest, without a copy on either side.
+    Large slots lie on aligned boundaries, small ones back to back, because small ones travel in one message: their parameters
+    are then sent from where they rest, and their gradients summed where they rest, without a copy on either side.
 
     Args:
-        slots: Of one dtype.
-        numels: Elements of each.
+        slots: Slots of one dtype.
+        numels: Elements of each slot.
         itemsize: Bytes per element.
     """
     sizes = dict(zip(slots, numels, strict=True))
@@ -352,7 +351,7 @@ def dense_offsets(slots: Sequence[Slot], numels: Sequence[int], itemsize: int) -
 
 
 def _is_even_and_small(slot: Slot) -> bool:
-    """Whether its piece is as large on every rank, and travels packed with others."""
+    """Whether a slot's piece has the same size on every rank, and travels packed with others in one message."""
     is_even = slot.path.sublayout is None and slot.path.numel == slot.path.piece_numel * slot.path.size
     return (
         not slot.path.keeps_whole_gradient and is_even and slot.path.piece_numel * slot.dtype.itemsize < PACKED_NBYTES

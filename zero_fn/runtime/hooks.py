@@ -1,8 +1,8 @@
 """Hooks that users put on resting parameters: each is called once in a backward, with the reduced gradient.
 
-[Note: autograd calls hooks with None] In a deferred backward autograd is given no gradients, and yet it calls the hooks of
-each parameter it passes. So the user's hooks are wrapped, in the dicts where torch keeps them, so that handles still
-remove them. What autograd calls is then ignored, and `add_gradient` calls the user's hook when the gradient is reduced.
+[Note: autograd calls hooks with None] A deferred backward gives autograd no gradients (gather.py), and yet autograd calls the
+hooks of each parameter that it passes. So the user's hooks are wrapped, in the dicts where torch keeps them: their handles
+still remove them. The wrapper ignores autograd's call, and `add_gradient` calls the user's hook once the gradient is reduced.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero_fn.resting import as_plain
 from zero_fn.runtime.slot import Slot, slot_of
 
 __all__ = ["defer_hooks", "gradient_hooks", "parameter_hooks"]
@@ -36,21 +37,24 @@ def _given(hooks: Mapping[int, Any] | None) -> list[Callable[[Tensor], Any]]:
 
 def defer_hooks(slots: Sequence[Slot]) -> None:
     """From now on the hooks of the parameters ignore that the running backward passes without a gradient."""
-    now = _current_graph_task()
-    for slot in slots:
-        slot.deferred_in = now
-        parameter = slot.parameter
-        both: tuple[Any, Any] = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-        for hooks in both:
-            if hooks:
-                hooks.update({k: _Deferred(hook) for k, hook in hooks.items() if not isinstance(hook, _Deferred)})
+    found: list[tuple[Slot, Any]] = []
+    with as_plain():
+        for slot in slots:
+            parameter = slot.parameter
+            if parameter._backward_hooks:
+                found.append((slot, parameter._backward_hooks))
+            if parameter._post_accumulate_grad_hooks:
+                found.append((slot, parameter._post_accumulate_grad_hooks))
+    for slot, hooks in found:
+        slot.deferred_in = _current_graph_task()
+        hooks.update({k: _Deferred(hook) for k, hook in hooks.items() if not isinstance(hook, _Deferred)})
 
 
 class _Deferred:
-    """A hook of a user. It is called with a gradient or, if it is one that runs after accumulation, with the parameter.
+    """A user's hook. Autograd calls it with a gradient, or with the parameter if it is a post-accumulate hook.
 
     Attributes:
-        given: What the user gave.
+        given: The function that the user registered.
     """
 
     __slots__ = ("given",)

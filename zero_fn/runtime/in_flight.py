@@ -1,8 +1,8 @@
 """The gathered parameters of a unit: from the all-gather that brings them until they are freed.
 
-[Note: a disk may fail on one rank] Resting parameters that are in another tier are fetched before each gather, copied into
-the gathered buffer, and let go. If they are on a disk, a message of a byte for each rank goes with the gather and says
-whether the disk failed, and all ranks raise the same. Memory of the host does not fail, and the host waits for no answer.
+[Note: a disk may fail on one rank] Resting parameters in another tier are fetched before each gather, copied into the
+gathered buffer, and let go. If they are on a disk, every rank sends a byte with each gather that says whether its disk
+failed, and all ranks raise the same error. Memory of the host does not fail, and the host waits for no answer.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class InFlight:
 
     Attributes:
         phase: Whether they are at rest, being gathered, or gathered.
-        memory: Memory of the gathered parameters. Once freed it is kept for the next gather, unless somebody holds a part.
-        failure: Of the tier of resting parameters, on this rank or another, on every rank; or of what makes products of what
-            was gathered. Once they are gathered.
+        memory: The buffers of the gathered parameters; kept without memory for the next gather, unless somebody holds a part.
+        failure: Known once the parameters are gathered: a tier could not be read on some rank (every rank has it then), or a
+            tensor subclass raised in `fsdp_post_all_gather`.
     """
 
     def __init__(self, unit: str, slots: Sequence[Slot], groups: Groups, transport: Links) -> None:
@@ -47,11 +47,11 @@ class InFlight:
         self._transport = transport
         self._what = f"parameters of {unit}"
         self._pending: Waits | None = None
-        self._told: Told | None = None  # how the fetch went on each rank
+        self._told: Told | None = None  # whether the fetch went well on each rank
         self.failure: Exception | None = None
 
     def begin(self, source: Source) -> None:
-        """Issues the all-gather; `finish` makes its result readable. `source`: who gathers again for backward."""
+        """Issues the all-gather; `finish` waits for it. `source` gathers again when backward needs a freed buffer."""
         groups, transport = self._groups, self._transport
         if groups.is_away:
             self.failure = groups.arrive()
@@ -74,7 +74,7 @@ class InFlight:
                 self._told = Told(transport, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
-        """Begins to bring resting parameters from their tier, for the next gather."""
+        """Begins to read resting parameters from their tier, for the next gather."""
         if self.phase is Phase.AT_REST:
             for group in self._groups:
                 group.fetch()
@@ -92,7 +92,7 @@ class InFlight:
         if self.memory is not None and self.memory.travelling:
             try:
                 self.memory.make_products()
-            except Exception as error:  # of a class of the user; whoever waits raises it
+            except Exception as error:  # in the user's tensor subclass; `Unit.await_gathered` raises it
                 self.failure = self.failure or error
         self.phase = Phase.GATHERED
 
@@ -110,6 +110,6 @@ class InFlight:
         self.phase = Phase.AT_REST
 
     def tensors(self) -> list[Tensor]:
-        """The parameters as the forward sees them: whole, in the compute dtype, fresh autograd identities."""
+        """The parameters as the forward sees them: new tensors, whole, in the compute dtype, without autograd history."""
         assert self.phase is Phase.GATHERED and self.memory is not None, f"{self._unit} is {self.phase}"
         return self.memory.tensors()

@@ -1,4 +1,4 @@
-"""What decides how a parameter rests, computes and is summed; parameters of a unit that are equal in it make up a group.
+"""What decides how a parameter rests, computes and is summed. Parameters of a unit that are equal in this make up a group.
 
 A group has up to three placements of its parameters, each a buffer, and the memory of its gradients. Stages, several axes,
 precision and offload are only which of these live how long, and where:
@@ -36,7 +36,7 @@ from zero_fn.values.tiers import Tier, is_away
 __all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved"]
 
 Shelved = tuple[str, Tier]
-"""What rests in a tier: "parameters", their "compute copies", or "gradients"."""
+"""A kind of state ("parameters", their "compute copies", or "gradients") and the tier it rests in."""
 
 
 class Level(Enum):
@@ -70,12 +70,12 @@ class Kind:
 
     Attributes:
         home: Where their state rests.
-        dtype: At rest.
+        dtype: The dtype at rest.
         device: The device of the resting memory; `meta` before there is any.
-        device_type: Type of the device that computes with them.
+        device_type: The type of the device that computes with them.
         hops: For each axis that their gradients are summed over, its number and how much of the state it shards.
         is_cut: Whether any axis cuts them.
-        travels: Whether their class says what is sent for them. (extended.py)
+        travels: Whether their tensor subclass decides which bytes are sent for them. (extended.py)
     """
 
     home: Home
@@ -119,7 +119,7 @@ class Kind:
 
     @cached_property
     def whole(self) -> Lifetime:
-        """How long the buffer with the gathered parameters has memory; NEVER where the resting ones are whole already."""
+        """How long the buffer of whole parameters has memory; NEVER where the resting parameters are whole already."""
         if not self.is_cut and self.compute_dtype == self.dtype and not self.is_away:
             return Lifetime.NEVER
         return Lifetime.ALWAYS if self.is_kept else Lifetime.USE
@@ -131,8 +131,8 @@ class Kind:
 
     @cached_property
     def inner(self) -> Lifetime:
-        """How long the buffer with this rank's part on the first axis has memory: ALWAYS where the second axis cuts less than
-        the parameters themselves (hpZ)."""
+        """How long the buffer of this rank's part on the first axis has memory: ALWAYS where the first axis shards parameters
+        and the second one less (hpZ)."""
         levels = [level for _, level in self.hops if level > Sharded.NOTHING]
         is_kept = len(levels) > 1 and levels[0] == Sharded.PARAMS > levels[1] and not self.is_away
         return Lifetime.ALWAYS if is_kept else Lifetime.NEVER
@@ -150,31 +150,31 @@ class Kind:
 
     @cached_property
     def is_gathered_from_rest(self) -> bool:
-        """Whether an all-gather reads the resting parameters where they lie: they rest apart, and need no cast."""
+        """Whether an all-gather reads resting parameters where they lie: in a buffer of their own, and without a cast."""
         is_apart = self.rests is Rests.IN_OWN and self.whole is Lifetime.USE
         return is_apart and self.is_cut and self.compute_dtype == self.dtype and len(self.hops) == 1
 
     # -- tiers ------------------------------------------------------------------------------------------------------
 
     def shelved(self) -> Iterator[Shelved]:
-        """Which of their states rest in another tier than the memory of the device."""
+        """The states that rest in another tier than the memory of the device."""
         for kind, tier in (("parameters", self.home.tiers.params), ("gradients", self.home.tiers.grads)):
             if tier is not None and is_away(tier, self.device_type):
                 yield kind, tier
 
     def states_away_nbytes(self, nbytes: int) -> int:
-        """How many of so many bytes of optimizer states are to rest in another tier than the memory of the device."""
+        """How many of `nbytes` bytes of optimizer states are to rest in another tier than the memory of the device."""
         tiers = self.home.tiers
         return round(nbytes * tiers.fraction) if is_away(tiers.optim, self.device_type) else 0
 
     @cached_property
     def must_be_streamed(self) -> bool:
-        """Whether an optimizer must go to another tier to step them."""
+        """Whether only a streamed optimizer can step them, because some of their state is in another tier."""
         return any(True for _ in self.shelved()) or is_away(self.home.tiers.optim, self.device_type)
 
     def resting_nbytes(self, path: Path) -> int:
-        """Bytes of the elements of one parameter that are held in memory of the device between uses: at rest, and whole
-        where the gathered parameter is kept."""
+        """Bytes in memory of the device between uses for the elements of one parameter: at rest, and gathered where that is
+        kept."""
         if self.is_away:
             return 0
         own = path.local_numel * self.dtype.itemsize

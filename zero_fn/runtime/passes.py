@@ -10,7 +10,6 @@ from zero_fn.runtime.gradients import Reduction
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
 from zero_fn.values.schedule import (
-    BRACKETS,
     Action,
     Await,
     Enter,
@@ -33,13 +32,13 @@ class ForwardPass:
     """A forward that follows the schedule of the last pass that began at the same unit.
 
     Attributes:
-        entry: The unit that began it, and the method.
+        entry: The unit that the forward began at, and the name of the method.
         grad: Whether it records a graph.
-        trace: The brackets of this pass so far.
+        trace: The brackets (Enter, Exit) of this pass so far.
         uses: The uses of this pass.
-        depth: Units that are running.
-        failed: Whether an exception passed through it.
-        is_swapped: Whether some parameters are replaced by other tensors: its gathers are no pattern for later passes.
+        depth: How many units are running.
+        failed: Whether an exception passed through the forward.
+        is_swapped: Whether other tensors stand in for some parameters: later forwards do not follow its schedule.
     """
 
     def __init__(
@@ -62,44 +61,40 @@ class ForwardPass:
         self._counts[unit] = number + 1
         return number
 
-    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Sequence[Action]:
-        """Records a bracket. Returns what to do before it; none once the pass has left the schedule."""
-        unit, number = use.unit.index, use.number
-        legs, at = self._legs, self._at
+    def note(self, kind: type[Enter] | type[Exit], use: UnitUse) -> Leg | None:
+        """Records a bracket. Returns it with the actions around it; None once the pass has left the schedule."""
+        key, legs, at = use.key, self._legs, self._at
         bracket: Enter | Exit | None = None
         if legs is not None:
             leg = legs[at] if not self.failed and at < len(legs) else None
-            if leg is None or type(leg.bracket) is not kind or leg.bracket.use != (unit, self._relative(unit, number)):
+            relative = self._relative(key) if self._offsets else key
+            if leg is None or type(leg.bracket) is not kind or leg.bracket.use != relative:
                 self._legs = None
-            elif leg.bracket.use.number == number:
+            elif relative == key:
                 bracket = leg.bracket  # the same object in each pass: traces that are equal are found to be at once
         if bracket is None:
-            bracket = kind(Use(unit, number))
+            bracket = kind(key)
         self.trace.append(bracket)
-        self.uses[bracket.use] = use
+        self.uses[key] = use
         self.depth += 1 if kind is Enter else -1
         if self._legs is None:
-            return ()
+            return None
         self._at = at + 1
-        return self._legs[at].before
+        return self._legs[at]
 
     @property
     def is_on_schedule(self) -> bool:
         """Whether the pass has done what the schedule foresaw."""
         return self._legs is not None
 
-    def after(self) -> Sequence[Action]:
-        """What to begin right after the last bracket: actions that wait for nothing."""
-        return self._legs[self._at - 1].after if self._legs is not None else ()
-
     def relative_trace(self) -> Trace:
         """The brackets with uses numbered from 0 in this pass."""
         if not self._offsets:
             return tuple(self.trace)
-        return tuple(type(each)(Use(each.use.unit, self._relative(*each.use))) for each in self.trace)
+        return tuple(type(each)(self._relative(each.use)) for each in self.trace)
 
     def kept_units(self) -> set[int]:
-        """Units after whose last Exit nothing began: backward needs them first."""
+        """The units that nothing was entered after: backward needs them first."""
         kept: set[int] = set()
         for bracket in reversed(self.trace):
             if isinstance(bracket, Enter):
@@ -107,19 +102,20 @@ class ForwardPass:
             kept.add(bracket.use.unit)
         return kept
 
-    def _relative(self, unit: int, number: int) -> int:
-        """The number of a use, counted from 0 in this pass."""
-        return number - self._offsets.get(unit, 0) if self._offsets else number
+    def _relative(self, use: Use) -> Use:
+        """A use, with the uses of each unit counted from 0 in this pass."""
+        return Use(use.unit, use.number - self._offsets.get(use.unit, 0))
 
 
 class Script:
-    """The schedule of a backward, and what it was made from: the next backward through the same uses follows it too.
+    """The schedule of a backward, and the uses it was made from: the next backward through the same uses follows it, too.
 
     Attributes:
         events: The schedule.
         enters: Its uses, each with the number of the event that enters it.
         uses_of: How many of them each unit has, the same number on every rank.
-        gates: For each event, the Enter or Exit that autograd must have come to before it may run, if there is one.
+        steps: For each event, the action to run (None at a bracket), and the Enter or Exit that autograd must have come to
+            before, if there is one.
     """
 
     def __init__(
@@ -132,7 +128,7 @@ class Script:
         """Makes the schedule.
 
         Args:
-            trace: Brackets of the forwards that this backward runs through.
+            trace: The brackets of the forwards that the backward runs through.
             reduced: Units whose gradients are reduced in it.
             ahead: Moves gathers ahead of their uses.
         """
@@ -141,16 +137,16 @@ class Script:
         self.events = limit_reductions(ahead(events), limit=REDUCTIONS_UNDER_WAY)
         self.enters = {event.use: at for at, event in enumerate(self.events) if isinstance(event, Enter)}
         self.uses_of = Counter(use.unit for use in self.enters)
-        self.gates: list[Enter | Exit | None] = []
+        self.steps: list[tuple[Action | None, Enter | Exit | None]] = []
         following: Enter | None = None
         for event in reversed(self.events):
             following = event if isinstance(event, Enter) else following
             if isinstance(event, Enter | Exit):
-                self.gates.append(event)
+                self.steps.append((None, event))
             else:
                 # Waiting for bytes before autograd needs them would only keep the host from issuing work.
-                self.gates.append(following if isinstance(event, Await) else None)
-        self.gates.reverse()
+                self.steps.append((event, following if isinstance(event, Await) else None))
+        self.steps.reverse()
 
     def serves(self, trace: Sequence[Enter | Exit], reduced: frozenset[int]) -> bool:
         """Whether a backward through these brackets has the same schedule."""
@@ -161,13 +157,13 @@ class BackwardPass:
     """A backward that follows its schedule as far as autograd has come.
 
     Attributes:
-        ending: Tells when it has ended.
-        reductions: Reductions under way, oldest first.
-        recomputed: Uses that checkpoints ran again inside this backward.
-        waiting: Uses that a later backward may pass through, the same on every rank.
-        keeps_graph: `retain_graph=True`: the graph may have another backward.
-        closing: Autograd has run all nodes: nothing more will arrive.
-        failed: Whether it raised.
+        ending: Tells when the backward has ended.
+        reductions: The reductions under way, oldest first.
+        recomputed: The uses that checkpoints ran again inside this backward.
+        waiting: The uses that a later backward may pass through, the same on every rank.
+        keeps_graph: Whether the graph may have another backward (`retain_graph=True`).
+        closing: Whether autograd has run all nodes, so that nothing more will arrive.
+        failed: Whether the backward raised.
     """
 
     def __init__(
@@ -185,8 +181,8 @@ class BackwardPass:
         Args:
             script: The schedule.
             ending: Tells when it has ended.
-            awaited: Uses whose gradients will arrive on this rank.
-            passed_only: Uses without gradients of their own on this rank, which backward may pass through.
+            awaited: The uses whose gradients will arrive on this rank.
+            passed_only: The uses that backward may pass through on this rank, without gradients of their own.
             waiting, keeps_graph: See the attributes of the class.
         """
         self.ending = ending
@@ -199,7 +195,8 @@ class BackwardPass:
         self._awaited, self._passed_only = awaited, passed_only
         self._entered: set[Use] = set()
         self._arrived: set[Use] = set()
-        self._entered_to = self._reached_to = -1  # the last event that enters one of them; that backward itself came to
+        self._entered_to = -1  # the last event of the schedule that enters a use which was reached
+        self._reached_to = -1  # the same, of uses that backward itself has reached, not only a recomputation
 
     def has(self, use: Use) -> bool:
         """Whether the schedule waits for this use."""
@@ -213,13 +210,13 @@ class BackwardPass:
         """Uses of a unit in the schedule, the same number on every rank."""
         return self._script.uses_of[unit]
 
-    def enter(self, unit: int, number: int | None, *, recomputes: bool) -> Use | None:
-        """Backward, or a recomputation, has reached a use of a unit; with no number the next one, which is returned.
+    def enter(self, unit: int, use: Use | None, *, recomputes: bool) -> Use | None:
+        """Backward, or a recomputation, has reached a use of a unit; if `use` is None the next one, which is returned.
 
-        [Note: recomputation is ahead] A checkpoint around several units enters them in the order of the forward, the one that
-        backward needs last first. So that it was entered does not mean that backward has passed the others: they stay.
+        [Note: recomputation is ahead] A checkpoint around several units enters them in the order of the forward: first the
+        unit that backward needs last. So that a use was entered does not mean that backward has passed those before it.
         """
-        use = Use(unit, number) if number is not None else self._next_use(unit)
+        use = use or self._next_use(unit)
         if use is not None:
             self._note(use, recomputes=recomputes)
         return use
@@ -227,9 +224,10 @@ class BackwardPass:
     def _note(self, use: Use, *, recomputes: bool) -> None:
         at = self._script.enters.get(use, -1)
         self._entered.add(use)
-        self._entered_to = max(self._entered_to, at)
-        if not recomputes:
-            self._reached_to = max(self._reached_to, at)
+        if at > self._entered_to:
+            self._entered_to = at
+        if at > self._reached_to and not recomputes:
+            self._reached_to = at
 
     def _next_use(self, unit: int) -> Use | None:
         for event in self._script.events[self._cursor :]:
@@ -243,25 +241,24 @@ class BackwardPass:
         self._arrived.add(use)
 
     def next_action(self) -> Action | None:
-        """What comes next beside brackets, or None if it must wait for autograd."""
-        for at in range(self._cursor, len(self._script.events)):
-            event, gate = self._script.events[at], self._script.gates[at]
+        """The next action, or None if it must wait for autograd."""
+        steps = self._script.steps
+        while (at := self._cursor) < len(steps):
+            action, gate = steps[at]
             if gate is not None and not self.closing and self._must_wait(at, gate):
-                self._cursor = at
                 return None
-            if not isinstance(event, BRACKETS):
-                self._cursor = at + 1
-                return event
-        self._cursor = len(self._script.events)
+            self._cursor = at + 1
+            if action is not None:
+                return action
         return None
 
     def _must_wait(self, at: int, gate: Enter | Exit) -> bool:
         use, is_enter = gate.use, type(gate) is Enter
         if use in self._passed_only:
-            # What lies before a use that was reached was passed, or never will be. [Note: recomputation is ahead]
+            # A use before one that was reached was passed itself, or never will be. [Note: recomputation is ahead]
             if is_enter:
                 return use not in self._entered and at > self._entered_to
-            # Ranks with gradients know when a use was passed. If it raised, take the last one for passed, as they do: they
-            # have issued its reduction, and wait for this rank.
+            # Ranks with gradients know when a use was passed. After an error, count the last use reached as passed, as they
+            # do: they have issued its reduction, and wait for this rank.
             return (self._script.enters[use] if self.failed else at) > self._reached_to
         return use in self._awaited and use not in (self._entered if is_enter else self._arrived)

@@ -3,10 +3,9 @@
                 hop over axis 2            hop over axis 1
     rest (S,S) ------------> inner (R,S) ------------> whole (R,R)
 
-A *hop* is one cut by one axis, and its inverse: an all-gather of the parameter there, a reduce-scatter of its gradient back.
-A *path* is the hops of one parameter, the axis that cuts first comes first: the one that shards
-most, and of equals the innermost of the mesh.
-One axis makes a path of one hop; HSDP and hpZ make a path of two.
+A *hop* is one cut by one axis, and its inverse: an all-gather of the parameter one way, a reduce-scatter of its gradient the
+other way. A *path* is the hops of one parameter. The axis that cuts first comes first: the one that shards most, and of
+equals the innermost of the mesh. One axis makes a path of one hop; HSDP and hpZ make a path of two.
 
 Where an axis does not cut a parameter, the hop over it moves no parameter, and gradients are summed over it all the same.
 """
@@ -40,8 +39,8 @@ class Hop:
         axis: The axis.
         number: The number of the axis among the data axes of the module.
         level: How much of the state it shards; NOTHING where it does not cut the parameter.
-        layout: How it cuts what the hops before it have left to this rank; None where it does not.
-        numel: Elements of what it cuts.
+        layout: How it cuts the part that the hops before it have left to this rank; None where it does not cut.
+        numel: Elements of that part.
     """
 
     axis: Axis
@@ -61,8 +60,8 @@ class Path:
     """Where the elements of one parameter are, between rest and whole, on this rank.
 
     Attributes:
-        shape, stride: Of the whole parameter, as this rank's part of the model axes is cut over the data axes.
-        cut: The dims in the order in which they lie in memory, and which axes cut the first; None if none does.
+        shape, stride: Of the whole parameter on this rank of its model axes.
+        cut: The dims in the order in which they lie in memory, and the axes that cut the first of them; None if no axis cuts.
         hops: One for each data axis that its gradients are summed over.
     """
 
@@ -78,22 +77,22 @@ class Path:
 
     @cached_property
     def layout(self) -> ShardLayout | None:
-        """How the first axis cuts it; None where it rests replicated (by its home, or because it has no rows)."""
+        """How the first axis cuts it; None where it rests replicated, by its home or because it has no rows."""
         return self.hops[0].layout if self.hops else None
 
     @cached_property
     def sublayout(self) -> ShardLayout | None:
-        """How the second axis cuts this rank's part on the first; None where it does not."""
+        """How the second axis cuts this rank's part on the first axis; None where it does not."""
         return self.hops[1].layout if len(self.hops) > 1 else None
 
     @cached_property
     def rank(self) -> int:
-        """On the first axis."""
+        """This rank's position on the first axis."""
         return self.hops[0].axis.rank if self.hops else 0
 
     @cached_property
     def size(self) -> int:
-        """Ranks of the first axis."""
+        """The number of ranks on the first axis."""
         return self.hops[0].axis.size if self.hops else 1
 
     @cached_property
@@ -108,40 +107,40 @@ class Path:
 
     @cached_property
     def inner_shape(self) -> tuple[int, ...]:
-        """Of this rank's part on the first axis."""
+        """The shape of this rank's part on the first axis."""
         return self.layout.local_shape(self.rank) if self.layout is not None else self.shape
 
     @cached_property
     def inner_numel(self) -> int:
-        """Elements of that."""
+        """Elements of this rank's part on the first axis."""
         return self.layout.owned_numel(self.rank) if self.layout is not None else self.numel
 
     @cached_property
     def local_shape(self) -> tuple[int, ...]:
-        """Of what this rank holds at rest."""
+        """The shape of this rank's part at rest."""
         return self.inner_shape if self.sublayout is None else self.sublayout.local_shape(self.hops[1].axis.rank)
 
     @cached_property
     def local_stride(self) -> tuple[int, ...]:
-        """Strides of that."""
+        """The strides of this rank's part at rest."""
         cut = self.sublayout or self.layout
         return cut.strides_of(self.local_shape) if cut is not None else self.stride
 
     @cached_property
     def local_numel(self) -> int:
-        """Elements of that."""
+        """Elements of this rank's part at rest."""
         return prod(self.local_shape)
 
     @cached_property
     def inner_start(self) -> int:
-        """First element of what this rank holds in its part on the first axis, flat and padded."""
+        """The first element of this rank's part at rest, within its flat and padded part on the first axis."""
         if self.sublayout is None:
             return 0
         return self.sublayout.owned_rows(self.hops[1].axis.rank)[0] * self.sublayout.row_numel
 
     @cached_property
     def start(self) -> int:
-        """First element of what this rank holds in the whole parameter, flat and padded."""
+        """The first element of this rank's part at rest, within the flat and padded whole."""
         return (self.rank * self.layout.shard_numel if self.layout is not None else 0) + self.inner_start
 
     @cached_property
@@ -168,7 +167,7 @@ class Path:
 
     @cached_property
     def is_reduced_at_once(self) -> bool:
-        """Whether the gradient is at rest after the reduce-scatter: it is cut, or no other rank has it."""
+        """Whether the gradient is at rest after the reduce-scatter alone: it is sharded, or there is no other rank."""
         return self.layout is not None or self.size == 1
 
     @cached_property
@@ -183,13 +182,13 @@ class Path:
 
     @cached_property
     def gradient_room(self) -> int:
-        """Elements of gradient memory: the largest that any rank needs."""
+        """Elements of gradient memory with padding: as many as the rank with the largest part needs."""
         if self.keeps_whole_gradient:
             return self.piece_numel * self.size
         return self.sublayout.shard_numel if self.sublayout is not None else self.piece_numel
 
     def rows_of(self, grad: Tensor) -> Tensor:
-        """A whole gradient in such a shape that pieces are cut along the first dim; copied only where it must be."""
+        """A whole gradient permuted so that its pieces are cut along the first dim; copied only where it must be."""
         if self.layout is not None:
             return grad if self.is_in_order else grad.permute(self.layout.order)
         if grad.stride() != self.stride:
@@ -197,7 +196,7 @@ class Path:
         return grad.as_strided((self.numel,), (1,))
 
     def contribution(self, rows: Tensor, out: Tensor, sum_dtype: torch.dtype) -> Contribution:
-        """What `rows_of` gave, as collectives take it; the mean of this rank's piece goes to `out`."""
+        """The result of `rows_of`, as collectives take it. The mean of this rank's piece goes to `out`."""
         piece_rows = self.layout.shard_rows if self.layout is not None else self.piece_numel
         return Contribution(rows, piece_rows, out, sum_dtype, self.route)
 
@@ -208,7 +207,7 @@ class Path:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset())
 
     def local_view(self, flat: Tensor) -> Tensor:
-        """What this rank holds at rest, on a flat range in storage order."""
+        """This rank's part at rest, on a flat range in storage order."""
         return flat.as_strided(self.local_shape, self.local_stride, flat.storage_offset())
 
     def flat_of(self, local: Tensor) -> Tensor:
@@ -241,8 +240,20 @@ class Path:
         """A flat range that holds the whole tensor, as collectives take it."""
         return Segment(whole, self.numel, self.piece_numel, self.route)
 
+    def to_gather(self, own: Tensor, device: torch.device | None = None) -> tuple[Tensor, Segment]:
+        """New memory for the whole tensor, as a view, and as the segment of an all-gather that completes it.
+
+        Args:
+            own: What this rank holds at rest, flat.
+            device: Where to gather; left out, where `own` is.
+        """
+        assert self.layout is not None, "no axis cuts it"
+        flat = own.new_empty(self.layout.padded_numel, device=device)
+        flat.narrow(0, self.start, self.local_numel).copy_(own)
+        return self.whole_view(flat), self.segment(flat)
+
     def inner_segment(self, inner: Tensor) -> Segment:
-        """A flat range that holds this rank's part on the first axis, as collectives over the second take it."""
+        """A flat range that holds this rank's part on the first axis, as collectives over the second axis take it."""
         assert self.sublayout is not None, "the second axis does not cut it"
         return Segment(inner, self.inner_numel, self.sublayout.shard_numel, self.route[1:])
 
@@ -264,8 +275,8 @@ def path_of(
         shape, stride: Shape and strides of the parameter on this rank of its model axes.
         model: Where it lies on its model axes.
         levels: How much of its state each data axis shards.
-        is_cuttable: Whether it may be cut at all.
-        before: Its path by earlier transforms: what is cut over the same axes stays as it is cut.
+        is_cuttable: Whether any axis may cut it.
+        before: Its path by earlier transforms: over the same axes it stays cut along the same dim.
     """
     cut: Cut | None = None
     if is_cuttable:

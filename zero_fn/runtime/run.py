@@ -25,11 +25,11 @@ class Run:
     """The running state of one transformed module, shared by its units.
 
     Attributes:
-        module: What is known of it.
+        module: The units, transport and tiers of the module.
         forwards: The forwards of the module.
         backwards: The backwards of the module.
-        transport: What units send and receive through.
-        away: What of them rests in other tiers.
+        transport: Collectives over the data axes.
+        away: The storage of parameters and gradients in other tiers.
         need_in_backward, gradients_arrived: Methods of the backwards, which units call.
     """
 
@@ -51,7 +51,7 @@ class Run:
     # -- for units --------------------------------------------------------------------------------------------------
 
     def adopt(self, unit: Unit) -> None:
-        """A unit is there, new or as a copy of the one with its index."""
+        """Registers a unit: a new one, or the copy of the one with its index."""
         units: list[Callable[[], Unit | None]] = self.module.units
         if unit.index == len(units):
             units.append(_no_unit)
@@ -61,7 +61,7 @@ class Run:
 
     @uncompiled
     def enter(self, unit: Unit, entry: Door) -> UnitUse:
-        """The forward of a unit begins at `entry`: on return its gathered parameters may be read."""
+        """Begins a forward of a unit at `entry`. On return the gathered parameters may be read."""
         if current_graph_task() != -1:
             return self.backwards.enter_recomputation(unit, entry)
         if self.forwards.current is None:
@@ -72,19 +72,19 @@ class Run:
     # -- for verbs and optimizers -----------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Before parameters are gathered outside a forward: as before a forward."""
+        """To be called before parameters are gathered outside a forward. Does what is done before a forward."""
         self._recover_backward()
         self.forwards.prepare()
 
     def recover(self) -> None:
-        """Puts the module at rest if its last pass raised; verbs call it first. Ranks that raised alike stay in step."""
+        """Puts the module at rest if its last pass raised. Verbs call this first. Ranks that raised alike stay in step."""
         self.forwards.abandon()
         backward = self.backwards.current
         if backward is not None and not backward.ending.is_to_come:
             self.backwards.recover()
 
     def note_optimizer_step(self) -> None:
-        """Graphs of forwards before it can have no backward any more."""
+        """Forgets the graphs of earlier forwards: they can have no backward after an optimizer step."""
         self.forwards.abandon()
         self.backwards.updates += 1
         if self.backwards.current is None and self.forwards.current is None:
@@ -100,7 +100,7 @@ class Run:
         self.module.accumulating += 1
 
     def end_accumulation(self, *, failed: bool) -> None:
-        """A block ends: the outermost reduces what was summed, or drops it after an exception. All ranks call it."""
+        """Ends an `accumulate` block. The outermost one reduces the sums, or drops them after an exception. A collective."""
         module = self.module
         module.accumulating -= 1
         if module.accumulating:
@@ -138,7 +138,7 @@ class Run:
         module.away.finish_gradients(unit.groups for unit in units)
 
     def _recover_backward(self) -> None:
-        """Before a forward: a backward that raised is put in order, by the thread that calls the next one."""
+        """Before a forward: recovers from a backward that raised, and notes the thread that will call the next one."""
         self.backwards.recover()
         self.module.caller = get_ident()
 

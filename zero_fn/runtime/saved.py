@@ -2,7 +2,7 @@
 
 [Note: freeing is dropping the reference] A gathered parameter that autograd saves is packed as (unit, group, size, stride,
 offset). So only the unit holds a gathered buffer, and may free it; unpacking in backward finds the buffer gathered again, or
-gathers it.
+gathers it. A unit whose gathered parameters are kept between uses needs no packing.
 
 [Note: only the innermost hooks apply] Hooks that are pushed inside a unit hide those around it, such as the ones of
 `torch.utils.checkpoint` or `save_on_cpu`. So tensors that are not ours are handed to the hooks that were on top when the unit
@@ -90,14 +90,14 @@ class _PackedParts:
 
 
 def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
+    spec: DTensorSpec | None = None
+    if type(tensor) is DTensor:
+        spec = tensor._spec
+        tensor = tensor._local_tensor
+    elif type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
         is_ours = any(_find(getattr(tensor, name)) is not None for name in names)
         return _PackedParts(tensor, names, context) if is_ours else None
-    spec: DTensorSpec | None = None
-    if isinstance(tensor, DTensor):
-        spec = tensor._spec
-        tensor = tensor._local_tensor
     try:
         entry = _live.get(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):  # a tensor without storage, such as a wrapper subclass
@@ -110,7 +110,7 @@ def _find(tensor: Tensor) -> _Packed | _PackedParts | None:
     return _Packed(source, entry[1], (tensor.size(), tensor.stride(), tensor.storage_offset()), spec)
 
 
-_PLAIN = frozenset((Tensor, nn.Parameter, DTensor))
+_PLAIN = frozenset((Tensor, nn.Parameter))
 _Kept = tuple[Tensor, int]  # a tensor, with its version when it was saved
 
 
@@ -131,9 +131,9 @@ def _unpack(packed: _Kept | _Packed | _PackedParts) -> Tensor:
         if tensor._version != version:
             raise _changed(tensor, version, tensor._version)
         return tensor
-    if isinstance(packed, _PackedParts):
+    if type(packed) is not _Packed:
+        assert isinstance(packed, _PackedParts)
         return packed.unpacked()
-    assert isinstance(packed, _Packed)
     buffer = packed.source.buffer_for_backward(packed.group)
     view = buffer.as_strided(*packed.place)
     return view if packed.spec is None else on_spec(view, packed.spec)

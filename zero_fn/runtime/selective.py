@@ -8,8 +8,9 @@ is entered and left.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch.utils import _python_dispatch as modes
@@ -17,14 +18,19 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispat
 
 __all__ = ["outside_selection"]
 
-_NOTHING = nullcontext()
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _SELECTIVE = (_CachedTorchDispatchMode, _CachingTorchDispatchMode)
 _depth = torch._C._len_torch_dispatch_stack
 
 
-def outside_selection() -> AbstractContextManager[None]:
-    """A context in which selective checkpoints see no operations."""
-    return _set_aside() if _depth() else _NOTHING
+def outside_selection(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function whose operations no selective checkpoint sees."""
+    if not _depth():
+        return function(*args, **kwargs)
+    with _set_aside():
+        return function(*args, **kwargs)
 
 
 @contextmanager

@@ -1,6 +1,8 @@
-"""Reduced gradients become those of resting parameters: at once, or when all ranks have said who has one."""
+"""Makes reduced gradients the `.grad` of resting parameters: at once, or after ranks have agreed on which gradients exist."""
 
 from __future__ import annotations
+
+from operator import gt
 
 from zero_fn.runtime.away import Away
 from zero_fn.runtime.control import Control
@@ -11,30 +13,24 @@ __all__ = ["Settling"]
 
 
 class Settling:
-    """The reductions of one transformed module that are waited for, and those that had to wait for other ranks' word."""
+    """Settles the reductions of one transformed module, and keeps those with gradients that ranks must agree on first."""
 
     def __init__(self, away: Away, control: Control) -> None:
         self._away, self._control = away, control
         self._undecided: list[tuple[Unit, Reduction]] = []
 
     def settle(self, unit: Unit, reduction: Reduction) -> None:
-        """Waits for a reduction. Sharded gradients that this rank contributed to are settled: there is one."""
+        """Waits for a reduction, and settles the sharded gradients that this rank contributed to: these surely exist."""
         reduction.wait()
         self._undecided.append((unit, reduction))
-        is_settled = True
-        for slot, has_local in zip(unit.slots, reduction.has_local, strict=True):
-            if has_local and slot.path.is_reduced_at_once:
-                grad = reduction.resting(slot)
-                assert grad is not None, f"{slot.fqn} has a gradient but requires none"
-                self._away.add_gradient(slot, grad)
-            elif not reduction.is_frozen(slot):
-                is_settled = False
+        at_once = reduction.local_at_once()
+        self._away.add_gradients(unit.slots, reduction.resting(at_once))
         self._away.put_gradients(unit.groups)
-        if is_settled:
+        if at_once.count(True) == reduction.trained_count:
             reduction.release()
 
     def decide(self) -> None:
-        """Settles what had to wait: replicated gradients, and those that only other ranks contributed to. A collective."""
+        """Settles the others: replicated gradients, and those that only other ranks contributed to. A collective."""
         undecided, self._undecided = self._undecided, []
         local = [bit for _, reduction in undecided for bit in reduction.has_local]
         if not undecided:
@@ -49,12 +45,12 @@ class Settling:
             start, end = end, end + len(unit.slots)
             if reduction.is_released:
                 continue
-            for slot, has_local, has_any in zip(unit.slots, reduction.has_local, union[start:end], strict=True):
-                grad = reduction.resting(slot) if has_any and not (has_local and slot.path.is_reduced_at_once) else None
-                if grad is not None:
-                    self._away.add_gradient(slot, grad)
+            late = [
+                *map(gt, union[start:end], reduction.local_at_once())
+            ]  # some rank has one, and it is not at rest yet
+            self._away.add_gradients(unit.slots, reduction.resting(late))
             self._away.put_gradients(unit.groups)
 
     def drop(self) -> None:
-        """Forgets what waits: a backward raised."""
+        """Forgets the reductions that are not settled, after a backward that raised."""
         self._undecided = []

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from torch import Tensor, nn
 
@@ -20,17 +21,19 @@ from zero_fn.runtime.uncompiled import uncompiled
 
 __all__ = ["Shown"]
 
+_version = attrgetter("_version")
+
 
 class Shown:
     """What modules see under the names of a unit's parameters.
 
     Attributes:
-        swapped: Tensors that stand in for parameters in the running forward, by number: `torch.func.functional_call`.
+        swapped: Tensors that stand in for parameters in the running forward (`torch.func.functional_call`), by slot number.
         leaves: Whole parameters that are registered in place of the resting ones, in a block that gathers once.
         last_entry: The entry at which the last forward with gradients began, weakly.
         backward_entry: While backward is in the unit, the entry at which its forward began; else None.
-        needed_in: The backward (its graph task) that has put it there.
-        is_left: Whether a backward inside that one has run its nodes: it may be resharded once that one goes on.
+        needed_in: The backward (its graph task) that `backward_entry` was set in.
+        is_left: Whether a backward nested in that one has run the unit's nodes: it is resharded once the outer one goes on.
     """
 
     def __init__(self, slots: Sequence[Slot]) -> None:
@@ -53,17 +56,17 @@ class Shown:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the running forward uses other tensors in place of every parameter."""
+        """Whether other tensors stand in for every parameter in the running forward."""
         return bool(self.swapped) and len(self.swapped) == len(self._slots)
 
     @property
     def is_ours(self) -> bool:
-        """Whether forwards read the gathered parameters: nothing stands in for them."""
+        """Whether forwards read the gathered parameters, not whole ones of a block or of `functional_call`."""
         return self.leaves is None and not self.is_replaced
 
     @uncompiled
     def show(self, tensors: Sequence[Tensor]) -> None:
-        """Lets modules see `tensors`, one for each parameter. A module that is gone sees nothing: its graph outlived it."""
+        """Lets modules see `tensors`, one for each parameter. Modules that are gone see nothing: a graph may outlive them."""
         for reference, names in self._by_module:
             module = reference()
             if module is not None:
@@ -75,7 +78,7 @@ class Shown:
 
     @uncompiled
     def hide(self) -> None:
-        """Undoes `show`. While backward is in the unit modules see again what it has shown."""
+        """Undoes `show`. While backward is in the unit, modules see the tensors of `show_in_backward` again."""
         if self._in_backward:
             self.show(self._in_backward)
         else:
@@ -87,14 +90,14 @@ class Shown:
         self.show(tensors)
 
     def leave_backward(self) -> list[Tensor]:
-        """Undoes `show_in_backward`. Returns what was shown."""
+        """Undoes `show_in_backward`. Returns the tensors that were shown."""
         tensors, self._in_backward = self._in_backward, []
         self.backward_entry, self.is_left = None, False
         self.hide()
         return tensors
 
     def hide_from_backward(self) -> None:
-        """Lets modules see resting parameters, whatever backward has shown them."""
+        """Lets modules see resting parameters, in place of the tensors of `show_in_backward`."""
         if self.backward_entry is not None:
             self._show_registered()
 
@@ -111,17 +114,19 @@ class Shown:
 
     @uncompiled
     def require_unchanged(self, unit: str, tensors: Sequence[Tensor]) -> None:
-        """Refuses changes of what modules saw under the names of parameters. [Note: changed values]
+        """Refuses in-place changes of the tensors that modules saw under the names of parameters. [Note: changed values]
 
-        Tensors of the user may be changed: those of `functional_call`, and whole parameters that are registered for a while.
+        The user's own tensors may be changed: those of `functional_call`, and whole parameters that a block has registered.
 
         Args:
-            unit: Whose forward or backward has ended.
-            tensors: What was seen, new or of version 0 when it began.
+            unit: The name of the unit whose forward or backward has ended.
+            tensors: The tensors that modules saw. Their version was 0 when the pass began.
 
         Raises:
             PlacementError: One was changed in place.
         """
+        if self.leaves is None and not self.swapped and not any(map(_version, tensors)):
+            return
         for number, tensor in enumerate(tensors):
             if number in self.swapped or (self.leaves is not None and tensor.is_inference()) or not tensor._version:
                 continue

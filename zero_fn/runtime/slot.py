@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import alone, local_of, on_spec, spec_on
+from zero_fn.resting import alone, as_plain, local_of, on_spec, spec_on
 from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
@@ -24,14 +24,14 @@ from zero_fn.values.layout import ShardLayout
 EXTENSION = "_zero_fn_extension"
 """An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
 
-__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of"]
+__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "trained"]
 
 _slots: dict[
     int, weakref.ref[Slot]
-] = {}  # by the identity of the resting parameter. [Note: no weak references to DTensors]
+] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (registry.py)
 
 
-_NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # stands for one that was not adopted yet
+_NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # of a copied slot, until it adopts its parameter
 
 
 class Place:
@@ -117,21 +117,21 @@ class Slot:
         fqn: Its first name, relative to the module that was transformed.
         places: Every module attribute that holds it.
         home: Where its state rests.
-        full_shape: Shape of the parameter on all ranks of all axes.
-        model: Where it lies on the model axes of the module, None if it was never placed there.
+        full_shape: The shape of the parameter on all ranks of all axes.
+        model: Its placements on model axes (tensor parallelism); None if it has none.
         path: How it is cut over the data axes.
-        kind: What else decides how it rests, computes and is summed.
-        spec: How it rests on the mesh; None on no axis.
-        model_spec: How it lies on its model axes in flight.
+        kind: What it has in common with the others of its group.
+        spec: Its DTensor placements at rest; None on no axis.
+        model_spec: Its DTensor placements while it is gathered, on model axes only.
         parameter: The registered resting parameter.
-        local: What this rank holds of that.
+        local: The tensor of this rank in that.
         flat: The same elements, flat, in storage order.
-        gradient_place: Where its gradient rests, if that is in another tier than the memory of the device; flat.
+        gradient_place: Where its gradient rests, flat, if that is in another tier than the memory of the device.
         is_recast: Whether its dtype at rest has changed since the transform.
-        initial: A digest of the whole values it was cut from, until they are replaced; equal on all ranks.
-        extension: How its class makes what the module sees of it; None of plain ones. (extended.py)
+        initial: A digest of the whole values it was cut from, equal on all ranks; None once they were replaced.
+        extension: How its tensor subclass makes what the module sees; None of plain tensors. (extended.py)
         owner: Its unit, weakly.
-        deferred_in: The last backward (its graph task) that gave autograd no gradient, as it is reduced later. (hooks.py)
+        deferred_in: The last backward (its graph task) whose calls of the user's hooks are to be ignored. (hooks.py)
     """
 
     def __init__(
@@ -163,10 +163,12 @@ class Slot:
         self.local: Tensor
         self.flat: Tensor
         self.gradient_place: TierTensor | None = None
-        self._outside: torch.UntypedStorage | None = None
+        self._outside: tuple[torch.UntypedStorage, int] | None = (
+            None  # of the DTensor, beside its shard; and its identity
+        )
 
     def join(self, kind: Kind) -> None:
-        """Fixes how it rests, computes and is summed."""
+        """Makes it a parameter of this kind: sets its placements."""
         self.is_recast |= hasattr(self, "kind") and kind.dtype != self.kind.dtype
         self.kind = kind
         shape, stride = self.path.shape, self.path.stride
@@ -191,42 +193,45 @@ class Slot:
 
     @property
     def levels_text(self) -> str:
-        """How much of its state is sharded, and over several axes by which."""
+        """How much of its state is sharded, as text; with the axes, if there are several."""
         hops = self.path.hops
         if len(hops) < 2:
             return self.home.sharded.name
         return ", ".join(f"{hop.level.name} over {hop.axis}" for hop in hops)
 
     def adopt(self, parameter: nn.Parameter, flat: Tensor) -> None:
-        """Makes `parameter`, whose local memory is `flat`, the resting parameter."""
+        """Makes `parameter` the resting parameter. `flat` is its memory on this rank."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
-        # Held, so that no other storage comes to have its address.
-        self._outside = parameter.untyped_storage() if isinstance(parameter, DTensor) else None
+        self._outside = None
+        if isinstance(parameter, DTensor):
+            outside = parameter.untyped_storage()  # held, so that no other storage comes to have its address
+            self._outside = outside, outside._cdata
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
 
     def register(self, parameter: nn.Parameter) -> None:
-        """Lets modules hold `parameter`, under all its names."""
+        """Registers `parameter` in all modules, under all its names."""
         for place in self.places:
             place.register(parameter)
 
     def is_current(self) -> bool:
-        """Whether the module still holds the parameter, on the memory, that this slot knows."""
+        """Whether the modules still hold the parameter, on the memory, that this slot knows.
+
+        Assigning to the `.data` of a DTensor replaces all of it but the shard in it.
+        """
         registered = self.parameter
         for place in self.places:
             module = place._module()
             if module is None or module._parameters.get(place.attribute) is not registered:
                 return False
         if isinstance(registered, DTensor):
-            return registered._local_tensor is self.local and not self._is_assigned(registered)
+            outside = self._outside
+            is_assigned = outside is not None and registered.untyped_storage()._cdata != outside[1]
+            return registered._local_tensor is self.local and not is_assigned
         if isinstance(registered, TierTensor):
             return same_place(registered, self.flat)
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
-
-    def _is_assigned(self, registered: DTensor) -> bool:
-        """Whether somebody has assigned to its `.data`: torch then replaces all of a DTensor but the shard in it."""
-        return self._outside is not None and registered.untyped_storage()._cdata != self._outside._cdata
 
     def refuse_assignment(self) -> None:
         """Undoes what assigning to `.data` did to the resting parameter, so that it is whole again, and raises.
@@ -235,12 +240,14 @@ class Slot:
             PlacementError: Somebody has assigned to it.
         """
         registered = self.parameter
-        if not isinstance(registered, DTensor) or registered._local_tensor is not self.local:
+        outside = self._outside
+        if outside is None or not isinstance(registered, DTensor) or registered._local_tensor is not self.local:
             return  # no DTensor, or moved as a whole
-        if not self._is_assigned(registered):
+        if registered.untyped_storage()._cdata == outside[1]:
             return
         registered.data = on_spec(self.local, registered._spec)
-        self._outside = registered.untyped_storage()
+        restored = registered.untyped_storage()
+        self._outside = restored, restored._cdata
         raise PlacementError(
             f"The values assigned to `.data` of {self.fqn!r} are lost.",
             parameter=self,
@@ -250,7 +257,7 @@ class Slot:
         )
 
     def owned_of_source(self, source: Tensor) -> Tensor | None:
-        """This rank's part of the parameter that this slot takes the place of; None if other ranks hold it."""
+        """This rank's part of `source`, which this slot replaces; None if that is in the hands of other ranks."""
         known, local = slot_of(source), in_memory(local_of(source))
         if known is None or known.path.cut is None:
             return self.path.owned(local)
@@ -265,7 +272,7 @@ class Slot:
         return self.path.owned(local_part(full, self.model))
 
     def resting_local(self) -> Tensor:
-        """What this rank holds at rest, on its memory: the local tensor of the parameter to register."""
+        """The local tensor for the parameter to register, on the memory `flat`."""
         with torch.inference_mode(False), torch.no_grad():
             return alone(self.path.local_view(self.flat))
 
@@ -293,8 +300,14 @@ def slot_of(parameter: object) -> Slot | None:
     return slot if slot is not None and slot.parameter is parameter else None
 
 
+def trained(slots: Sequence[Slot]) -> list[bool]:
+    """For each slot, whether its parameter requires gradients now."""
+    with as_plain():
+        return [slot.parameter.requires_grad for slot in slots]
+
+
 def model_of(source: Tensor) -> DTensorSpec | None:
-    """Where a parameter lies on model axes: a DTensor that no transform made lies there, and a resting one remembers."""
+    """The placements of a parameter on model axes: those of a DTensor that no transform made, or those its slot remembers."""
     known = slot_of(source)
     if known is not None:
         return known.model

@@ -1,4 +1,4 @@
-"""One transformed module, apart from what runs: its units, their transport, their tiers."""
+"""One transformed module, apart from its running passes: its units, their transport, their tiers."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class Transformed:
     """One transformed module.
 
     Attributes:
-        transport: What it sends and receives through.
-        assignment: What was asked of it.
-        depth: Units that are gathered ahead of their use.
-        units: Weak references to its units, by index.
-        lenders: By unit, numbers of units around it whose parameters stand in modules inside it too (ties).
-        away: What of it rests in other tiers.
-        control: The control messages of the module.
+        transport: Collectives over the data axes.
+        assignment: The homes and options that the transforms asked for.
+        depth: How many units are gathered ahead of their use (prefetch).
+        units: Weak references to the units, by index.
+        lenders: For each unit, the units around it whose parameters also stand in modules inside it (ties).
+        away: The storage of parameters and gradients in other tiers.
+        control: The control messages between ranks.
         graphs: The graphs of forwards whose backward may come.
-        accumulating: Depth of open `accumulate` blocks.
-        caller: The thread that has begun the last forward; it calls the backward, too.
+        accumulating: How many `accumulate` blocks are open.
+        caller: The thread that has begun the last forward. It calls the backward, too.
     """
 
     def __init__(self, transport: Links, assignment: Assignment) -> None:
@@ -52,7 +52,7 @@ class Transformed:
         return unit
 
     def live_units(self) -> list[Unit]:
-        """All units, in order."""
+        """The units that are alive, in order."""
         return [unit for reference in self.units if (unit := reference()) is not None]
 
     def root(self) -> nn.Module | None:

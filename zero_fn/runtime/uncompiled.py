@@ -1,10 +1,10 @@
 """Functions that `torch.compile` runs as they are.
 
-[Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks: nothing to trace. The
-compiler therefore breaks its graph where a unit is entered, runs this package's part in plain Python, and goes on with
-the module's own forward, which it compiles with everything inside the unit. A graph that must not break (`fullgraph=True`)
+[Note: what is compiled] Gathering, freeing and reducing follow a schedule and wait for other ranks, which no graph can hold.
+So the compiler breaks its graph where a unit is entered, runs this package's part in plain Python, and goes on with the
+module's own forward, which it compiles with everything inside the unit. A graph that must not break (`fullgraph=True`)
 can hold the inside of one unit and not several: the compiler refuses it with the words below.
-`torch.compiler.disable` would say the same but imports the compiler, which takes longer than all of zero_fn.
+`torch.compiler.disable` would do the same, but imports the compiler, which takes longer than importing all of zero_fn.
 """
 
 from __future__ import annotations

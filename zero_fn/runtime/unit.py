@@ -9,8 +9,8 @@ What a rank holds for each parameter, by home, for `numel` elements over `n` ran
     PARAMS     a shard                       whole, freed between uses     a shard
 
 Where the compute dtype differs from the dtype at rest, the shard (or the whole, for NOTHING) rests in a buffer of its
-own and the kept buffer has the compute dtype. What rests in another tier is gathered into a buffer that is freed between
-uses, at every stage: keeping it would keep the parameters in memory.
+own and the kept buffer has the compute dtype. Parameters that rest in another tier are gathered into a buffer that is freed
+between uses, at every stage: keeping it would keep the parameters in memory.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Runs(Protocol):
     """What runs the units of one transformed module. (run.py)
 
     Attributes:
-        transport: What units send and receive through.
-        away: What of them rests in other tiers.
-        need_in_backward: Called with a unit, and with its use if that is known: backward needs its gathered parameters.
-        gradients_arrived: Called with a use and its gradients, once all are there; without them if autograd keeps them.
+        transport: Collectives over the data axes.
+        away: The storage of parameters and gradients in other tiers.
+        need_in_backward: To be called with a unit, and its use if known, when backward needs its gathered parameters.
+        gradients_arrived: To be called with a use and all its gradients; with None in their place if autograd keeps them.
     """
 
     transport: Links
@@ -50,7 +50,7 @@ class Runs(Protocol):
     gradients_arrived: Callable[..., None]
 
     def adopt(self, unit: Unit) -> None:
-        """A unit is there, new or as a copy of the one with its index."""
+        """Registers a unit: a new one, or the copy of the one with its index."""
 
 
 class Unit:
@@ -58,19 +58,19 @@ class Unit:
 
     Attributes:
         name: Name of the anchor module in the transformed module; "" is the root.
-        index: Its number in the step, the same on every rank.
-        run: What runs it.
+        index: Its number in schedules, the same on every rank.
+        run: The running state of the transformed module.
         slots: Its parameters, in registration order.
-        at_rest: The resting memory of the parameters.
-        groups: The parameters by kind, and the buffers they have.
+        at_rest: The resting parameters and their memory.
+        groups: The parameters by kind, with their buffers.
         in_flight: The gathered parameters.
-        shown: What modules see under their names.
-        gradients: Local sums that are not reduced yet.
+        shown: What modules see under the names of the parameters.
+        gradients: Local gradient sums that are not reduced yet.
         generation: Counts optimizer steps: a gradient computed with older parameters is refused.
-        running: Forwards of the unit that are running (more than one when a module calls itself).
-        has_model_axes: Whether any of its parameters is a DTensor in flight.
+        running: How many forwards of the unit are running (more than one when a module calls itself).
+        has_model_axes: Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         anchor: The anchor module, weakly.
-        inner: Modules below the anchor whose hooks are taken out while the unit runs.
+        inner: Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (entry.py)
     """
 
     def __init__(self, name: str, index: int, run: Runs) -> None:
@@ -80,7 +80,7 @@ class Unit:
         self.inner: list[weakref.ref[nn.Module]] = []
 
     def hold(self, slots: Sequence[Slot]) -> None:
-        """Gives it its parameters, which have no memory yet. Before anything else."""
+        """Gives the unit its parameters, which have no memory yet. To be called before anything else."""
         run, self.slots = self.run, slots
         self.has_model_axes = any(slot.model is not None for slot in slots)
         self.at_rest = AtRest(str(self), slots, run.transport, run.away, self)
@@ -105,7 +105,7 @@ class Unit:
     # -- at rest ----------------------------------------------------------------------------------------------------
 
     def note_moved(self) -> None:
-        """Parameters rest in other memory: what was made for that of before is dropped."""
+        """Drops what was made for the memory in which the parameters rested before."""
         self.in_flight = InFlight(str(self), self.slots, self.groups, self.run.transport)
         self.gradients.forget_layout()
 
@@ -131,8 +131,8 @@ class Unit:
     # -- gathered ---------------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Issues the all-gather; `await_gathered` makes its result readable. Does nothing if it was issued, or if other
-        tensors stand under all names."""
+        """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already, or if
+        `functional_call` has put other tensors under all names."""
         shown = self.shown
         if self.in_flight.phase is Phase.AT_REST and not (shown.swapped and shown.is_replaced):
             self.in_flight.begin(self)
@@ -141,7 +141,7 @@ class Unit:
         """Waits for the all-gather that `unshard` issued.
 
         Raises:
-            StorageError: The tier of resting parameters failed, on this rank or another: on every rank. The unit is at rest.
+            StorageError: On every rank, if the tier of resting parameters failed on any. The unit is at rest then.
         """
         in_flight = self.in_flight
         if in_flight.phase is Phase.GATHERING:
@@ -151,6 +151,13 @@ class Unit:
             self.reshard()
             raise failure
 
+    def require_gathered(self) -> None:
+        """Gathers the parameters and waits for them, unless they are there. Raises as `await_gathered` does."""
+        in_flight = self.in_flight
+        if in_flight.phase is not Phase.GATHERED or in_flight.failure is not None:
+            self.unshard()
+            self.await_gathered()
+
     def reshard(self) -> None:
         """Frees the gathered parameters; kept buffers stay but count as out of date."""
         if self.shown.backward_entry is not None:
@@ -159,7 +166,7 @@ class Unit:
             self.in_flight.free()
 
     def mark_stale(self) -> None:
-        """The resting parameters may have changed: whatever was gathered of them counts as out of date."""
+        """Marks everything that was gathered as out of date: the resting parameters may have changed."""
         self.reshard()
         for group in self.groups.members:
             group.is_inner_current = False
@@ -167,13 +174,13 @@ class Unit:
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
         if self.in_flight.phase is not Phase.GATHERED or self.shown.backward_entry is None:
-            self.run.need_in_backward(self)  # backward has come, or this is the first it sees
+            self.run.need_in_backward(self)
         memory = self.in_flight.memory
         assert memory is not None and self.in_flight.phase is Phase.GATHERED, f"{self} is at rest"
         return memory.buffers[group]
 
     def leave_backward(self) -> None:
-        """Modules no longer see what backward has shown them, which nobody may have changed."""
+        """Hides the gathered parameters that backward has shown to modules, and refuses changes to them."""
         if self.shown.backward_entry is not None:
             tensors = self.shown.leave_backward()
             if self.in_flight.phase is Phase.GATHERED and self.shown.leaves is None:

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from zero_fn.runtime.unit import Unit
+from zero_fn.values.schedule import Use
 
-__all__ = ["UnitUse", "UseInBackward", "will_execute"]
+__all__ = ["UnitUse", "will_execute"]
 
 will_execute = torch._C._will_engine_execute_node
 
@@ -19,18 +20,18 @@ class UnitUse:
 
     Attributes:
         unit: The unit.
-        number: The `Use` of the schedule is `(unit.index, number)`.
+        key: Its name in the schedule; numbered -1 if it is in none.
         generation: The generation of the unit when its parameters were read.
         node: The autograd node, weakly: None if nothing needs gradients, dead once the graph is gone.
         has_graph: Whether a backward may pass through this use.
-        has_arrived: Whether the running backward has computed all its gradients, or has come where there are none to compute.
-        began_at: What began it: the entry whose module was called.
+        has_arrived: Whether the running backward has computed all its gradients, or has passed it if it has none to compute.
+        began_at: The entry whose module was called.
     """
 
-    __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "node", "number", "unit")
+    __slots__ = ("__weakref__", "began_at", "generation", "has_arrived", "has_graph", "key", "node", "unit")
 
     def __init__(self, unit: Unit, number: int, began_at: object = None) -> None:
-        self.unit, self.number, self.began_at = unit, number, began_at
+        self.unit, self.key, self.began_at = unit, Use(unit.index, number), began_at
         self.generation = unit.generation
         self.node: weakref.ref[Any] | None = None
         self.has_graph = self.has_arrived = False
@@ -45,7 +46,7 @@ class UnitUse:
 
     @property
     def may_run_later(self) -> bool:
-        """Whether a backward after the running one may pass through it, if no graph is retained."""
+        """Whether a later backward may pass through it, although the running one retains no graph."""
         if self.node is None:
             return self.has_graph and not self.has_arrived
         node = self.node()
@@ -53,9 +54,9 @@ class UnitUse:
 
     @property
     def is_passed_only(self) -> bool:
-        """Whether a backward may pass through it on this rank and compute no gradient of its parameters there.
+        """Whether a backward may pass through it without computing a gradient of its parameters on this rank.
 
-        They are frozen, or all that this rank used in their modules are tied to those of other units.
+        They are frozen, or this rank used only parameters of its modules that are tied to those of other units.
         """
         if self.has_arrived or not self.has_graph:
             return False
@@ -63,25 +64,5 @@ class UnitUse:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether its graph is alive and has not arrived."""
+        """Whether its graph is alive and its gradients have not arrived."""
         return not self.has_arrived and self.node is not None and self.node() is not None
-
-
-class UseInBackward(UnitUse):
-    """What recomputations inside a unit read its parameters for. It does not hold the unit, which holds it."""
-
-    __slots__ = ("_unit",)
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = weakref.ref(unit)
-        super().__init__(unit, -1)
-
-    @property
-    def unit(self) -> Unit:
-        unit = self._unit()
-        assert unit is not None, "backward is in a unit that is gone"
-        return unit
-
-    @unit.setter
-    def unit(self, unit: Unit) -> None:
-        """Held weakly already."""

@@ -29,6 +29,7 @@ from torch import Tensor
 from zero_fn.errors import DisagreementError, LostRankError
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.guarded import Guarded, Watched
+from zero_fn.transport.messages import Gathering
 from zero_fn.transport.native import Native
 from zero_fn.transport.one_host.same_host import SameHost
 from zero_fn.transport.segment import Contribution, Contributions, Pending, Route, Segment, Transport
@@ -200,7 +201,7 @@ class Links:
 
 
 def _gathered(line: Guarded, segments: Sequence[Segment], what: str) -> Watched:
-    numel = sum([segment.numel for segment in segments])
+    numel = segments.numel if isinstance(segments, Gathering) else sum([segment.numel for segment in segments])
     return line.issue(line.raw.all_gather, segments, "all-gather of " + what, numel)
 
 

@@ -22,6 +22,7 @@ class Gathering(list[Segment]):
     """The segments of an all-gather, with the views that the backend is given.
 
     Attributes:
+        numel: Elements of all tensors.
         nbytes: Bytes of the pieces of one rank.
         packs: Segments that are packed, by the message in which they travel.
         apart: Segments that travel alone because they are large, uneven or in place already; each with views of the whole
@@ -30,7 +31,7 @@ class Gathering(list[Segment]):
             group, and not every backend knows every dtype.
     """
 
-    __slots__ = ("apart", "nbytes", "packs", "travels_as_it_is")
+    __slots__ = ("apart", "nbytes", "numel", "packs", "travels_as_it_is")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
         super().__init__(segments)
@@ -47,6 +48,7 @@ class Gathering(list[Segment]):
             own = segment.own(rank) if rests_apart else whole[rank * numel : (rank + 1) * numel]
             self.apart.append((segment, whole, own))
         self.packs = [_Pack(run, rank, size) for run in together.values()]
+        self.numel = sum([segment.numel for segment in segments])
         self.nbytes = sum([segment.piece_numel * segment.kind.itemsize for segment in segments])
         dtypes = {segment.kind for segment in segments}
         self.travels_as_it_is = len(dtypes) == 1 and dtypes <= _TRAVELING
@@ -60,7 +62,7 @@ class _Pack:
         own: The same in one range of memory, if they lie back to back.
     """
 
-    __slots__ = ("_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
+    __slots__ = ("_is_on_host", "_nbytes", "_outs", "_parts", "_sizes", "_storage", "_whole", "own", "pieces")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
         self.pieces = [segment.own(rank) for segment in segments]
@@ -71,7 +73,7 @@ class _Pack:
         self._parts = self._whole.view(size, -1).split_with_sizes(self._sizes, 1)
         # A simulated tensor has no storage of its own, so it keeps its memory.
         self._storage = self._whole.untyped_storage() if type(self._whole) is Tensor else None
-        self._nbytes = self._whole.nbytes
+        self._nbytes, self._is_on_host = self._whole.nbytes, self._whole.device.type == "cpu"
         if self._storage is not None:
             self._storage.resize_(0)
 
@@ -83,7 +85,7 @@ class _Pack:
 
     def finish(self) -> None:
         """Copies the pieces to their places, and frees the message."""
-        if self._whole.device.type == "cpu":
+        if self._is_on_host:
             torch._foreach_copy_(self._outs, self._parts)
         else:  # one kernel, which a foreach over pieces with gaps between them is not
             torch.split_with_sizes_copy(self._whole.view(len(self._outs[0]), -1), self._sizes, 1, out=self._outs)
@@ -132,7 +134,7 @@ class Bundle:
         dtype: The dtype of the sum.
     """
 
-    __slots__ = ("_buffer", "_is_packed", "_place", "_size", "_total", "at", "dtype", "sizes")
+    __slots__ = ("_buffer", "_is_all", "_is_packed", "_place", "_size", "_total", "at", "dtype", "sizes")
 
     def __init__(self, run: dict[int, Contribution], buffers: Sequence[Tensor], size: int, *, is_packed: bool) -> None:
         self._size, self._is_packed = size, is_packed
@@ -146,6 +148,7 @@ class Bundle:
             storages = [buffer.untyped_storage()._cdata for buffer in buffers]
             self._buffer = storages.index(self._total.untyped_storage()._cdata)
             self._place = self._total.shape, self._total.stride(), self._total.storage_offset()
+            self._is_all = self._place == (buffers[self._buffer].shape, (1,), 0)
             self._total = None
 
     def message(self, rows: Sequence[Tensor]) -> Tensor:
@@ -162,4 +165,7 @@ class Bundle:
 
     def total(self, buffers: Sequence[Tensor]) -> Tensor | None:
         """The range of memory that the means fill, if they lie back to back: then the sum is made there. Else None."""
-        return self._total if self._buffer is None else buffers[self._buffer].as_strided(*self._place)
+        if self._buffer is None:
+            return self._total
+        buffer = buffers[self._buffer]
+        return buffer if self._is_all else buffer.as_strided(*self._place)

@@ -77,8 +77,10 @@ class Native:
                 total = message.new_empty(sum(run.sizes))
                 written.append(([contributions[at].out for at in run.at], total, run.sizes))
             sums.append(total)
-            inputs.setdefault(run.dtype, []).append(_real(message))
-            outputs.setdefault(run.dtype, []).append(_real(total))
+            if run.dtype.is_complex:
+                message, total = torch.view_as_real(message).view(-1), torch.view_as_real(total).view(-1)
+            inputs.setdefault(run.dtype, []).append(message)
+            outputs.setdefault(run.dtype, []).append(total)
         works = [_work(self._reduce(outputs[dtype], wholes), wholes[0]) for dtype, wholes in inputs.items()]
 
         def divide() -> None:
@@ -123,7 +125,7 @@ class Native:
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:
     """A work as `Pending` takes it. If a stream waits for it, the watchdog of the backend keeps the timeout."""
-    return (work if on.device.type == "cpu" else _OnStream(work)), None
+    return (work if on.is_cpu else _OnStream(work)), None
 
 
 class _OnStream:
@@ -142,7 +144,3 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
     """The first of these methods that this torch has."""
     found = next(getattr(group, name) for name in names if hasattr(group, name))
     return cast(Callable[..., Any], found)
-
-
-def _real(flat: Tensor) -> Tensor:
-    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -275,7 +275,7 @@ def fill_own(segments: Sequence[Segment], rank: int) -> None:
 
 def flat(piece: Tensor) -> Tensor:
     """The elements of a piece in one range of memory."""
-    return piece.contiguous().view(-1)
+    return piece if piece.dim() == 1 and piece.is_contiguous() else piece.contiguous().view(-1)
 
 
 def joined(run: Sequence[Tensor]) -> Tensor:

@@ -49,11 +49,17 @@ class SameHost(Exchange):
         self._has_joined = False
         self._shared: Shared | None = None
 
+    def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
+        return _CutSegments(segments, self._rank, self._peers)
+
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
         if self._join() is None:
             return super().all_gather(segments, mark)
         pending = self._gathered(GATHER, segments, mark)  # reads this rank's pieces where they rest
-        fill_own(segments, self._rank)
+        if isinstance(segments, _CutSegments):
+            copy(segments.own_places, segments.own_sources)
+        else:
+            fill_own(segments, self._rank)
         return pending
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
@@ -86,17 +92,13 @@ class SameHost(Exchange):
         shared = self._join()
         if shared is None:
             return super()._gathered(direction, segments, mark)
-        runs = runs_of(segments)
-        own = [[segment.own(self._rank) for segment in run] for run in runs]
-        message = _Message(self, shared, direction, mark, {None: own})
+        cut = segments if isinstance(segments, _CutSegments) else _CutSegments(segments, self._rank, self._peers)
+        message = _Message(self, shared, direction, mark, {None: cut.own})
 
         def finish() -> None:
-            for _, source in self._peers:
-                pieces = [[segment.piece(source) for segment in run] for run in runs]
-                sizes = [[piece.numel() for piece in run] for run in pieces]
-                kinds = [(run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)]
-                for run, each, elements in zip(pieces, sizes, message.read(source, kinds), strict=True):
-                    copy(run, torch.split(elements, each))
+            for source, runs in cut.of_peers:
+                for (pieces, sizes), elements in zip(runs, message.read(source, cut.kinds[source]), strict=True):
+                    copy(pieces, elements.split_with_sizes(sizes))
             message.close()
 
         return Pending(finish=finish, kept=message, nbytes=message.nbytes)
@@ -110,6 +112,33 @@ class SameHost(Exchange):
             if self._shared is not None:
                 self._shared.used_by(self)
         return self._shared
+
+
+class _CutSegments(list[Segment]):
+    """The segments of an all-gather, with the pieces that are cut from them: once for memory that is gathered many times.
+
+    Attributes:
+        own: This rank's pieces where they rest, by runs: what travels in one message each.
+        own_places, own_sources: Those of them that are copied into their place, and from where.
+        of_peers: For each peer, the pieces of each run where they go, with their elements.
+        kinds: For each peer, dtype and elements of each run.
+    """
+
+    __slots__ = ("kinds", "of_peers", "own", "own_places", "own_sources")
+
+    def __init__(self, segments: Sequence[Segment], rank: int, peers: Sequence[tuple[int, int]]) -> None:
+        super().__init__(segments)
+        runs = runs_of(segments)
+        self.own = [[segment.own(rank) for segment in run] for run in runs]
+        self.own_places = [segment.piece(rank) for segment in segments if segment.source is not None]
+        self.own_sources = [segment.source for segment in segments if segment.source is not None]
+        self.of_peers: list[tuple[int, list[tuple[list[Tensor], list[int]]]]] = []
+        self.kinds: dict[int, list[tuple[torch.dtype, int]]] = {}
+        for _, source in peers:
+            pieces = [[segment.piece(source) for segment in run] for run in runs]
+            sizes = [[piece.numel() for piece in run] for run in pieces]
+            self.of_peers.append((source, list(zip(pieces, sizes, strict=True))))
+            self.kinds[source] = [(run[0].kind, sum(each)) for run, each in zip(runs, sizes, strict=True)]
 
 
 class _Message:
