@@ -22,7 +22,6 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, shelf_of, stagings_for
 from zero_fn.transport.links import Links
-from zero_fn.values.assignment import Assignment
 
 __all__ = ["Away"]
 
@@ -33,8 +32,8 @@ class Away:
     If a disk fails during a backward, the error is kept until the end of the backward, when all ranks are told.
     """
 
-    def __init__(self, transport: Links, assignment: Assignment) -> None:
-        self._transport, self._assignment = transport, assignment
+    def __init__(self, transport: Links) -> None:
+        self._transport = transport
         self._shelves: dict[Shelved, Shelf] = {}
         self._reserved: dict[Shelved, list[int]] = {}
         self._writing: deque[Record] = deque()

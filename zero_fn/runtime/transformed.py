@@ -40,7 +40,7 @@ class Transformed:
         self.transport, self.assignment, self.depth = transport, assignment, PREFETCH_DEPTH
         self.units: list[Callable[[], Unit | None]] = []
         self.lenders: dict[int, tuple[int, ...]] = {}
-        self.away = Away(transport, assignment)
+        self.away = Away(transport)
         self.control = Control(transport)
         self.graphs = Graphs()
         self.accumulating = self.caller = 0
