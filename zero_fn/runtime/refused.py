@@ -90,7 +90,7 @@ class Row:
         when: Whether the result of a call would be wrong.
         why: What torch does wrong.
         fix: What to write instead; empty if the row mends the operation.
-        mend: Gives the right result; beside a `fix`, a result that refuses to be written.
+        mend: Gives the right result; beside a `fix` it refuses in its own way, at once or when the result is written.
         until: The first version of torch that is right, if there is one.
     """
 
@@ -148,7 +148,8 @@ def _stacks_plain(call: Call) -> bool:
 
 
 def _refuse_mixed(call: Call, _: Callable[..., Any]) -> NoReturn:
-    """`clip_grad_norm_` would clip some gradients, and raise at the first plain one."""
+    """Raises before `clip_grad_norm_` clips anything: it would raise at the first plain gradient, after it has clipped
+    others."""
     summary = "Gradients of a transformed model and of a plain one cannot share a norm."
     raise PlacementError(summary, why=_NORMS.why, fix=_NORMS.fix)
 
@@ -190,7 +191,7 @@ def _read_whole(call: Call, go_on: Callable[..., Any]) -> Any:
 
 
 def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
-    """[Note: parts that are no terms]"""
+    """The result, reduced at once. [Note: parts that are no terms]"""
     found = go_on(*call.args, **call.kwargs)
     if found.is_floating_point() and not found.ndim:
         return found  # a norm over all dims, whose parts DTensor reduces rightly: `clip_grad_norm_` uses it
@@ -233,7 +234,7 @@ def _is_cut_view(call: Call) -> bool:
 
 
 def _read_only(call: Call, go_on: Callable[..., Any]) -> Any:
-    """[Note: copies]"""
+    """The view, on a local tensor that refuses to be written. [Note: copies]"""
     given = _cut(call.ours[0])
 
     def marked(view: DTensor) -> DTensor:
@@ -251,7 +252,7 @@ def _is_in_tiers(call: Call) -> bool:
 
 
 def _agreed(call: Call, go_on: Callable[..., Any]) -> Any:
-    """[Note: tiers]"""
+    """The result, once all ranks have told one another that their disks are well. [Note: tiers]"""
     mesh = call.ours[0].device_mesh
     act = "The norm of" if "norm" in _name(call.operation) else "Scaling"
     what = f"{act} {'a gradient' if isinstance(call.args[0], Tensor) else 'gradients'}"
@@ -357,7 +358,7 @@ ROWS = (
     Row(
         "aminmax.default",
         when=_keeps_all_dims,
-        why="it would be found in the part of this rank",
+        why="torch would look for the least and the greatest element in the part of this rank alone",
         fix="p.amin(dims, keepdim=True), p.amax(dims, keepdim=True) with all dims",
     ),
     Row(
@@ -484,7 +485,7 @@ def _refusal(row: Row, call: Call) -> ShardedAccessError:
     tensor = call.ours[0]
     placements = ", ".join(map(str, tensor.placements))
     return ShardedAccessError(
-        f"{_name(call.operation)} of a resting tensor: torch would give another result, and say nothing.",
+        f"{_name(call.operation)} of a resting tensor: torch would give a wrong result without an error.",
         tensor=f"{list(tensor.shape)}, {placements} over {axes_text(tensor.device_mesh)}",
         why=row.why,
         fix=row.fix,
@@ -519,7 +520,7 @@ _stock_method = DTensor.redistribute
 
 
 def _redistribute_outside_forwards(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
-    """[Note: whole tensors in a forward]"""
+    """Stands in for `DTensor.redistribute`, and refuses some calls in a forward. [Note: whole tensors in a forward]"""
     slot = slot_of(self) if torch.is_grad_enabled() and self.requires_grad else None
     unit: Any = slot.owner() if slot is not None else None
     if slot is not None and unit is not None and (run_of(unit).forwards.are_open or _is_past_call(run_of(unit))):
