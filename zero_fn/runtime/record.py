@@ -1,4 +1,10 @@
-"""The tensors of one group that rest in another tier, in parcels (`parcels.py`).
+"""The tensors of one group that rest in another tier, in parcels (`parcels.py`). The way to their bytes:
+
+    TierTensor       what modules hold: a tensor without memory; each operation on it opens the record
+    Record           what of a group is in memory, on its way, or waits for a step; versions of parcels
+    Shelf, Disk      ranges of the tier, and the staging buffers through which they pass
+    Transfer         requests under way, with the digests of their blocks
+    Carrier          io_uring or threads, which hand requests to the kernel
 
 [Note: a step that waits] A streamed optimizer may leave parcels to be stepped later (`streamed/pipeline.py`). Everything else
 that reads or writes the tier calls `settle` first, which takes that step.
