@@ -20,7 +20,8 @@ from zero_fn.checkpoint.boxes import Box, Holding, holding_of, holding_of_state,
 from zero_fn.checkpoint.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
-from zero_fn.runtime.record import Parcel, Record, record_of
+from zero_fn.runtime.parcels import Parcel
+from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Ring, wait_all
 from zero_fn.transforms.selection import Where

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Lifetime, Shelved
-from zero_fn.runtime.record import parcels_of, record_nbytes
+from zero_fn.runtime.parcels import parcels_of, record_nbytes
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import Footprint, Link
 from zero_fn.surface.held import Held

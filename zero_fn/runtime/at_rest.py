@@ -15,7 +15,8 @@ from zero_fn.runtime.away import Away
 from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.group import Groups, groups_of
 from zero_fn.runtime.kind import Shelved
-from zero_fn.runtime.record import Form, Record, record_of
+from zero_fn.runtime.parcels import Form
+from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import TierTensor, same_place

@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from zero_fn.runtime.record import Form, Parcel, Record
+from zero_fn.runtime.parcels import Form, Parcel
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.storage import Transfer, wait_all
 

@@ -12,7 +12,8 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
-from zero_fn.runtime.record import Form, Record
+from zero_fn.runtime.parcels import Form
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.storage.recycled import Recurring

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from zero_fn.errors import StorageError
-from zero_fn.runtime.parcels import Form, Parcel, parcels_of, record_nbytes
+from zero_fn.runtime.parcels import Form, Parcel, parcels_of
 from zero_fn.runtime.side_stream import Arriving
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all
 from zero_fn.values.tiers import Cpu
 
-__all__ = ["Form", "Parcel", "Record", "Stretch", "parcels_of", "record_nbytes", "record_of"]
+__all__ = ["Record", "Stretch", "record_of"]
 
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 

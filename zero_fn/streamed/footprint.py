@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
-from zero_fn.runtime.record import record_nbytes
+from zero_fn.runtime.parcels import record_nbytes
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import BUFFERS, ring_form, whole_pages
 from zero_fn.streamed.inner import require_streamable

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from zero_fn.errors import PlacementError, TierError
 from zero_fn.resting import is_dense, local_of
-from zero_fn.runtime.record import Parcel
+from zero_fn.runtime.parcels import Parcel
 from zero_fn.runtime.slot import slot_of
 from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of

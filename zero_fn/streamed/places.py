@@ -11,7 +11,8 @@ from torch import Tensor
 from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.record import Parcel, Record, parcels_of, record_of
+from zero_fn.runtime.parcels import Parcel, parcels_of
+from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import unit_of

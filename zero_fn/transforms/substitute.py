@@ -26,7 +26,7 @@ from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.optimizers import watch_optimizers
-from zero_fn.runtime.record import Form
+from zero_fn.runtime.parcels import Form
 from zero_fn.runtime.refused import note_mesh
 from zero_fn.runtime.registry import Replacement, call_site, note_replacement, replacement_of
 from zero_fn.runtime.run import Run, run_of
