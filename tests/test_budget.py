@@ -28,8 +28,8 @@ BUDGET = {
     "streamed": 2142,
     "surface": 461,
     "transforms": 3077,
-    "transport": 2479,
-    "values": 1962,
+    "transport": 2462,
+    "values": 1958,
     "": 542,
 }
 """Most lines of each folder of the package; "" is the package itself. Where HOUSE.md asks for less, it is still to come."""

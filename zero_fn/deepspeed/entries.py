@@ -236,7 +236,7 @@ class Entries:
         elif key.role == "refused":
             if value is not None and (taken is None or taken != key.default):
                 default = "off" if key.kind.name == "off" else shown(key.default)
-                self.refused(path, f"{default}: anything else is not done here", str(words))
+                self.refused(path, f"{default}, the only value that zero_fn supports", str(words))
                 return
             words = "off, as here" if key.kind.name == "off" else "as here"
         elif value is not None and taken is None:

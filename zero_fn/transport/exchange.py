@@ -7,7 +7,7 @@ And pieces that travel as bfloat16 can be added up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ class Exchange:
         return segments
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
+        pending = self._gathered(GATHER, segments, mark)  # sends this rank's pieces from where they rest
         fill_own(segments, self._rank)
-        return self._gathered(GATHER, segments, mark)
+        return pending
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
         tag = REDUCE | mark & MARK_BITS
@@ -57,8 +58,8 @@ class Exchange:
                 message = joined([contribution.piece(target) for contribution in run])
                 kept.append(message)
                 parts[source] = message.new_empty(total.numel)
-                self._receive(parts[source], source, tag, works)
-                self._send(message, target, tag, works)
+                _begin(self._group.recv, parts[source], source, tag, works)
+                _begin(self._group.send, message, target, tag, works)
             sums.append((total, parts))
 
         def add() -> None:
@@ -96,8 +97,8 @@ class Exchange:
                 if len(pieces) > 1:
                     buffer = message.new_empty(sum(piece.numel() for piece in pieces))
                     arrived.append((buffer, pieces))
-                self._receive(buffer, source, tag, works)
-                self._send(message, target, tag, works)
+                _begin(self._group.recv, buffer, source, tag, works)
+                _begin(self._group.send, message, target, tag, works)
 
         def unpack() -> None:
             for buffer, pieces in arrived:
@@ -108,13 +109,11 @@ class Exchange:
     def give_up(self, failure: Failure | None = None) -> None:
         """Does nothing: peers see the connections closed when this rank ends."""
 
-    def _send(self, piece: Tensor, target: int, tag: int, works: list[Work]) -> None:
-        if piece.numel():
-            works.append((started(self._group.send, [piece], target, tag), target))
 
-    def _receive(self, piece: Tensor, source: int, tag: int, works: list[Work]) -> None:
-        if piece.numel():
-            works.append((started(self._group.recv, [piece], source, tag), source))
+def _begin(start: Callable[..., Any], piece: Tensor, peer: int, tag: int, works: list[Work]) -> None:
+    """Starts a send or a receive, unless the piece is empty."""
+    if piece.numel():
+        works.append((started(start, [piece], peer, tag), peer))
 
 
 class Alone(Exchange):

@@ -80,8 +80,7 @@ class Grid:
             levels: How much of the state of the parameter each data axis shards.
             model: Where the parameter lies on model axes. A data axis among these is left out. [Note: a model axis of some]
         """
-        placed = (model.mesh.mesh_dim_names or ()) if model is not None else ()
-        along = [number for number, axis in enumerate(self.axes) if axis.name not in placed]
+        along = [number for number, axis in enumerate(self.axes) if axis.name not in _by_axis(model)]
         return tuple(sorted(along, key=lambda number: (-levels[number], number)))
 
     def cut(
@@ -111,17 +110,17 @@ class Grid:
     def placements(self, model: DTensorSpec | None, cut: Cut | None) -> tuple[Placement, ...]:
         """The placements of a resting parameter on `mesh`. [Note: cut from the inside]"""
         assert self.mesh is not None
-        order = self._cut_order(model, cut)
+        order, on_model = self._cut_order(model, cut), _by_axis(model)
         found: list[Placement] = []
         for at, dim in enumerate(self.dims):
             if cut is None or isinstance(dim, str) or dim not in cut.axes:
-                found.append(_on(model, self._name(at)))
+                found.append(on_model.get(self._name(at), Replicate()))
                 continue
             earlier = (k for k in order[: order.index(at)] if k > at)  # further right in the mesh, and cut before
             factor = prod(
                 self.mesh.size(k)
                 for k in earlier
-                if self.dims[k] in cut.axes or _on(model, self._name(k)) == Shard(cut.dim)
+                if self.dims[k] in cut.axes or on_model.get(self._name(k)) == Shard(cut.dim)
             )
             found.append(Shard(cut.dim) if factor == 1 else _StridedShard(cut.dim, split_factor=factor))
         return tuple(found)
@@ -142,10 +141,9 @@ class Grid:
 
     def _cut_order(self, model: DTensorSpec | None, cut: Cut | None) -> list[int]:
         """The dims of the mesh over which a parameter is cut, in the order in which they cut."""
-        names = (model.mesh.mesh_dim_names or ()) if model is not None else ()
+        names = [self._name(at) for at in range(len(self.dims))]
         axes = cut.axes if cut is not None else ()
-        every = [self._name(at) for at in range(len(self.dims))]
-        return [*(every.index(name) for name in names), *(self.dims.index(number) for number in axes)]
+        return [*map(names.index, _by_axis(model)), *map(self.dims.index, axes)]
 
     def _name(self, at: int) -> str:
         """The name of a dim of the mesh."""
@@ -220,7 +218,7 @@ def _add_model_axes(
                 continue
             if placement.is_replicate():
                 raise MeshError(
-                    f"{fqn!r} was placed on the axis that the transform is about.",
+                    f"{fqn!r} lies on the axis of the transform already.",
                     parameter=f"{model.placements} over {axes_text(model.mesh)}",
                     axis=owner,
                     fix='transform over another axis than the model-parallel one: mesh["dp"] beside mesh["tp"]',
@@ -250,11 +248,9 @@ def local_part(whole: Tensor, model: DTensorSpec | None) -> Tensor:
     return whole
 
 
-def _on(model: DTensorSpec | None, name: str) -> Placement:
-    """The placement of a parameter on a model axis; `Replicate` if it was not placed there."""
-    if model is not None and name in (model.mesh.mesh_dim_names or ()):
-        return model.placements[(model.mesh.mesh_dim_names or ()).index(name)]
-    return Replicate()
+def _by_axis(model: DTensorSpec | None) -> dict[str, Placement]:
+    """The placements of a parameter on its model axes, by name of the axis, in the order of the mesh."""
+    return {} if model is None else dict(zip(model.mesh.mesh_dim_names or (), model.placements, strict=False))
 
 
 def _cuts(placement: Placement, dim: int) -> bool:

@@ -13,23 +13,15 @@ If any rank cannot map the arena of any other, all ranks use gloo.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy
 from zero_fn.transport.exchange import CONTROL, GATHER, REDUCE, Exchange
 from zero_fn.transport.one_host.shared import Shared, shared_by
-from zero_fn.transport.segment import (
-    Contribution,
-    Pending,
-    Segment,
-    Sum,
-    fill_own,
-    flat,
-    runs_of,
-)
+from zero_fn.transport.segment import Contribution, Pending, Segment, Sum, fill_own, flat, runs_of
 from zero_fn.transport.waiting import Failure, OutOfStep
 from zero_fn.values.layout import ALIGNMENT_NBYTES
 
@@ -44,18 +36,11 @@ _Parts = Mapping[int | None, list[list[Tensor]]]
 class SameHost(Exchange):
     """`Exchange` through shared memory, if all ranks of the group can map that of all others; else over gloo."""
 
-    def __init__(self, group: dist.ProcessGroup, rank: int, size: int) -> None:
-        super().__init__(group, rank, size)
-        self._has_joined = False
-        self._shared: Shared | None = None
-
     def prepared(self, segments: Sequence[Segment]) -> Sequence[Segment]:
         return _CutSegments(segments, self._rank, self._peers)
 
     def all_gather(self, segments: Sequence[Segment], mark: int = 0) -> Pending:
-        if self._join() is None:
-            return super().all_gather(segments, mark)
-        pending = self._gathered(GATHER, segments, mark)  # reads this rank's pieces where they rest
+        pending = self._gathered(GATHER, segments, mark)  # sends this rank's pieces from where they rest
         if isinstance(segments, _CutSegments):
             copy(segments.own_places, segments.own_sources)
         else:
@@ -63,7 +48,7 @@ class SameHost(Exchange):
         return pending
 
     def reduce_scatter(self, contributions: Sequence[Contribution], mark: int = 0) -> Pending:
-        shared = self._join()
+        shared = self._shared
         if shared is None:
             return super().reduce_scatter(contributions, mark)
         runs = runs_of(contributions)
@@ -84,12 +69,13 @@ class SameHost(Exchange):
         return Pending(finish=finish, kept=message, nbytes=message.nbytes)
 
     def give_up(self, failure: Failure | None = None) -> None:
-        if self._shared is not None:
-            for box in self._shared.boxes.values():
+        shared: Shared | None = self.__dict__.get("_shared")  # the failure may be one of joining
+        if shared is not None:
+            for box in shared.boxes.values():
                 box.leave(failure)
 
     def _gathered(self, direction: int, segments: Sequence[Segment], mark: int) -> Pending:
-        shared = self._join()
+        shared = self._shared
         if shared is None:
             return super()._gathered(direction, segments, mark)
         cut = segments if isinstance(segments, _CutSegments) else _CutSegments(segments, self._rank, self._peers)
@@ -103,15 +89,13 @@ class SameHost(Exchange):
 
         return Pending(finish=finish, kept=message, nbytes=message.nbytes)
 
-    def _join(self) -> Shared | None:
+    @cached_property
+    def _shared(self) -> Shared | None:
         """The shared memory of the group, or None. The first use of the first transport of a group is a collective."""
-        if not self._has_joined:
-            over_gloo = Exchange(self._group, self._rank, self._size)
-            self._shared = shared_by(self._group, self._rank, self._size, over_gloo)
-            self._has_joined = True
-            if self._shared is not None:
-                self._shared.used_by(self)
-        return self._shared
+        shared = shared_by(self._group, self._rank, self._size, Exchange(self._group, self._rank, self._size))
+        if shared is not None:
+            shared.used_by(self)
+        return shared
 
 
 class _CutSegments(list[Segment]):
