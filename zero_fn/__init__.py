@@ -1,7 +1,7 @@
 """ZeRO as composable functions on DTensor placements.
 
-model = shard_params(shard_grads(model, mesh["dp"]), mesh["dp"])     # ZeRO-3
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)           # its states follow the parameters
+model = zf.shard_params(model, mesh["dp"])                      # ZeRO-3; transforms return new modules, and compose
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)      # built after the last one: its states are shards, too
 """
 
 from zero_fn.checkpoint import Checkpoint, Saving, checkpoints, load, load_pretrained, save, save_async, save_pretrained

@@ -47,7 +47,7 @@ _said: set[str] = set()
 
 
 class ZeroError(Exception):
-    """A mistake that zero_fn found, said with its facts and its fix.
+    """Base of all errors of zero_fn: a sentence that says what is wrong, the facts, and the fix.
 
     Args:
         summary: One sentence: what is wrong.
@@ -68,55 +68,55 @@ class ZeroError(Exception):
 
 
 class LayoutError(ZeroError, ValueError):
-    """The layout you asked for cannot exist."""
+    """What was asked for cannot exist: an option, a module or a tensor does not allow it."""
 
 
 class MeshError(LayoutError):
-    """The mesh axis cannot carry what was asked of it."""
+    """The mesh is not one named axis, or the axis does not go with those of earlier transforms."""
 
 
 class PlacementError(LayoutError):
-    """A tensor cannot rest as asked because of what must read or update it."""
+    """A tensor cannot be sharded, offloaded or updated as asked, because of what it is or of what reads or updates it."""
 
 
 class UnitError(LayoutError):
-    """Parameters cannot be grouped as asked."""
+    """Parameters cannot be grouped into units (wrap groups) as asked."""
 
 
 class TierError(LayoutError):
-    """Bytes cannot live in the tier asked for."""
+    """Bytes cannot be stored in the tier (host memory or a disk) asked for: it is too small, or not given."""
 
 
 class StateError(ZeroError, RuntimeError):
-    """A legal call at the wrong moment."""
+    """A legal call at the wrong moment: before a transform, while the module runs, or after it was donated or evicted."""
 
 
 class StaleError(StateError):
-    """An object older than the transform it meets."""
+    """An object is older than the transform it meets, such as an optimizer built before `shard_params`."""
 
 
 class ShardedAccessError(StateError):
-    """A resting shard was used as if it were the whole tensor."""
+    """A shard, which is what parameters are between forwards, was used as if it were the whole tensor."""
 
 
 class DisagreementError(ZeroError, RuntimeError):
-    """Ranks do not hold the same program."""
+    """Ranks hold different values, or are about to issue different collectives."""
 
 
 class LostRankError(ZeroError, RuntimeError):
-    """A rank ended, or does not answer."""
+    """Another rank ended, or did not answer before the deadline."""
 
 
 class StorageError(ZeroError, RuntimeError):
-    """A disk did not take or give back what it was asked to."""
+    """A disk did not store or give back bytes, or gave back other ones; on this rank or another."""
 
 
 class CheckpointError(ZeroError, ValueError):
-    """The bytes on disk do not fit the layout in memory."""
+    """A checkpoint or a state_dict is damaged, cannot be written, or does not fit the model."""
 
 
 class ConfigError(ZeroError, ValueError):
-    """A DeepSpeed config that cannot be followed."""
+    """A DeepSpeed config, or arguments of a trainer, cannot be followed."""
 
 
 def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, object]) -> ZeroError:
@@ -124,7 +124,7 @@ def _rebuild(cls: type[ZeroError], summary: str, fix: str, facts: dict[str, obje
 
 
 def warn_once(summary: str, *, fix: str, **facts: object) -> None:
-    """Says what is right but surely not meant, in the form of an error: a UserWarning, once a process.
+    """Warns of something that is allowed but surely not meant, in the form of an error: a UserWarning, once a process.
 
     Args:
         summary: One sentence. A second warning of the same summary is not given.

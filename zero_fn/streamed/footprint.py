@@ -1,7 +1,7 @@
-"""What the states of an optimizer will take, and what a streamed step will move: arithmetic on its chunks.
+"""Bytes that the states of an optimizer will take, and bytes that a streamed step will move: arithmetic on its chunks.
 
-A step reads and writes every chunk on a disk, except those that the last step left in the buffers: it begins with these.
-Steps go through the chunks in turns of direction, so these are the first chunks in one step and the last ones in the next.
+A step reads and writes every chunk on a disk, except that it does not read the chunks that the last step left in the
+buffers. Every second step goes backwards, so these are the last chunks in one step and the first ones in the next.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Link(NamedTuple):
     """Bytes per step between the host and an accelerator.
 
     Attributes:
-        to_device, from_device: Each way.
+        to_device, from_device: Bytes in each direction.
     """
 
     to_device: int
@@ -46,11 +46,11 @@ class Footprint:
     """Bytes of an optimizer on this rank.
 
     Attributes:
-        states_nbytes: States in memory of the device, or in its own as a tier.
-        buffers_nbytes: Host memory that states, parameters and gradients pass through.
+        states_nbytes: States in the memory of the device, also where `zf.cpu()` is that memory.
+        buffers_nbytes: Buffers in host memory through which states, parameters and gradients pass.
         tiers: States in other tiers, in whole pages.
-        read, written: Bytes that a step moves from and to each tier: states, parameters and gradients. Of two steps in a
-            row, the mean.
+        read, written: Bytes of states, parameters and gradients that a step moves from and to each tier: the mean of two
+            steps in a row.
         link: Bytes of parameters and gradients that a step moves between the host and an accelerator.
     """
 
@@ -63,14 +63,14 @@ class Footprint:
 
 
 def footprint(optimizer: Optimizer) -> Footprint:
-    """What a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory.
+    """The bytes that a stock or streamed optimizer takes and moves. Communicates nothing, takes no memory.
 
     Args:
-        optimizer: A streamed one; or a stock one, which is taken to be streamed without a tier, `zf.streamed(optimizer)`,
-            if any of its parameters has a state in another tier.
+        optimizer: A streamed or a stock optimizer. A stock one is counted as `zf.streamed(optimizer)`, if any of its
+            parameters has a state in another tier.
 
     Raises:
-        TierError: Parameters or gradients rest in another tier, and nobody said where the states are to be.
+        TierError: Parameters or gradients rest in another tier, and no tier was given for the states.
         PlacementError: The optimizer has to be streamed and cannot be.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -118,8 +118,11 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
 
 
 def _add_link(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> None:
-    """A step is where the states are: on the host if they are in a tier. Gradients that are on the other side come there,
-    and parameters come and go back."""
+    """Adds the bytes that cross the link to an accelerator.
+
+    A step is computed where the states are: on the host if they are in a tier. Gradients on the other side are copied
+    there, and parameters there and back.
+    """
     on_host, (there, back) = tier is not None, found.link
     for chunk in chunks:
         for cut in chunk.cuts:
@@ -129,7 +132,7 @@ def _add_link(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> N
             slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
             value, gradient = (nbytes * (is_away != on_host) for is_away in cut.away)
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
-            # Of the host as a tier: that of the states, to which the others come, or the one from which they come.
+            # Bytes of host memory as a tier: of the states, to which values come, or of parameters and gradients that leave.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY
             of_value, of_gradient = (tier, tier) if on_host else (tiers.params, tiers.grads)
             if isinstance(of_value, Cpu):

@@ -1,4 +1,4 @@
-"""The optimizer that is streamed: its class, the states that it keeps, and how its step is called for other parameters.
+"""The optimizer that is streamed: which classes may be, the states that it keeps, and its step, called for other parameters.
 
 Optimizers of torch that treat every element alone are known by their class. For another class the user vouches by
 `elementwise=True`, and one step of seven elements is tried.
@@ -40,14 +40,15 @@ _REPLACED = ("params", "param_groups", "state", "defaults", "takes_from_tiers")
 
 
 def require_streamable(optimizer: Optimizer, *, elementwise: bool) -> None:
-    """For an optimizer that is to step pieces of parameters.
+    """Refuses an optimizer that may not step pieces of parameters.
 
     Args:
         optimizer: The optimizer.
-        elementwise: Whether somebody gave their word that it treats every element alone.
+        elementwise: Whether the user gave their word that it treats every element alone.
 
     Raises:
-        PlacementError: Nobody did, and it is not one of torch that does; or it is known not to.
+        PlacementError: It is not one of torch that treats every element alone, and the user did not give their word; or it
+            is known to look at whole tensors.
     """
     if looks_at_whole_tensors(optimizer):
         raise _refusal(optimizer, "it looks at whole tensors, and states pass through buffers in pieces of parameters")
@@ -78,7 +79,7 @@ def _refusal(
 
 @contextmanager
 def replaced(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Iterator[None]:
-    """Inside, the optimizer has these groups and states. After, its own again, and the attributes that it had."""
+    """Inside, the optimizer has these groups and states. Afterwards it has its own again, and the attributes that it had."""
     own = dict(vars(optimizer))
     # To those who watch optimizers a step of `super()` in its own is one of the streamed optimizer.
     vars(optimizer).update(param_groups=groups, state=state, takes_from_tiers=True)
@@ -90,7 +91,7 @@ def replaced(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[
 
 
 def raw_step(optimizer: Optimizer) -> None:
-    """Steps without the hooks of optimizers, which are for steps of the user."""
+    """Steps an optimizer without its hooks, which are for steps of the user."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -103,18 +104,19 @@ def raw_step(optimizer: Optimizer) -> None:
 def kept_by(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: Tensor, device: torch.device, *, in_pieces: bool
 ) -> Schema:
-    """What a first step in this group keeps of a parameter like this, found out on one of seven elements.
+    """The states that a first step makes for a parameter, found by a step of a trial parameter of seven elements.
 
     Args:
-        optimizer: Whose step it is. It stays as it was.
-        group: The options to step with.
-        parameter: What it steps. States that it made for this one before any step (Adagrad in torch) are made for the other.
-        device: The device on which that is stepped.
-        in_pieces: Whether it is to step one buffer after the other.
+        optimizer: The optimizer that makes the step. It stays as it was.
+        group: The options of the step.
+        parameter: The parameter. If the optimizer made states for it before any step (Adagrad of torch), the trial parameter
+            gets such states, too.
+        device: The device of the trial parameter.
+        in_pieces: Whether the optimizer will step one buffer after the other.
 
     Raises:
-        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or one of
-            a user is to step buffers, and keeps something elsewhere than in states, which would be of buffers.
+        PlacementError: The optimizer keeps states that belong to no parameter, or cannot step one parameter alone. Or a
+            user's optimizer will step buffers, and keeps something elsewhere than in the states of parameters.
     """
     local = local_of(parameter)
     probe = nn.Parameter(torch.zeros(*[1] * (local.dim() - 1), _NUMEL, dtype=local.dtype, device=device))
@@ -146,19 +148,20 @@ def kept_by(
 
 
 def schema_of(states: Mapping[str, Any], parameter: Tensor) -> Schema:
-    """The states of a parameter that have its shape."""
+    """Names and dtypes of the states that have the shape of their parameter."""
     return tuple((name, value.dtype) for name, value in states.items() if _is_moment(value, name, parameter))
 
 
 def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]:
-    """Whether a state has an element for each of the parameter; the count of steps has none, also of a scalar."""
+    """Whether a state has an element for each element of the parameter. The count of steps never does, also of a scalar."""
     return name != "step" and isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
 ) -> tuple[Mapping[Any, Any], list[str]]:
-    """All states after a step of one parameter; and what else looks different then, which is undone."""
+    """All states after a step of one parameter, and the names of attributes and options that the step changed. Those are
+    restored."""
     state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
     trial = {**group, "params": [probe]}
     with replaced(optimizer, [trial], state), torch.no_grad():
@@ -172,20 +175,20 @@ def _stepped(
 
 
 def _shown(own: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes and options as text, but for those that a step finds replaced, and hooks."""
+    """Attributes and options as text, without hooks and without those that `replaced` replaces."""
     names = (name for name in own if name not in _REPLACED and not name.startswith("_optimizer_"))
     return {name: repr(own[name]) for name in names}
 
 
-# -- once it was given away ------------------------------------------------------------------------------------------
+# -- after it was given to streamed() --------------------------------------------------------------------------------
 
 
 class _Elsewhere(dict[Any, Any]):
-    """The states of an optimizer that was streamed: none."""
+    """The empty states of an optimizer that was given to `streamed`."""
 
 
 def hand_over(inner: Optimizer) -> None:
-    """Takes the states of an optimizer. From now on it refuses to be stepped, saved or loaded: it would begin without them,
+    """Takes the states of an optimizer. From now on it refuses to be stepped, saved or loaded: it would begin without states,
     save none, and drop what it loads."""
     inner.state = _Elsewhere()  # type: ignore[assignment]
     inner.register_step_pre_hook(_require_own)
@@ -194,10 +197,10 @@ def hand_over(inner: Optimizer) -> None:
 
 
 def require_not_streamed(inner: Optimizer) -> None:
-    """For an optimizer that is to be used.
+    """Refuses to use an optimizer that was given to `streamed`.
 
     Raises:
-        StateError: It was given to `streamed`.
+        StateError: It was.
     """
     # Not `inner.state`: a streamed optimizer, which has the same hooks, would finish its step first.
     if isinstance(vars(inner).get("state"), _Elsewhere):

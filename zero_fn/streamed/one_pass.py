@@ -1,8 +1,8 @@
 """Steps of Adam and AdamW by the kernel of `zero_fn.kernels.adam`, for the user's own stock optimizer.
 
-Only what torch's fused step would do is done by it, because its bits are those of that step. The default step of torch, over
+The kernel has the bits of torch's fused step, so it takes the place of that step only. The default step of torch, over
 each tensor or `foreach`, rounds in another way (its square roots are those of MKL's vector library, which rounds a few in a
-million differently), so it stays torch's.
+million differently), and is done by torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["arithmetic_of", "steps_in_one_pass"]
 
 
 def arithmetic_of(optimizer: Optimizer) -> str:
-    """Which code steps the optimizer, in words."""
+    """The name of the code that steps the optimizer, for `print(optimizer)`."""
     if type(optimizer) not in (Adam, AdamW):
         return "torch"
     if not all(map(_is_fused, optimizer.param_groups)):
@@ -34,14 +34,14 @@ def arithmetic_of(optimizer: Optimizer) -> str:
 
 
 def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:
-    """Steps the groups and states that the optimizer has now, if its step is one that the kernel does. Else does nothing.
+    """Steps the groups and states that the optimizer has now by the kernel, if it can do this step. Else does nothing.
 
     Args:
-        optimizer: Whose step it is.
-        sends: By parameter, bfloat16 tensors that lie alike and receive what it is after the step.
+        optimizer: The optimizer to step.
+        sends: By parameter, a bfloat16 tensor of the same form that receives the parameter after the step.
 
     Returns:
-        Whether it was done, and what is sent was written.
+        Whether the step was done, and the tensors in `sends` were written.
     """
     if type(optimizer) not in (Adam, AdamW) or _is_scaled(optimizer):
         return False

@@ -22,10 +22,10 @@ __all__ = ["RestsAt", "device_of", "follow", "groups_of", "passing_sizes", "plac
 
 
 class RestsAt(NamedTuple):
-    """Where a parameter rests, or, if that is in memory, its gradient: the parcels in which it is stepped.
+    """The parcels in which a parameter rests in another tier; or its gradient, if the parameter itself is in memory.
 
     Attributes:
-        record: What the parcels belong to: a record, or on `meta` what stands for it.
+        record: The record of the parcels; for a parameter on `meta` a key that stands for its future record.
         number: The number of the tensor in the record.
         parcels: The parcels of the record.
     """
@@ -36,7 +36,7 @@ class RestsAt(NamedTuple):
 
 
 def place_of(parameter: Tensor) -> RestsAt | None:
-    """The place of a parameter; None if it and its gradient are in memory. One on `meta` has the place that it will get."""
+    """The place of a parameter; None if it and its gradient are in memory. On `meta`, the place that it will get."""
     local, slot = local_of(parameter), slot_of(parameter)
     away = local if isinstance(local, TierTensor) else slot.gradient_place if slot is not None else None
     if away is not None:
@@ -52,20 +52,20 @@ def place_of(parameter: Tensor) -> RestsAt | None:
 
 
 def device_of(parameter: Tensor) -> torch.device:
-    """The device that computes with a parameter; of one on `meta`, if that is known, the one that will."""
+    """The device that computes with a parameter; on `meta` the one that will, if a transform chose it."""
     slot, local = slot_of(parameter), local_of(parameter)
     return torch.device(slot.kind.device_type) if local.is_meta and slot is not None else local.device
 
 
 def follow(parameter: Tensor) -> None:
-    """Lets the unit of a parameter that was moved or cast since give it a place in its tier again."""
+    """Gives a parameter that was moved or cast a place in its tier again."""
     unit = unit_of(slot_of(parameter))
     if unit is not None and unit.groups.records():
         unit.follow_moved()
 
 
 def groups_of(parameters: Iterable[Tensor]) -> list[Group]:
-    """The groups that have any of these parameters."""
+    """The groups of the runtime to which any of these parameters belong."""
     pairs = ((slot, unit_of(slot)) for slot in map(slot_of, parameters))
     return list(dict.fromkeys(unit.groups.of(slot) for slot, unit in pairs if slot is not None and unit is not None))
 

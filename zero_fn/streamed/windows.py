@@ -65,7 +65,7 @@ class Window:
         self._for_parcels, self._for_copies = buffer[:parcels_nbytes], buffer[parcels_nbytes:]
         self.parcel = self.copy = NOTHING
 
-    def open(self, record: Record | None, index: int | None, *, is_read: bool = True) -> Tensor:
+    def open(self, record: Record | None, index: int, *, is_read: bool = True) -> Tensor:
         """Memory of one parcel of a record: in the tier if that is the host, else in the buffer, where it begins to arrive.
 
         Args:
@@ -73,12 +73,12 @@ class Window:
             index: The number of the parcel.
             is_read: Whether its bytes are wanted; a compute copy is only written.
         """
-        if record is None or index is None:
+        if record is None:
             return NOTHING
         parcel = record.parcels[index]
         if record.is_addressable:
             return record.memory_of(parcel)
-        assert parcel.nbytes <= len(self._for_parcels), "more than was planned"
+        assert parcel.nbytes <= self._for_parcels.numel(), "more than was planned"
         memory, self._for_parcels = self._for_parcels[: parcel.nbytes], self._for_parcels[parcel.nbytes :]
         if is_read:
             self.arriving.append(record.read_parcel(parcel, memory))
@@ -90,9 +90,11 @@ class Window:
         The copy is laid out alike if the tensor is dense. Copies the other way round need memory of their own, which is gone
         before an asynchronous one has ended.
         """
+        left = self._for_copies.numel()
+        if not left or isinstance(there, TierTensor) or not is_accelerator(there.device.type):
+            return None
         nbytes = there.numel() * there.itemsize
-        is_on_device = not isinstance(there, TierTensor) and is_accelerator(there.device.type)
-        if not is_on_device or not 0 < nbytes <= len(self._for_copies):
+        if not 0 < nbytes <= left:
             return None
         flat = self._for_copies[:nbytes].view(there.dtype)
         self._for_copies = self._for_copies[padded_nbytes(there.numel(), there.dtype) :]
@@ -116,19 +118,22 @@ class Windows:
         self._laid: dict[int, Tensor] = {}
 
     def fetch(self, chunk: Chunk) -> tuple[Window, Transfers]:
-        buffer = NOTHING
-        if chunk.window_nbytes:  # only these take turns: there are no more buffers than such chunks
+        buffer, nbytes = NOTHING, chunk.window_nbytes
+        if nbytes:  # only these chunks take turns: there are no more buffers than such chunks
             self._turn += 1
-            buffer = self._ring.buffer(self._turn, chunk.window_nbytes)
+            buffer = self._ring.buffer(self._turn, nbytes)
         window = Window(_parameter_record(chunk), buffer, chunk.parcels_nbytes)
-        window.parcel = window.open(window.record, chunk.parcel)
-        window.copy = window.open(window.record and window.record.copies, chunk.parcel, is_read=False)
         cuts = [cut for cut in chunk.cuts if id(cut.parameter) in self._grads]
-        records = {cut: record for cut in cuts if (record := self._gradient_record(cut)) is not None}
-        grads = window.open(next(iter(records.values()), None), chunk.parcel)
+        in_parcel: dict[SteppedPiece, Record] = {}
+        grads = NOTHING
+        if chunk.parcel is not None:
+            window.parcel = window.open(window.record, chunk.parcel)
+            window.copy = window.open(window.record and window.record.copies, chunk.parcel, is_read=False)
+            in_parcel = {cut: record for cut in cuts if (record := self._gradient_record(cut)) is not None}
+            grads = window.open(next(iter(in_parcel.values()), None), chunk.parcel)
         for cut in cuts:
             self._show_value(cut, window)
-            if cut in records and cut.in_parcel is not None:
+            if cut in in_parcel and cut.in_parcel is not None:
                 window.grads[cut] = cut.at(grads, cut.in_parcel, cut.dtype)
             else:
                 self._show_grad(cut, window)

@@ -1,10 +1,10 @@
-"""Functions in a module that hold parts of it: refused, because a copy of the module does not reach into them.
+"""Functions in a module that hold modules or parameters of it: refused, because a copy of the module does not copy them.
 
     self.act = lambda x: F.linear(x, self.inner.weight)         refused
     old = layer.forward; layer.forward = lambda x: 2 * old(x)   followed: a forward that is replaced is a forward
 
-`copy.deepcopy` takes functions as they are. Those of a copied module would go on with the modules of before: these would get
-the gradients, and nobody would step them. What `deepcopy` does follow may hold modules: bound methods, partial
+`copy.deepcopy` takes functions as they are. A function in a copied module would go on calling the old modules: these would
+get the gradients, and no optimizer would step them. What `deepcopy` does follow may hold modules: bound methods, partial
 functions, containers and objects. Parameters are followed in flat lists and dicts of the module that registers them.
 """
 
@@ -31,15 +31,15 @@ _ATOMS = frozenset((bool, int, float, str, type(None), Tensor))
 
 
 def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Sequence[NamedParameter]) -> None:
-    """Looks through attributes and hooks of a copied module, and through hooks of parameters.
+    """Refuses functions that would go on with old modules or parameters, in attributes, hooks, and hooks of parameters.
 
     Args:
-        twin: The copy.
-        modules: Names of the modules that were copied, by `id`.
-        parameters: What the originals and the copies share still.
+        twin: The copy of the module.
+        modules: Names of the modules that were copied, by their `id`.
+        parameters: The parameters that the module and the copy still share.
 
     Raises:
-        LayoutError: A function holds a module of before, in its closure or as a default.
+        LayoutError: A function holds an old module, in its closure or as a default.
         PlacementError: A function or a container holds a trained parameter.
     """
     trained = {id(named.parameter): named.fqn for named in parameters if named.parameter.requires_grad}
@@ -60,9 +60,9 @@ def refuse_captured(twin: nn.Module, modules: Mapping[int, str], parameters: Seq
 
 
 def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
-    """A function that stands in place of a module's `forward` holds modules of the copy from now on.
+    """Rebuilds each function that stands in place of a module's `forward`, so that it holds modules of the copy.
 
-    So wrap trl, accelerate and profilers: the new function holds the module, or the bound method that it replaces.
+    trl, accelerate and profilers wrap a forward like that: their function holds the module, or the method that it replaces.
 
     Args:
         twin: The copy.
@@ -75,13 +75,13 @@ def follow_forwards(twin: nn.Module, memo: Mapping[int, Any]) -> None:
 
 
 def _is_stale(value: object, memo: Mapping[int, Any]) -> bool:
-    """Whether it holds modules of before."""
+    """Whether a value holds old modules."""
     return any(isinstance(found, nn.Module) and id(found) in memo for found in _held(value))
 
 
 def _following(value: Any, memo: Mapping[int, Any], made: dict[int, Any]) -> Any:
-    """The same function, method or partial function, with modules of the copy in it; what torch.compile made stays as it is,
-    and is refused."""
+    """The same function, method or partial function, with modules of the copy in it. A function of torch.compile stays as it
+    is, and is refused later."""
     if isinstance(value, nn.Module):
         return memo.get(id(value), value)
     if isinstance(value, MethodType):
@@ -143,7 +143,7 @@ def _holds_parameter(path: str, fqn: str) -> PlacementError:
 
 
 def _flat(value: object) -> set[int]:
-    """What a flat list or dict holds: such a one follows its parameters, see `Place`."""
+    """The ids of what a flat list or dict holds. Such a one follows its parameters, see `Place`."""
     items = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
     return set(map(id, items))
 
@@ -154,7 +154,7 @@ def _is_empty(value: object) -> bool:
 
 
 def _held(value: object, seen: set[int] | None = None) -> Iterator[object]:
-    """What a value holds in closures, partial functions and containers, but not inside objects."""
+    """A value and all that it holds, in closures, partial functions and containers, but not inside objects."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return

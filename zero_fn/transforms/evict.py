@@ -71,12 +71,6 @@ class _EvictedParcel:
     place: int = 0
     is_stored: bool = False
 
-    def pairs(self, buffer: Tensor, flats: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """For each piece its bytes in a buffer, and in its tensor."""
-        rooms = torch.split(buffer[: self.nbytes], [piece.numel for piece in self.pieces])
-        for room, piece in zip(rooms, self.pieces, strict=True):
-            yield room, flats[piece.parameter][piece.start : piece.stop]
-
 
 class Evicted:
     """A model and its optimizer that `evict` moved out of memory, until `restore()`. Printed, it says where they are."""
@@ -93,7 +87,7 @@ class Evicted:
         self._stays = isinstance(tier, Cpu) and all(p.device.type == "cpu" for p in self._parameters)
         self._store: Store | None = None
         self._parcels: list[_EvictedParcel] = []
-        self._forms: list[tuple[Tensor, torch.device]] = []  # without memory, and where it was
+        self._forms: list[tuple[Tensor, torch.device]] = []  # each tensor on `meta`, and its device
         if not self._stays:
             everywhere(module.parameters(), self._put, "Evicting a model")
             self._release()
@@ -138,7 +132,7 @@ class Evicted:
         ]
 
     def _require_own_memory(self) -> None:
-        """What begins at one address would come back to two."""
+        """Refuses tensors that begin at one address: they would come back at two."""
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         held = [(names[id(parameter)], local_of(parameter)) for parameter in self._parameters]
         held += [(f"a state {name!r}", local_of(states[name])) for states, name in self._states]
@@ -157,15 +151,12 @@ class Evicted:
             self._forms.append((torch.empty_like(dense, device="meta"), dense.device))
             flats.append(bytes_of(dense))
         store = Store(self._tier, "evicted tensors")
-        packed = chunks_of(list(map(len, flats)), [None] * len(flats), lambda _, nbytes: nbytes, _BUFFER_NBYTES)
+        packed = chunks_of(
+            [flat.numel() for flat in flats], [None] * len(flats), lambda _, nbytes: nbytes, _BUFFER_NBYTES
+        )
         self._parcels = [_EvictedParcel(pieces, sum(piece.numel for piece in pieces)) for pieces in packed]
         store.reserve(self._parcels, torch.device("cpu"))
-
-        def fill(parcel: _EvictedParcel, buffer: Tensor) -> None:
-            for room, own in parcel.pairs(buffer, flats):
-                room.copy_(own)
-
-        Pass([store], self._parcels, fill).run()
+        self._move(store, flats, is_back=False)
         store.forget()  # what comes back is what was written: a disk that lost it is found
         self._store = store
 
@@ -192,13 +183,7 @@ class Evicted:
     def _fetched(self) -> list[Tensor]:
         assert self._store is not None
         tensors = [torch.empty_like(form, device=device) for form, device in self._forms]
-        flats = list(map(bytes_of, tensors))
-
-        def take(parcel: _EvictedParcel, buffer: Tensor) -> None:
-            for room, own in parcel.pairs(buffer, flats):
-                own.copy_(room)
-
-        Pass([self._store], self._parcels, take, writes=False).run()
+        self._move(self._store, list(map(bytes_of, tensors)), is_back=True)
         return tensors
 
     def _return(self, tensors: list[Tensor]) -> None:
@@ -212,6 +197,20 @@ class Evicted:
             parameter.grad = _filled(grad, next(found))
         for states, name in self._states:
             states[name] = _filled(states[name], next(found))
+
+    def _move(self, store: Store, flats: Sequence[Tensor], *, is_back: bool) -> None:
+        """Moves the bytes of all tensors through buffers of the store: to the tier, or back."""
+
+        def visit(parcel: _EvictedParcel, buffer: Tensor) -> None:
+            rooms = torch.split(buffer[: parcel.nbytes], [piece.numel for piece in parcel.pieces])
+            for room, piece in zip(rooms, parcel.pieces, strict=True):
+                own = flats[piece.parameter][piece.start : piece.stop]
+                if is_back:
+                    own.copy_(room)
+                else:
+                    room.copy_(own)
+
+        Pass([store], self._parcels, visit, writes=not is_back).run()
 
     def _guard(self) -> None:
         def refuse(*_: object) -> None:
@@ -243,7 +242,7 @@ def _require_idle(module: nn.Module) -> None:
 
 
 def _states_of(optimizer: Optimizer | None) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the states of an optimizer are that are worth moving: those with more than one element."""
+    """The dict and the name of each state of an optimizer that has more than one element, and so is worth moving."""
     if optimizer is not None:
         for states in optimizer.state.values():
             for name in states:

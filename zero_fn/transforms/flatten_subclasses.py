@@ -79,7 +79,9 @@ def flatten_subclasses(module: M) -> M:
     for each, made in zip(found, rebuilt, strict=True):
         parts: dict[str, nn.Parameter | None] | None = None
         for name, attribute in each.places:
-            holder = _parametrized(modules[name], attribute, made)
+            parametrize.register_parametrization(modules[name], attribute, made, unsafe=True)
+            holders: Any = modules[name].parametrizations
+            holder: parametrize.ParametrizationList = holders[attribute]
             if parts is None:
                 parts = holder._parameters
             holder._parameters.update(parts)  # of a tie: both are made of the same parts
@@ -93,13 +95,6 @@ def flatten_subclasses(module: M) -> M:
 def is_part(parameter: Tensor) -> bool:
     """Whether a parameter is part of a frozen tensor of a subclass, which says what dtype it has."""
     return hasattr(parameter, _PART)
-
-
-def _parametrized(module: nn.Module, attribute: str, made: _Rebuilt) -> parametrize.ParametrizationList:
-    parametrize.register_parametrization(module, attribute, made, unsafe=True)
-    holders: Any = module.parametrizations
-    found: parametrize.ParametrizationList = holders[attribute]
-    return found
 
 
 class _Rebuilt(nn.Module):

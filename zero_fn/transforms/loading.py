@@ -9,7 +9,7 @@ Communicates only for entries that are sharded in another way than the parameter
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,8 @@ def _require_fit(key: str, own: Tensor, entry: Tensor, *, assigns: bool) -> None
 
 
 def _require_assignable(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> None:
-    """An assigned tensor takes the place of a parameter: it is cut as that is, and a tied parameter takes one."""
+    """Refuses tensors that cannot take the place of a parameter (`assign=True`): they are cut as the parameter is, and a tied
+    parameter takes one."""
     first: dict[int, tuple[str, Tensor]] = {}
     for key, own in _tensors(module, prefix):
         entry = state_dict.get(key)
@@ -167,28 +168,36 @@ def _mismatch(key: str, entry: Tensor, shape: tuple[int, ...]) -> CheckpointErro
     )
 
 
+class _Values(NamedTuple):
+    """Which numbers a dtype has: from the least to the greatest, the smallest of them, and all integers up to `exact`."""
+
+    least: float
+    greatest: float
+    smallest: float
+    exact: float
+
+    @classmethod
+    def of(cls, dtype: torch.dtype) -> _Values:
+        """The real numbers of a dtype, or of the parts of a complex one. TypeError: it has no limits (quantized)."""
+        if dtype == torch.bool:
+            return cls(0, 1, 1, 1)
+        if dtype.is_floating_point or dtype.is_complex:
+            limits = torch.finfo(dtype)
+            return cls(limits.min, limits.max, limits.smallest_normal * limits.eps, 2 / limits.eps)
+        whole = torch.iinfo(dtype)
+        return cls(whole.min, whole.max, 1, whole.max)
+
+
 def keeps_every_bit(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of one dtype is a value of the other."""
-    if source == target or source == torch.bool:
-        return True
-    if target == torch.bool or (source.is_complex and not target.is_complex):
-        return False
+    if source == target or (source.is_complex and not target.is_complex):
+        return source == target
     try:
-        if not (source.is_floating_point or source.is_complex):
-            whole = torch.iinfo(source)
-            if not (target.is_floating_point or target.is_complex):
-                return torch.iinfo(target).min <= whole.min and whole.max <= torch.iinfo(target).max
-            return whole.max <= 2 / torch.finfo(target).eps
-        if not (target.is_floating_point or target.is_complex):
-            return False
-        one, other = torch.finfo(source), torch.finfo(target)
-    except TypeError:  # a dtype without limits: quantized
+        one, other = _Values.of(source), _Values.of(target)
+    except TypeError:
         return False
-    return one.eps >= other.eps and one.max <= other.max and one.smallest_normal * one.eps >= _smallest(other)
-
-
-def _smallest(limits: torch.finfo) -> float:
-    return limits.smallest_normal * limits.eps
+    is_in_range = other.least <= one.least and one.greatest <= other.greatest
+    return is_in_range and other.smallest <= one.smallest and one.exact <= other.exact
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,9 +1,10 @@
 """From `meta` to memory, one unit at a time.
 
-[Note: who writes what] A module is initialised by its own `reset_parameters()`, or, below a model of transformers, by that
+[Note: who writes what] A module is initialised by its own `reset_parameters()`; or, below a model of transformers, by that
 model's `_init_weights`, which knows how the whole is drawn and recomputes buffers that no checkpoint holds (the frequencies
-of rotary embeddings). It is called for every module, the innermost first, as the model itself does: one for attention
-draws the weights of a projection below it anew. Memory is filled with a pattern before, so what nobody wrote is found.
+of rotary embeddings). `_init_weights` is called for every module, the innermost first, as the model itself does: for an
+attention module it draws the weights of a projection inside anew. Memory is filled with a pattern before, so values that
+nobody wrote are found.
 """
 
 from __future__ import annotations
@@ -64,23 +65,22 @@ def materialize(module: M, device: torch.device | str | None = None) -> M:
 
 
 def allocate(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
-    """`materialize` for a module whose values are read from files next: only what these lack is drawn.
+    """`materialize` for a module whose values are read from files next: only what the files lack is drawn.
 
     Args:
         module, device: See `materialize`.
-        is_read: Whether somebody writes this parameter or buffer afterwards. No unit that is read is ever whole.
+        is_read: Whether this parameter or buffer is read from files afterwards. A unit whose parameters all are is never
+            whole.
 
     Raises:
-        StateError: Nothing gives values to what is not read.
+        StateError: Nothing gives values to a parameter or buffer that is not read.
     """
     _fill(module, device, is_read)
 
 
 def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callable[[Tensor], bool]) -> None:
     target = _device_for(module, device)
-    require_ways(module, is_read)
-    late = {id(child) for _, child in _owners(module, is_read)}
-    ways = _ways(module, late)
+    late, ways = require_ways(module, is_read)
     units = [unit for unit in units_of(module) if any(slot.parameter.is_meta for slot in unit.slots)]
     drawn = {id(unit): {slot.fqn for slot in unit.slots if not is_read(slot.parameter)} for unit in units}
     buffers: list[tuple[str, nn.Module, str, Tensor]] = []
@@ -175,7 +175,7 @@ def _owners(module: nn.Module, is_read: Callable[[Tensor], bool]) -> Iterator[tu
 
 
 def _ways(module: nn.Module, owners: set[int]) -> dict[int, Callable[[], None]]:
-    """What initialises each module, the innermost first. [Note: who writes what]"""
+    """The function that initialises each module, by `id`, the innermost first. [Note: who writes what]"""
     ways: dict[int, Callable[[], None]] = {}
 
     def visit(child: nn.Module, model: Any) -> None:
@@ -195,16 +195,20 @@ def _ways(module: nn.Module, owners: set[int]) -> dict[int, Callable[[], None]]:
     return ways
 
 
-def require_ways(module: nn.Module, is_read: Callable[[Tensor], bool]) -> None:
-    """
+def require_ways(
+    module: nn.Module, is_read: Callable[[Tensor], bool]
+) -> tuple[set[int], dict[int, Callable[[], None]]]:
+    """The modules that have to be initialised, by `id`, and the functions that initialise modules. [Note: who writes what]
+
     Raises:
         StateError: Nothing initialises a module that has something on `meta` that is not read from files.
     """
     owners = list(_owners(module, is_read))
-    ways = _ways(module, {id(child) for _, child in owners})
+    late = {id(child) for _, child in owners}
+    ways = _ways(module, late)
     without = [(name, child) for name, child in owners if id(child) not in ways]
     if not without:
-        return
+        return late, ways
     kinds = dict.fromkeys(f"{type(child).__name__} ({name or 'root'})" for name, child in reversed(without))
     lost = [
         f"{name}.{attribute}".lstrip(".")
@@ -240,7 +244,7 @@ def _regions(module: nn.Module, units: list[Unit]) -> dict[int, set[int]]:
 
 
 def _empty(slot: Slot, device: torch.device) -> Tensor:
-    """The parameter on all axes: on model axes too, so that its values do not depend on them."""
+    """Memory for a parameter that is whole on all axes, model axes too: so its values do not depend on the axes."""
     if slot.model is not None:
         return torch.empty(slot.full_shape, dtype=slot.dtype, device=device)
     return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=slot.dtype, device=device)

@@ -101,8 +101,8 @@ class _ParkedAway(Parked):
     is_stored = False
 
     def __init__(self, store: _Activations, tensor: Tensor, before: Callable[[], _ParkedAway | None]) -> None:
-        self._store, self._before, self._device = store, before, tensor.device
-        self._form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self._store, self._before = store, before
+        self._form, self._dtype, self._device = (tensor.shape, tensor.stride()), tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.element_size()
         if self.nbytes:
             store.reserve([self], tensor.device)
@@ -128,7 +128,7 @@ class _ParkedAway(Parked):
         raise NotImplementedError
 
     def _empty(self) -> Tensor:
-        return torch.empty_like(self._form, device=self._device)
+        return torch.empty_strided(*self._form, dtype=self._dtype, device=self._device)
 
     def __del__(self) -> None:
         if self.place >= 0:

@@ -1,8 +1,8 @@
 """Activation checkpoints: a module whose forward runs again in backward, from inputs that may be cut over a mesh axis.
 
-torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. They are read by the
-first forward as they are. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers them.
-What is kept may wait in another tier. (parked.py)
+torch's own non-reentrant checkpoint does the work; what is ours is how its inputs wait for the backward. The first forward
+reads whole inputs. Then each rank of the axis keeps its part, 1/n of the elements; the recomputation gathers the parts. A
+part, or a whole input, may wait in another tier. (parked.py)
 
 Source: ZeRO, Rajbhandari et al. 2020, section 6.1 (P_a, partitioned activation checkpointing).
 """
@@ -32,11 +32,11 @@ __all__ = ["Recomputed"]
 
 
 class Recomputed:
-    """Callable in place of `module.forward`: keeps only its inputs for the backward.
+    """Stands in place of `module.forward`, and keeps only the inputs for the backward.
 
     Attributes:
         name: The name of the module, for errors.
-        own: A forward that the instance had before, else None.
+        own: The forward in the `__dict__` of the module before; None if there was none.
     """
 
     def __init__(
@@ -87,14 +87,14 @@ class Recomputed:
         return outputs
 
     def _tell_others(self) -> None:
-        """The disk or the memory of this rank failed: the others would wait for it."""
+        """Ends the collectives of other ranks, which would wait for this one: its disk or memory failed."""
         module = self._module()
         units = units_of(module) if module is not None else []
         for run in {unit.run for unit in units}:
             run.transport.give_up()
 
     def _require_equal(self, leaves: list[Any]) -> None:
-        """Inputs that differ would be put together from parts of different tensors."""
+        """Refuses inputs that differ between ranks: they would be gathered from parts of different tensors."""
         assert self._transport is not None
         self._has_agreed = True
         cut = [leaf for leaf in leaves if _may_be_cut(leaf)]
@@ -119,7 +119,7 @@ class Recomputed:
 
 
 class _Inputs:
-    """The inputs of one forward: whole until it has run, then what this rank keeps of them, where it keeps it."""
+    """The inputs of one forward: whole until the forward has run, then the parts that this rank keeps."""
 
     def __init__(self, leaves: list[Any], spec: TreeSpec, transport: Links | None, parking: Parking, name: str) -> None:
         self._leaves, self._spec, self._name = leaves, spec, name
@@ -127,7 +127,7 @@ class _Inputs:
         self._kept: list[tuple[int, torch.Size, bool, Parked]] = []  # number, shape and `requires_grad` of each input
 
     def take(self) -> Any:
-        """The arguments; what was let go are leaves of the recomputation, whose graph is only there to be looked into."""
+        """The arguments. Those that were let go come back as leaves: the graph of a recomputation is read, never run."""
         leaves = list(self._leaves)
         segments = []
         for at, shape, requires_grad, parked in reversed(self._kept):  # what was parked last comes back first
@@ -144,7 +144,7 @@ class _Inputs:
         return tree_unflatten(leaves, self._spec)
 
     def let_go(self) -> None:
-        """Lets go of what other ranks keep, and parks what this one keeps."""
+        """Drops the parts of inputs that other ranks keep, and parks the parts of this one."""
         if self._transport is None and self._parking.tier is None:
             return
         for at, leaf in enumerate(self._leaves):
@@ -166,5 +166,5 @@ class _Inputs:
 
 
 def _may_be_cut(leaf: object) -> bool:
-    """Parameters and DTensors stay: the former are no activations, the latter are placed already."""
+    """Whether an input is cut and parked. Parameters are not, as they are no activations; nor DTensors, which are placed."""
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and leaf.is_floating_point()

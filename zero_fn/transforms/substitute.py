@@ -50,7 +50,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def _assignment_of(module: nn.Module) -> Assignment:
-    """What earlier transforms asked of a module and of the modules below it.
+    """What earlier transforms asked of a module, and of modules inside it.
 
     Raises:
         MeshError: Parts of the module were transformed over axes that do not belong together.
@@ -82,7 +82,7 @@ def _assignment_of(module: nn.Module) -> Assignment:
 
 
 def _named_outside(part: nn.Module, path: str) -> dict[str, str]:
-    """Parameters of a part that are tied to others, which gave them their first name: that, and their name in the part."""
+    """Names in a part of tied parameters whose first name is outside the part, by that first name."""
     slots = ((name, slot_of(parameter)) for name, parameter in part.named_parameters())
     return {slot.fqn: name for name, slot in slots if slot is not None and not _inside(slot.fqn, path)}
 
@@ -196,7 +196,7 @@ def _substitute(
 
 
 def _tiles(module: nn.Module) -> Iterator[str]:
-    """Names of the parts of tiled modules, which are units whatever else is."""
+    """Names of the parts of tiled modules, which are units whatever `units=` chose."""
     return (name for name, child in module.named_modules() if is_tile(child))
 
 
@@ -207,7 +207,7 @@ def _unit_of(
     run: Run,
     grid: Grid,
 ) -> Unit:
-    """A unit that has no memory yet."""
+    """A unit of these parameters, at the module named `anchor`. It has no memory yet."""
     slots, assignment = [], run.module.assignment
     sources = [parameter.parameter for parameter in chosen]
     for parameter, source in zip(chosen, sources, strict=True):
@@ -225,8 +225,8 @@ def _unit_of(
 
 
 def _reserve(run: Run, site: str) -> None:
-    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. None where ranks
-    are pretended, on torch's fake process group: that is a plan for another machine."""
+    """Makes room in other tiers for all units, before anything moves; if a rank cannot, every rank raises. On torch's fake
+    process group, whose ranks are pretended, no room is made: that is a plan for another machine."""
     if any(axis.backend == "fake" for axis in run.transport.axes):
         return
     records: dict[Shelved, list[list[Form]]] = {}
@@ -248,7 +248,7 @@ def _reserve(run: Run, site: str) -> None:
 
 
 def _settle_in(unit: Unit, sources: list[nn.Parameter], wholes: _Wholes) -> None:
-    """Gives a unit memory, and this rank's part of the parameters that it takes the place of."""
+    """Gives a unit memory, and copies this rank's part of the old parameters into it."""
     slots = unit.slots
     owned = [slot.owned_of_source(source) for slot, source in zip(slots, sources, strict=True)]
     unit.at_rest.allocate([source.requires_grad for source in sources])
@@ -262,7 +262,7 @@ def _settle_in(unit: Unit, sources: list[nn.Parameter], wholes: _Wholes) -> None
 
 
 def move_buffers(root: nn.Module, device_type: str) -> None:
-    """Buffers that have memory go to the device of the mesh, where parameters go."""
+    """Moves buffers to the device of the mesh, where parameters go; those on `meta` stay."""
     moved: dict[int, Tensor] = {}  # a buffer may have several names
     for module in root.modules():
         for name, buffer in module._buffers.items():
@@ -284,11 +284,11 @@ def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module
 
 
 class _Wholes:
-    """Whole values of parameters that earlier transforms cut in another way than the new one does, unit by unit."""
+    """Whole values of parameters that earlier transforms cut in another way than the new one does, of one unit at a time."""
 
     def __init__(self) -> None:
         self._unit: Unit | None = None
-        self._wholes: dict[int, Tensor] = {}
+        self._wholes: dict[Slot, Tensor] = {}
 
     def of(self, source: Tensor) -> Tensor:
         """The whole values of a resting parameter. Communicates an all-gather of its unit the first time; waits."""
@@ -298,15 +298,12 @@ class _Wholes:
         if source.is_meta:
             return torch.empty_strided(slot.path.shape, slot.path.stride, dtype=source.dtype, device="meta")
         if unit is not self._unit:
-            self._unit = unit
-            self._wholes = {
-                id(s.parameter): whole for s, whole in zip(unit.slots, unit.at_rest.gather_whole(), strict=True)
-            }
-        return self._wholes[id(source)]
+            self._unit, self._wholes = unit, dict(zip(unit.slots, unit.at_rest.gather_whole(), strict=True))
+        return self._wholes[slot]
 
 
 def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
-    """Lets the anchor of a unit, and whatever module holds a parameter of it, enter it."""
+    """Attaches the hooks that gather a unit to its anchor, and to every module that holds one of its parameters."""
     computes = {
         slot.kind.compute_dtype for slot in unit.slots if slot.home.compute is not None and slot.dtype.is_floating_point
     }
@@ -319,9 +316,9 @@ def _attach(anchor: nn.Module, unit: Unit, output: torch.dtype | None) -> None:
 
 
 def _require_untouched_ties(named: list[NamedParameter]) -> None:
-    """A module of which a part was transformed before shares that part with another model: a copy would untie them.
+    """Refuses a module of which another model took a part in an earlier transform: a copy would untie the two.
 
-    If all of it was, the caller wants another one like it.
+    If all parameters were taken, the caller wants another model like that one.
     """
     trained = [(parameter.fqn, parameter.parameter) for parameter in named if parameter.parameter.requires_grad]
     earlier = [(fqn, replacement_of(parameter)) for fqn, parameter in trained]
@@ -339,7 +336,7 @@ def _require_untouched_ties(named: list[NamedParameter]) -> None:
 
 
 def _require_own_memory(named: list[NamedParameter]) -> None:
-    """Parameters that begin at the same address are ties that only memory knows of: shards have memory of their own."""
+    """Refuses parameters that begin at the same address without being one parameter: their shards would not share memory."""
     held = [(parameter, local_of(parameter.parameter)) for parameter in named]
     held = [(parameter, local) for parameter, local in held if not isinstance(local, TierTensor) and not local.is_meta]
     for earlier, later in at_same_address(local for _, local in held):
@@ -354,7 +351,7 @@ def _require_own_memory(named: list[NamedParameter]) -> None:
 
 
 def _require_buffers_apart(module: nn.Module, named: list[NamedParameter]) -> None:
-    """A buffer in the memory of a parameter follows it only as long as that stays there."""
+    """Refuses buffers in the memory of a trained parameter, which moves to other memory: they would not follow."""
     trained: dict[int, list[tuple[NamedParameter, range]]] = {}
     for parameter in named:
         local = local_of(parameter.parameter)
@@ -426,7 +423,7 @@ def _uncopyable(module: nn.Module, memo: dict[int, Any]) -> str:
 
 
 def carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> None:
-    """Hooks and attributes that users put on a parameter stay with it."""
+    """Puts the hooks and attributes that users gave a parameter on the one that takes its place."""
     for attribute, value in attributes_of(old).items():
         setattr(new, attribute, value)
     for hook in gradient_hooks(old):
@@ -436,7 +433,7 @@ def carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
 
 
 def _initial(source: Tensor) -> int | None:
-    """Tells the initial values of ranks apart; None for shards, which differ by design."""
+    """A digest by which ranks compare initial values; None for shards, which differ by design."""
     known = slot_of(source)
     if known is not None:
         return known.initial
@@ -444,7 +441,7 @@ def _initial(source: Tensor) -> int | None:
 
 
 class _Donors:
-    """Memory of parameters that were given away: each has its own, or, of an earlier transform, its unit has that of all."""
+    """Frees the memory of donated parameters: that of each, or, after an earlier transform, that of its whole unit."""
 
     def __init__(self) -> None:
         self._released: set[Slot] = set()
@@ -462,7 +459,7 @@ class _Donors:
 
 
 class Donated:
-    """The forward of a module whose parameters were given away."""
+    """The forward of a module that was donated: it raises."""
 
     def __init__(self, site: str) -> None:
         self._site = site

@@ -251,10 +251,6 @@ def _tiled(name: str, child: nn.Module, parts: int, site: str, *, donate: bool) 
     return made
 
 
-_HOOKS = (
-    "_forward_hooks", "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
-)  # fmt: skip
 _HOOKS_OF_STATE = (
     "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 )  # fmt: skip
@@ -263,7 +259,8 @@ _HOOKS_OF_STATE = (
 def _keep_written(child: nn.Module, made: Tiled, memo: dict[int, Any]) -> None:
     """What users wrote on the module, and the hooks they gave it, stay with it."""
     for attribute, value in child.__dict__.items():
-        if attribute in _HOOKS or attribute not in made.__dict__:
+        is_hooks = attribute.startswith(("_forward", "_backward"))  # of the module; it has none of its state_dict
+        if is_hooks or attribute not in made.__dict__:
             made.__dict__[attribute] = copy.deepcopy(value, memo)
     for module in made.modules():
         module.training = child.training
