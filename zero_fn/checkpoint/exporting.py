@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -241,21 +242,24 @@ def _write(model: nn.Module, plan: _Export, draft: Draft, together: Together) ->
     failure = failure_of(begin)
     for name, parts in plan.names.items():
         wholes: list[Tensor] = []
-        lost = failure_of(lambda: wholes.extend(_whole(part, together) for part in parts))  # noqa: B023
+        lost = failure_of(partial(_gather, parts, together, wholes))
         if lost is not None:  # a tier failed, on every rank of the mesh, or a rank is lost
             failure = failure or lost
             break
-        failure = failure or failure_of(lambda: append(name, wholes))  # noqa: B023
+        failure = failure or failure_of(partial(append, name, wholes))
     for file in files:
         failure = failure or failure_of(file.finish)
         file.close()
     return failure
 
 
-def _whole(part: Tensor, together: Together) -> Tensor:
-    if isinstance(part, DTensor):
-        return in_memory(part.full_tensor())
-    return together.from_first(in_memory(part))
+def _gather(parts: list[Tensor], together: Together, wholes: list[Tensor]) -> None:
+    """Adds the parts of a tensor, whole, to `wholes`. What is not sharded is that of rank 0."""
+    for part in parts:
+        if isinstance(part, DTensor):
+            wholes.append(in_memory(part.full_tensor()))
+        else:
+            wholes.append(together.from_first(in_memory(part)))
 
 
 def _append(piece: StoredBox, file: TensorFile, values: Tensor) -> None:
