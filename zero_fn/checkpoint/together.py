@@ -84,7 +84,7 @@ class Together:
                 raise failure
             return Agreed(decide(), 0, 1, True)
         seconds = LONGEST_S if waits_for_disks else deadline()
-        own = [_digest(same), _digest(kind)] if failure is None else [_failed(self.rank, failure)]
+        own = [digest([repr(same)]), digest([repr(kind)])] if failure is None else [_failed(self.rank, failure)]
         rows = torch.empty(0, _MESSAGE_NBYTES, dtype=torch.uint8)
         try:
             heard = gather(self._group, _message(_WELL if failure is None else _FAILED, *own), seconds)
@@ -139,11 +139,6 @@ def failure_of(act: Callable[[], object]) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _digest(values: object) -> bytes:
-    """16 bytes that differ when the text of the values differs."""
-    return digest([repr(values)])
 
 
 def _message(begin: int, *parts: bytes) -> Tensor:
