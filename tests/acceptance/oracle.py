@@ -17,10 +17,9 @@ from torch.utils._pytree import tree_leaves
 
 import zero_fn as zf
 from tests import worlds
-from tests.distributed.training import STAGES
 from tests.seeds import seed_generator
 from tests.wholes import means
-from tests.worlds import World, noise
+from tests.worlds import DAILY, World, noise
 
 __all__ = ["OPTIMIZERS", "Program", "Run", "differences", "mean_of_ranks", "noise"]
 
@@ -130,7 +129,7 @@ def differences(
     *,
     steps: int = 2,
     optimizer: str = "sgd",
-    stages: Sequence[str] = tuple(STAGES),
+    stages: Sequence[str] = DAILY,
     options: Mapping[str, object] | None = None,
     transform: Callable[[nn.Module], nn.Module] = lambda model: model,
     zeroes: bool = True,

@@ -268,7 +268,7 @@ def test_g44_an_optimizer_that_compiles_its_update_is_exact(ranks: Ranks) -> Non
             optimizer.step()
             optimizer.zero_grad()
 
-    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero1", "zero2", "zero3"]):
+    for found in ranks(2, deadline_s=120).run(differences, trial, stages=["zero1", "zero3"]):
         assert found == []
 
 

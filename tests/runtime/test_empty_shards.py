@@ -98,8 +98,10 @@ def _read_and_gradients(make: Callable[[int], nn.Module], rows: int) -> list[tup
     return found
 
 
-@pytest.mark.parametrize("rows", [1, 3, 5])
-@pytest.mark.parametrize("make", [_along_data, _below_tensor_parallelism])
+@pytest.mark.parametrize(
+    ("rows", "make"),
+    [(1, _along_data), (5, _along_data), (1, _below_tensor_parallelism), (3, _below_tensor_parallelism)],
+)
 def test_extremes_and_their_gradients_are_those_of_the_whole(
     ranks: Ranks, make: Callable[[int], nn.Module], rows: int
 ) -> None:
