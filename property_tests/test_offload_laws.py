@@ -126,7 +126,7 @@ def backward(model: Any, step: int, micro: int) -> Tensor:
     ),
     1,
 )
-@examples(dev=15, ci=500, deep=20_000)
+@examples(dev=10, ci=500, deep=20_000)
 @given(runs, st.integers(1, 2))
 def test_offload_changes_no_bit(simulated: Simulated, tmp_path_factory: Any, run: Run, n: int) -> None:
     path = str(tmp_path_factory.getbasetemp())

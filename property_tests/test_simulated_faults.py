@@ -61,7 +61,7 @@ def assert_right_or_told(report: Report[list[Seen]], expected: list[list[Seen]])
             assert is_told or by_torch, report
 
 
-@examples(dev=30, ci=3_000, deep=100_000)
+@examples(dev=20, ci=3_000, deep=100_000)
 @given(trainings(), st.integers(2, 4), schedules, timings, st.data())
 def test_a_delay_changes_no_bit(
     simulated: Simulated,
@@ -79,7 +79,7 @@ def test_a_delay_changes_no_bit(
     )
 
 
-@examples(dev=50, ci=5_000, deep=200_000)
+@examples(dev=30, ci=5_000, deep=200_000)
 @given(trainings(), st.integers(2, 4), schedules, timings, st.data())
 def test_a_lost_message_or_rank_ends_in_an_error_or_in_the_right_numbers(
     simulated: Simulated,

@@ -101,4 +101,4 @@ _ANY_ORDER: tuple[Rule, ...] = ()
 
 
 def test_the_model_equals_the_oracle_after_every_rule(simulated: Simulated) -> None:
-    run_state_machine_as_test(machine_of(simulated), settings=machine_settings(dev=25, ci=400, deep=20_000))
+    run_state_machine_as_test(machine_of(simulated), settings=machine_settings(dev=15, ci=400, deep=20_000))

@@ -64,7 +64,7 @@ from tests.simulation import Simulated
     ],
     1,
 )
-@examples(dev=6, ci=500, deep=20_000)
+@examples(dev=4, ci=500, deep=20_000)
 @given(places, programs, st.integers(1, 2))
 def test_any_program_gives_the_bits_of_the_same_in_memory(
     simulated: Simulated, tmp_path_factory: Any, placed: Placed, program: list[tuple[str, int]], n: int
