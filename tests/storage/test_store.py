@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from zero_fn.storage import Store
-from zero_fn.values.tiers import nvme
+from zero_fn.values.tiers import cpu, nvme
 
 
 @dataclass
@@ -41,3 +41,15 @@ def test_a_place_that_was_read_ahead_and_freed_gives_what_was_put_there_last(tmp
     assert store.nbytes == nbytes
     for member in (last, *others):
         assert torch.equal(store.get(member), torch.full((5000,), member.value, dtype=torch.uint8))
+
+
+def test_a_place_on_the_host_is_given_to_as_many_bytes_only() -> None:
+    """What lies there together lies back to back: more bytes would reach into the next."""
+    store = Store(cpu(), "activations")
+    first, second = Filled(1, nbytes=100), Filled(2, nbytes=200)
+    store.reserve([first, second], torch.device("cpu"))
+    for member in (first, second):
+        store.keep(member, store.fetch(member)[0].fill_(member.value))
+    store.free(first)
+    _put(store, Filled(3, nbytes=150))
+    assert torch.equal(store.get(second), torch.full((200,), 2, dtype=torch.uint8))

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from zero_fn.storage.ring import BUFFERS, NOTHING, ring_form
 from zero_fn.storage.shelf import Disk, shelf_of
-from zero_fn.storage.slab import whole_pages
 from zero_fn.storage.transfer import Transfer, wait_all
 from zero_fn.values.tiers import Tier, bytes_text
 
@@ -77,7 +76,7 @@ class Store:
         """
         new = []
         for member in members:
-            free = self._free.get(whole_pages(member.nbytes))
+            free = self._free.get(member.nbytes)
             if free:
                 member.place = free.pop()
                 self._let_go(member.place)  # the memory of what was there before
@@ -105,7 +104,7 @@ class Store:
 
     def free(self, member: Stored) -> None:
         """Gives up the place of a byte string on a shelf. A finalizer may call it: it waits for nothing."""
-        self._free.setdefault(whole_pages(member.nbytes), []).append(member.place)
+        self._free.setdefault(member.nbytes, []).append(member.place)
 
     def fetch(self, member: Stored) -> tuple[Tensor, Sequence[Transfer | None]]:
         """Memory for a byte string, and the transfers under way there: of its bytes as they come, or as they were written.
