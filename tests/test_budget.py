@@ -24,7 +24,7 @@ BUDGET = {
     "local": 553,
     "plan": 1025,
     "runtime": 8424,
-    "storage": 1471,
+    "storage": 1470,
     "streamed": 2153,
     "surface": 461,
     "transforms": 3075,
