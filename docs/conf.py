@@ -72,10 +72,11 @@ def extract_pictures(folder: Path) -> None:
 
 
 def names_page() -> str:
-    """Every public name with its docstring."""
+    """Every public name with its docstring: functions, then classes, then errors."""
     parts = ["# Public names, with their docstrings\n"]
-    for name in zero_fn.__all__:
-        value = getattr(zero_fn, name)
+    values = {name: getattr(zero_fn, name) for name in zero_fn.__all__}
+    order = {name: (inspect.isclass(value), name.endswith("Error")) for name, value in values.items()}
+    for name, value in sorted(values.items(), key=lambda item: order[item[0]]):
         kind = "autofunction" if inspect.isfunction(value) else "autoclass"
         options = "" if inspect.isfunction(value) else "   :members:\n"
         parts.append(f"## {name}\n\n```{{eval-rst}}\n.. {kind}:: zero_fn.{name}\n{options}```\n")

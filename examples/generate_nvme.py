@@ -52,7 +52,7 @@ def parameters_nbytes(model: nn.Module) -> int:
 def run(options: Options) -> None:
     device = options.device or "cpu"
     with torch.device("meta"):
-        model = GPT(options.config)
+        model = GPT(options.config).requires_grad_(False)  # so that the plan counts no gradients
     nbytes = parameters_nbytes(model)
     room = int(options.memory * nbytes) + options.workspace
     limit_memory(device, room)
