@@ -216,7 +216,7 @@ class Backwards:
         """Whether a graph through this unit is still alive and has not arrived."""
         recomputed = self.current.recomputed if self.current is not None else ()
         uses = (*self._module.graphs.uses_of(unit.index), *recomputed)
-        return any(use.unit is unit and use.is_awaited for use in uses)
+        return any(use.key.unit == unit.index and use.is_awaited for use in uses)  # `unit` may be a proxy (gather.py)
 
     # -- ends and errors --------------------------------------------------------------------------------------------
 
