@@ -27,7 +27,7 @@ BUDGET = {
     "storage": 1470,
     "streamed": 2153,
     "surface": 461,
-    "transforms": 3075,
+    "transforms": 3077,
     "transport": 2462,
     "values": 1958,
     "": 542,

@@ -48,9 +48,11 @@ def offload(
     goes to the tier each time.
 
     `grads`: while backward goes on, the gradients of a unit are written to the tier as soon as they are reduced. `.grad` is a
-    tensor whose values are in the tier; `clip_grad_norm_`, and what else reads or scales it, takes one tensor at a time.
+    tensor whose values are in the tier; `clip_grad_norm_`, and what else reads or scales it, takes one tensor at a time, and
+    beside an accelerator computes on the host.
 
-    `optim`: `zf.streamed(optimizer)` keeps states there. A stock optimizer is refused with any of the three.
+    `optim`: `zf.streamed(optimizer)` keeps states there, and beside an accelerator steps on the host. A stock optimizer is
+    refused with any of the three.
 
     Shapes: those that the other transforms give.
 
