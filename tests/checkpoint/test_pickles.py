@@ -54,9 +54,11 @@ HAND_MADE = {
     "attributes of what is admitted": b"\x80\x04\x8c\x0bcollections\x8c\x14OrderedDict.__init__\x93.",
     "a name in what is admitted": b"\x80\x04\x8c\x05torch\x8c\x04load\x93\x8c\x04true\x85R.",
     "a constructor of an admitted class": b"cbuiltins\ngetattr\n(ccollections\nOrderedDict\nS'mro'\ntR.",
-    "attributes of a class": b"ctorch\ndevice\n}(S'args'\nI1\nsb.",
-    "slots of a class": b"ctorch\ndevice\n(N}S'__new__'\nctorch\nSize\ns\x86b.",
-    "slots of a dict": b"ccollections\nOrderedDict\n(N}S'update'\nctorch\nSize\ns\x86b.",
+    "attributes of a class": b"ctorch\ndevice\n}S'args'\nI1\nsb.",
+    "slots of a class": b"ctorch\ndevice\nN}S'__new__'\nctorch\nSize\ns\x86b.",
+    "slots of a dict": b"ccollections\nOrderedDict\nN}S'update'\nctorch\nSize\ns\x86b.",
+    "attributes of a function": b"ctorch._utils\n_rebuild_parameter\n}S'_function'\nctorch\nSize\nsb.",
+    "slots of a function": b"ctorch._utils\n_rebuild_parameter\nN}S'_function'\nctorch\nSize\ns\x86b.",
     "an extension": b"\x80\x02\x82\x01.",
     "an empty stack": b".",
     "no end": b"}",
@@ -85,6 +87,8 @@ def test_hand_made_programs_are_refused_without_running(
     with pytest.raises(CheckpointError):
         read_pickle(_archive(tmp_path / "x.pt", HAND_MADE[name]))
     assert CALLED == []
+    torch.save(nn.Parameter(torch.ones(2)), tmp_path / "y.pt")
+    assert isinstance(read_pickle(tmp_path / "y.pt"), PlacedTensor), "what may be called is what it was"
     assert {name: vars(kind).copy() for name, kind in (("Inert", Inert), ("OrderedDict", OrderedDict))} == before
 
 
