@@ -28,7 +28,7 @@ BUDGET = {
     "streamed": 2153,
     "surface": 461,
     "transforms": 3077,
-    "transport": 2462,
+    "transport": 2461,
     "values": 1958,
     "": 542,
 }

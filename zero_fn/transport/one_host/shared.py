@@ -37,9 +37,8 @@ class Shared:
     def __init__(self, arena: Arena, peers: dict[int, Mapped], boxes: dict[int, Mailbox]) -> None:
         self.arena, self.peers, self.boxes = arena, peers, boxes
         self._blocks: list[deque[int]] = [deque() for _ in range(CHANNELS)]  # of messages that some peer has not read
-        self._numbers, self._freed = [0] * CHANNELS, [0] * CHANNELS
-        self._headers = 0
-        self._users = 0
+        self._freed = [0] * CHANNELS
+        self._headers = self._users = 0
         self._pid = os.getpid()
         weakref.finalize(self, _leave, list(boxes.values()), self._pid).atexit = False  # peers see that a process ends
 
@@ -61,10 +60,10 @@ class Shared:
             for box in self.boxes.values():
                 box.leave()
             raise
+        number = self._freed[channel] + len(self._blocks[channel])
         self._blocks[channel].append(start)
-        self._numbers[channel] += 1
         self._headers += 1
-        return self._headers - 1, self._numbers[channel] - 1, start
+        return self._headers - 1, number, start
 
     def _free_read(self) -> None:
         """Frees the blocks of messages that all peers have read."""
