@@ -23,7 +23,7 @@ BUDGET = {
     "kernels": 874,
     "local": 553,
     "plan": 1025,
-    "runtime": 8424,
+    "runtime": 8425,
     "storage": 1470,
     "streamed": 2153,
     "surface": 461,

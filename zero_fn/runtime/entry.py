@@ -378,8 +378,8 @@ def _take_hooks_inside(unit: Unit, called: nn.Module | None) -> None:
     for reference in unit.inner:
         module: Any = reference()
         if module is not None and module is not called:
-            # The entries in the dicts of options stay: torch reads these only for hooks that are there.
             module._forward_pre_hooks.pop(_KEY, None)
+            module._forward_pre_hooks_with_kwargs.pop(_KEY, None)  # where the compiler looks, too
             module._forward_hooks.pop(_KEY, None)
 
 
@@ -389,6 +389,7 @@ def _put_hooks_inside(unit: Unit) -> None:
         if module is not None and _ATTACHED in module.__dict__:
             hooks = module._forward_pre_hooks
             hooks[_KEY], module._forward_hooks[_KEY] = _before, _after
+            module._forward_pre_hooks_with_kwargs[_KEY] = True
             if len(hooks) > 1:
                 hooks.move_to_end(_KEY, last=False)
 
