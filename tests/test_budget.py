@@ -24,7 +24,7 @@ BUDGET = {
     "local": 553,
     "plan": 1025,
     "runtime": 8425,
-    "storage": 1470,
+    "storage": 1479,
     "streamed": 2153,
     "surface": 461,
     "transforms": 3077,

@@ -1,4 +1,4 @@
-"""`import zero_fn` starts nothing: no CUDA context, no process group, no process, no thread."""
+"""`import zero_fn` starts nothing: no CUDA context, no process group, no process, no thread; and it needs no cupy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _ROOT = Path(__file__).parent.parent
 _CHECK = """
 import multiprocessing, sys, threading
 
+sys.modules["cupy"] = None  # importing it raises ImportError, as where it is not installed
 import torch
 import torch.distributed as dist
 
@@ -39,7 +40,7 @@ def _noticed_after(code: str) -> str:
     return (done.stdout + done.stderr).strip()
 
 
-def test_import_starts_nothing() -> None:
+def test_import_starts_nothing_and_needs_no_cupy() -> None:
     assert _noticed_after("import zero_fn") == ""
 
 

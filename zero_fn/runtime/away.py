@@ -90,7 +90,7 @@ class Away:
                 record.begin_writing(values, group.kind.compute_dtype)
 
     def finish_gradients(self, units: Iterable[Groups]) -> None:
-        """Waits until all gradients are in their tier. Raises on every rank if a disk failed on any."""
+        """Waits until all gradients are in their tier."""
         if all(group.gradient_record is None for groups in units for group in groups.members):
             return
         with self._failing_at_the_end():

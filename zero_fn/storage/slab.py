@@ -11,10 +11,12 @@ one: the first touch of 400 MB took 1.0 to 1.8 s, and 0.3 to 0.6 s with small pa
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import mmap
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,14 +104,21 @@ class MappedMemory(mmap.mmap):
 
 
 def _register(mapped: MappedMemory, nbytes: int) -> bool:
-    """Pins the memory for the accelerator. Not yet run on one."""
+    """Pins the memory for the accelerator, through cupy, or where that is not installed through torch. Not yet run on one."""
     address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
     try:
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        code = int(runtime.cudaHostRegister(address, nbytes, 0))
-        if code:
-            raise RuntimeError(f"cudaHostRegister returned {code}")
-        mapped.unregister = lambda: runtime.cudaHostUnregister(address)
+        if importlib.util.find_spec("cupy") is not None:
+            import cupy  # type: ignore[import-not-found,unused-ignore]
+
+            runtime: Any = cupy.cuda.runtime
+            runtime.hostRegister(address, nbytes, 0)
+            mapped.unregister = lambda: runtime.hostUnregister(address)
+        else:
+            runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            code = int(runtime.cudaHostRegister(address, nbytes, 0))
+            if code:
+                raise RuntimeError(f"cudaHostRegister returned {code}")
+            mapped.unregister = lambda: runtime.cudaHostUnregister(address)
     except Exception as error:  # the driver refuses: its own classes of errors
         warnings.warn(
             f"zero_fn could not pin {bytes_text(nbytes)} of host memory ({error}); copies to the device will be slower.",
