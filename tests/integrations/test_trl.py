@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start
@@ -100,18 +102,25 @@ def _written(folder: str, trainer: str) -> None:
 
 
 def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **more: Any) -> Any:
-    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), or over a transformed one ("before")."""
+    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or over
+    one that was read straight into shards, to which it adds adapters ("placed")."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from zero_fn.integrations.transformers import ZeroTrainerMixin
+    from zero_fn.integrations.transformers import ZeroTrainerMixin, placed
 
     start()
     theirs = getattr(trl, trainer)
     ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
     auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
-    model: nn.Module = auto.from_pretrained(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))  # by which PEFT goes
+
+    def into_shards(model: nn.Module) -> nn.Module:
+        return zf.zero3(model, mesh)
+
+    with placed(into_shards) if kind == "placed" else nullcontext():
+        model: nn.Module = auto.from_pretrained(folder)
     config = getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": _tokenizer(), **more}
     arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
@@ -121,6 +130,8 @@ def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **mo
         return theirs(model=model, **arguments)
     if kind == "mixin":
         return ours(model=model, place=place(), **arguments)
+    if kind == "placed":
+        return ours(model=model, place=into_shards, **arguments)
     return ours(model=place()(model), **arguments)
 
 
@@ -154,6 +165,23 @@ def _adapters(folder: str) -> None:
     require_close(numbers(_trainer(folder, "SFTTrainer", "mixin", options, **adapter)), wanted, 5e-5)
     resumed = _trainer(folder, "SFTTrainer", "mixin", options, **adapter)
     require_close(numbers(resumed, resume_from_checkpoint=f"{folder}/checkpoint-2"), wanted, 5e-5)
+
+
+def _preferred(folder: str) -> None:
+    """DPO of an adapter: its reference is the base without it, which no rank has read whole."""
+    from peft import LoraConfig
+
+    _written(folder, "DPOTrainer")
+    found = {}
+    for kind in ("replicas", "placed"):
+        torch.manual_seed(3)
+        adapter = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+        found[kind] = numbers(_trainer(folder, "DPOTrainer", kind, {"max_length": 16}, **adapter))
+    require_close(found["placed"], found["replicas"], 5e-5)
+
+
+def test_an_adapter_is_preferred_over_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2, deadline_s=240).run(_preferred, str(tmp_path))
 
 
 def test_an_adapter_is_trained_and_resumed(prepared: Ranks, tmp_path: Path) -> None:
