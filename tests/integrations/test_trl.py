@@ -102,8 +102,8 @@ def _written(folder: str, trainer: str) -> None:
 
 
 def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **more: Any) -> Any:
-    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or over
-    one that was read straight into shards, to which it adds adapters ("placed")."""
+    """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or
+    over one that was read straight into shards, to which it adds adapters ("placed")."""
     import trl
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
