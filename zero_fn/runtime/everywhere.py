@@ -89,7 +89,7 @@ class Told:
             f"{self._what} failed on rank {', '.join(map(str, failed))} of axis {along}.",
             here=f"rank {self._links.rank}, where it went well",
             why="ranks would go on from different states",
-            fix="see the error of that rank; start all ranks again from the last checkpoint",
+            fix="see the error of that rank; then start all ranks again, a training from its last checkpoint",
         )
 
 
