@@ -206,11 +206,11 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
 
     def enter_noted(run: Run, unit: Unit, entry: Any) -> UnitUse:
         use = enter(run, unit, entry)
-        done.append(Enter(Use(unit.index, use.number)))
+        done.append(Enter(use.key))
         return use
 
     def leave_noted(forwards: Forwards, use: UnitUse, *, failed: bool) -> None:
-        done.append(Exit(Use(use.unit.index, use.number)))
+        done.append(Exit(use.key))
         leave(forwards, use, failed=failed)
 
     def reduce_noted(gradients: Gradients, *, exact: bool, present: Sequence[bool] | None = None) -> Reduction:
