@@ -35,8 +35,8 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from zero_fn.storage import Carrier, Disk, Slab, Transfer
-from zero_fn.storage.carrier import Threads
+from zero_fn.storage import Disk, Slab, Transfer
+from zero_fn.storage.carrier import Carrier, Threads
 from zero_fn.storage.request import Request
 from zero_fn.storage.shelf import BLOCK_NBYTES
 from zero_fn.storage.uring import Uring
