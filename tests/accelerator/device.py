@@ -10,9 +10,11 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
+import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from zero_fn.values.tiers import Cpu
 
 __all__ = [
     "NAME",
+    "UNMEASURED",
     "Unmeasured",
     "begin_group",
     "compiled",
@@ -34,6 +37,7 @@ __all__ = [
     "host",
     "load",
     "moved",
+    "outcome",
     "same",
     "use",
     "used",
@@ -133,6 +137,22 @@ def _is_real() -> bool:
 
 class Unmeasured(Exception):
     """A program asks for what a real device does not tell: bytes that were copied, or copies that nothing has waited for."""
+
+
+UNMEASURED = "not measured on this device"
+
+
+def outcome(name: str, run: Callable[[], object]) -> str:
+    """What became of a program: "right", not measured, or a traceback. Also printed, for whoever stops the process midway."""
+    try:
+        run()
+        said = "right"
+    except Unmeasured:
+        said = UNMEASURED
+    except Exception:
+        said = traceback.format_exc()[-1500:]
+    print(f"{name}: {said}", file=sys.stderr, flush=True)
+    return said
 
 
 def _require_pretended() -> None:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -98,12 +98,7 @@ def main(name: str) -> None:
         device.begin_group(f"{folder}/store", 0, 1)
         mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
         for run in PROGRAMS:
-            try:
-                run(mesh)
-                said = "right"
-            except Exception:
-                said = traceback.format_exc()[-1500:]
-            print(f"{run.__name__}: {said}", flush=True)
+            device.outcome(run.__name__, functools.partial(run, mesh))
         dist.destroy_process_group()
 
 

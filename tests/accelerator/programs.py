@@ -7,11 +7,10 @@ the host has its bits there; on a real device it has its numbers, within roundin
 from __future__ import annotations
 
 import copy
+import functools
 import io
-import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -563,15 +562,6 @@ def results(folder: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for tier in (device.host(), zf.nvme(folder)):
         for name, run in PROGRAMS.items():
-            try:
-                run(tier)
-                said = "right"
-            except device.Unmeasured:
-                said = "not measured on this device"
-            except Exception:
-                said = traceback.format_exc()[-1500:]
-            found[f"{name}, {type(tier).__name__}"] = said
-            print(
-                f"{name}, {type(tier).__name__}: {said}", file=sys.stderr, flush=True
-            )  # for who stops it in the midst
+            case = f"{name}, {type(tier).__name__}"
+            found[case] = device.outcome(case, functools.partial(run, tier))
     return found

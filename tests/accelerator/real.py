@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
     Attributes:
         minutes: Its share of the time; a part that takes less leaves the rest to those after it.
-        commands: Processes that run at once, as arguments of Python; DEVICE, FOLDER and RANK stand for what they are told.
+        commands: Processes that run at once, as arguments of Python; DEVICE and FOLDER stand for what they are told.
         on_pretend: Whether the device "pretend" can answer it.
     """
 
