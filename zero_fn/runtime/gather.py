@@ -25,6 +25,7 @@ from zero_fn.resting import local_of
 from zero_fn.runtime.gathered import Lent
 from zero_fn.runtime.hooks import defer_hooks
 from zero_fn.runtime.on_model_axes import arrived, placed
+from zero_fn.runtime.ored import Ored
 from zero_fn.runtime.slot import trained
 from zero_fn.runtime.swapped import in_compute_dtype, is_transforming, outside_transforms
 from zero_fn.runtime.uncompiled import uncompiled
@@ -184,12 +185,11 @@ class _ReturnReduced(torch.autograd.Function):
     def forward(ctx: Any, unit: Unit, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.unit = unit
         reduction = unit.gradients.reduce_given(grads)
-        bits = torch.tensor(reduction.has_local, dtype=torch.uint8, device=unit.slots[0].flat.device)
-        unit.run.transport.any(bits, f"who has gradients of {unit}").wait()
+        present = Ored(unit.run.transport, reduction.has_local, f"who has gradients of {unit}").read()
         reduction.wait()
         reduction.regather()
         reduction.wait_regathered()
-        return tuple(reduction.resting(list(map(bool, bits.tolist()))))
+        return tuple(reduction.resting(present))
 
     @staticmethod
     @uncompiled
