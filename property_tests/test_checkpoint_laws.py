@@ -7,13 +7,19 @@ from collections import Counter
 from itertools import accumulate, product
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
 import zero_fn as zf
+from property_tests.programs import Leaf, Node, Tree, build
+from property_tests.strategies import leaves
+from tests.checkpoint.worlds import differing, everything
+from tests.groups import alone
+from tests.profiles import examples
 from zero_fn.checkpoint.boxes import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.files import StoredBox, TensorFile, write_json
@@ -75,7 +81,7 @@ def _grid(shape: tuple[int, ...], data: st.DataObject) -> list[Box]:
     """Boxes that make up a tensor."""
     cuts = []
     for size in shape:
-        parts = []
+        parts: list[int] = []
         while sum(parts) < size:
             parts.append(data.draw(st.integers(1, size - sum(parts))))
         cuts.append(list(zip(accumulate([0, *parts[:-1]]), parts, strict=True)))
@@ -138,6 +144,54 @@ def test_load_after_save_is_the_identity(shapes: list[tuple[int, ...]], steps: i
         step(model, optimizer)
         step(other, its_optimizer)
     assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+
+
+STAGES = (lambda model, _: model, zf.replicate, zf.zero1, zf.zero3)
+TIERS = st.sampled_from([None, "cpu", "nvme"])
+MIXED = [Leaf((3,), (0,)), Leaf((8, 4, 3, 3), (0, 2, 3, 1)), Leaf((5, 3), (1, 0)), Leaf((2, 2), (0, 1))]
+
+
+@examples(dev=6, ci=300, deep=10_000)
+@example(MIXED, False, 0, "nvme", "nvme")
+@example(MIXED, False, 3, "nvme", "nvme")
+@example(MIXED, True, 2, None, "nvme")
+@given(
+    st.lists(leaves(dtypes=[torch.float32, torch.bfloat16], frozen=False), min_size=1, max_size=5),
+    st.booleans(),
+    st.integers(0, 3),
+    TIERS,
+    TIERS,
+)
+def test_a_load_gives_what_was_saved_whatever_the_strides_and_the_tiers(
+    saved: list[Leaf], is_turned: bool, stage: int, params: str | None, states: str | None
+) -> None:
+    """Parameters share parcels of a tier, and lie there in any order of dims; `is_turned`: in another than was saved."""
+
+    def trained(leaves: list[Leaf], seed: int, params: str | None, states: str | None) -> tuple[nn.Module, Any]:
+        tiers: dict[str, Any] = {"cpu": zf.cpu(), "nvme": zf.nvme(folder)}
+        model: nn.Module = STAGES[stage](build(Tree(Node(tuple(leaves))), seed), mesh)
+        model = model if params is None else zf.offload(model, params=tiers[params])
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1 + seed, amsgrad=True)
+        optimizer = optimizer if states is None else zf.streamed(optimizer, tiers[states])
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().sin()
+        optimizer.step()
+        return model, optimizer
+
+    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
+        model, optimizer = trained(saved, 0, None, None)
+        zf.save(f"{folder}/step-1", model, optimizer)
+        zf.save_pretrained(model, f"{folder}/hf")
+        turned = [Leaf(leaf.shape, leaf.order[::-1], leaf.dtype) for leaf in saved] if is_turned else saved
+        other, its_optimizer = trained(turned, 1, params, states if params is None else states or "cpu")
+        zf.save(f"{folder}/step-2", other, its_optimizer)
+        expected = everything(other, its_optimizer)
+        zf.load(f"{folder}/step-1", other, its_optimizer)
+        assert differing(everything(model, optimizer), everything(other, its_optimizer)) == []
+        zf.load(f"{folder}/step-2", other, its_optimizer)
+        assert differing(expected, everything(other, its_optimizer)) == []
+        zf.load_pretrained(other, f"{folder}/hf")
+        assert differing(dict(model.state_dict()), dict(other.state_dict())) == []
 
 
 @given(st.lists(FULL, min_size=1, max_size=4), st.integers(1, 5), st.booleans(), st.data())

@@ -22,7 +22,7 @@ from zero_fn.checkpoint import files
 FLIPS, CUTS = {"dev": (200, 60), "ci": (1_000, 300)}.get(PROFILE, (10_000, 1_000))
 
 
-def run_of(value: float) -> tuple[nn.Module, torch.optim.Optimizer]:
+def run_of(value: float) -> tuple[Any, torch.optim.Optimizer]:
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5))
     optimizer = torch.optim.SGD(model.parameters(), lr=value, momentum=0.9)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_once_says_that_the_model_is_partly_loaded(tmp_path: Path) -> None:
 
 def test_all_that_does_not_fit_is_listed_before_anything_changes(tmp_path: Path) -> None:
     saved(tmp_path)
-    model = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False))
+    model: Any = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=7.0, momentum=0.9)
     before = model[0].bias.detach().clone()
     with pytest.raises(zf.CheckpointError) as caught:
@@ -197,6 +197,23 @@ def test_only_loads_a_part(tmp_path: Path) -> None:
     assert set(zf.load(tmp_path, only="extra")) == {"step", "noise"}
     with pytest.raises(zf.LayoutError, match="names nothing"):
         zf.load(tmp_path, model, only="weights")
+
+
+def test_elements_that_share_memory_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    def model(value: float) -> Any:
+        made = nn.Linear(2, 2)
+        nn.init.constant_(made.weight, value)
+        made.register_buffer("mask", torch.full((1, 3), value).expand(2, 3))
+        return made
+
+    zf.save(tmp_path / "step-1", model(1.0))
+    other = model(0.0)
+    with pytest.raises(zf.CheckpointError, match="mask: expanded here"):
+        zf.load(tmp_path, other)
+    assert torch.equal(other.weight, torch.zeros(2, 2))
+    other.mask = other.mask.contiguous()
+    zf.load(tmp_path, other)
+    assert torch.equal(other.mask, torch.ones(2, 3))
 
 
 def test_bits_are_not_lost_in_smaller_dtypes(tmp_path: Path) -> None:

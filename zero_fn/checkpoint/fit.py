@@ -82,6 +82,8 @@ class Fit:
             self.wrong.append(f"{leaf.name}: {list(piece.shape)} in the checkpoint, {list(leaf.place.shape)} here")
         elif not (_is_near if self.rounds else keeps_every_bit)(piece.dtype, leaf.dtype):
             self.wrong.append(f"{leaf.name}: {piece.dtype} in the checkpoint, and bits would be lost in {leaf.dtype}")
+        elif leaf.local is not None and _is_expanded(leaf.local):
+            self.wrong.append(f"{leaf.name}: expanded here: elements share memory (.contiguous() where it is made)")
         else:
             source.require_all(key, leaf.place.box)
             self.todo.append((key, leaf))
@@ -301,6 +303,10 @@ def _require_one_value(source: Contents, key: Key, other: Key, box: Box) -> None
         why="one of them would be lost",
         fix="untie them before the transform, or leave one of them out: rename=",
     )
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _is_near(source: torch.dtype, target: torch.dtype) -> bool:

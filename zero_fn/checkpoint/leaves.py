@@ -88,6 +88,7 @@ class Leaf:
             if isinstance(local, TierTensor) and self.is_away:
                 window.write(local, first, values)
                 continue
+            window.close()  # it may hold what the next lines write
             at = 0
             for box in spans(self.place.box.sizes, first, last):
                 box.of(local).copy_(values[at : at + box.numel].view(box.sizes))
@@ -109,7 +110,7 @@ class ParcelWindow:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self._close()
+            self.close()
 
     def read(self, tensor: TierTensor, first: int, last: int) -> Tensor:
         """Elements of a tensor, in order.
@@ -148,7 +149,7 @@ class ParcelWindow:
     def _open(self, record: Record, parcel: Parcel) -> None:
         if self._record is record and self._parcel is parcel:
             return
-        self._close()
+        self.close()
         record.settle()
         if record.is_addressable:
             self._memory = record.memory_of(parcel)
@@ -159,7 +160,8 @@ class ParcelWindow:
         wait_all([record.read_parcel(parcel, self._memory)])
         self._record, self._parcel = record, parcel
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Writes what has changed of the parcel, and lets go of it."""
         record, parcel = self._record, self._parcel
         self._record = self._parcel = None
         if self._is_changed and record is not None and parcel is not None:
