@@ -115,6 +115,8 @@ MENDED |= {"any.default", "any.dim", "any.dims"}
 
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
+    *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "add_.Tensor", "sub_.Tensor", "div_.Tensor"),
+    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default"),
     *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
     *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
 }
@@ -341,6 +343,78 @@ def test_a_rank_that_reads_a_number_alone_is_told(ranks: Ranks) -> None:
         zf.DisagreementError, match=r"Reading the value of a sum over shards|are at different collectives"
     ):
         ranks(2).run(_one_rank_reads)
+
+
+def _clip_adaptively(p: Any) -> None:
+    """What timm's adaptive gradient clipping does to the gradient of a parameter (arXiv:2102.06171)."""
+    norms = (lambda t: t.norm(2.0)) if p.ndim <= 1 else (lambda t: t.norm(2.0, dim=(*range(1, p.ndim),), keepdim=True))
+    largest = norms(p.detach()).clamp_(min=1e-3).mul_(0.01)
+    norm = norms(p.grad.detach())
+    clipped = p.grad.detach() * (largest / norm.clamp(min=1e-6))
+    p.grad.detach().copy_(torch.where(norm < largest, p.grad.detach(), clipped))
+
+
+def _clipped_adaptively(composition: str) -> None:
+    plain, found = copy.deepcopy(model := nn.Linear(6, 7)), getattr(zf, composition)(model, axis())
+    for model in (plain, found):
+        model(torch.ones(3, 6)).square().sum().backward()
+        for p in model.parameters():
+            _clip_adaptively(p)
+    for one, other in zip(plain.parameters(), found.parameters(), strict=True):
+        assert one.grad is not None and other.grad is not None
+        torch.testing.assert_close(full(other.grad), one.grad, rtol=1e-5, atol=0)
+
+
+def _written_sums() -> None:
+    """In place, as out of place: norms of a parameter, and sums of its columns. Torch refuses what has an alias."""
+    weight: Any = _resting(7, "zero3")[0].detach()
+    for value in (lambda: weight.norm(), lambda: weight.square().sum(0)):
+        expected = full(value())
+        for write in (
+            *(
+                lambda t: t.clamp_(min=3.0),
+                lambda t: t.clamp_min_(3.0),
+                lambda t: t.clamp_max_(3.0),
+                lambda t: t.add_(1.0),
+            ),
+            *(
+                lambda t: t.sub_(1.0),
+                lambda t: t.div_(3.0),
+                lambda t: t.mul_(3.0),
+                lambda t: t.sqrt_(),
+                lambda t: t.pow_(3),
+            ),
+            lambda t: t.reciprocal_(),
+        ):
+            write(found := value())
+            torch.testing.assert_close(full(found), write(expected.clone()))
+    for alias in (lambda t: t.detach(), lambda t: t[...]):
+        norm = weight.norm()
+        with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
+            alias(norm).clamp_(min=100.0)
+
+
+def _in_text() -> None:
+    weight: Any = _resting(7, "zero3")[0]
+    weight.grad = torch.ones_like(weight)
+    norm = nn.utils.clip_grad_norm_([weight], 1.0)
+    assert f"{norm:.3f}" == f"{42**0.5:.3f}"
+    assert f"{norm}" == str(norm)
+    with pytest.raises(TypeError, match="unsupported format string"):
+        f"{weight:.3f}"
+
+
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+def test_adaptive_clipping_is_that_of_a_plain_model(ranks: Ranks, composition: str) -> None:
+    ranks(2).run(_clipped_adaptively, composition)
+
+
+def test_norms_and_sums_are_written_in_place_where_nothing_else_has_their_memory(ranks: Ranks) -> None:
+    ranks(2).run(_written_sums)
+
+
+def test_a_norm_is_formatted_as_a_number(ranks: Ranks) -> None:
+    ranks(2).run(_in_text)
 
 
 def test_rows_say_what_to_write_or_mend() -> None:

@@ -1,9 +1,10 @@
 """Operations on resting tensors for which DTensor silently gives a wrong result: each is refused or mended.
 
 This is the only file that changes what operations of torch do. `ROWS` says which operations, when, and why. A row leaves
-when torch does its operation right; `tests/runtime/test_refused.py` checks that torch alone is still wrong. What torch itself
-refuses has no row. The rows look at DTensors on a mesh that was given to a transform: parameters, gradients, optimizer
-states, and what is computed from them. Other tensors pass through, at 3 us for each operation in the table.
+when torch does its operation right; `tests/runtime/test_refused.py` checks that torch alone is still wrong. What torch
+itself refuses has no row, but for one that timm writes. The rows look at DTensors on a mesh that was given to a transform:
+parameters, gradients, optimizer states, and what is computed from them. Other tensors pass through, at 3 us for each
+operation in the table.
 
 [Note: copies] A view along a dim that is cut (`weight[0]`) is a view of a copy that DTensor gathers. Reading the copy is
 right; what is written into it would be lost. So the local tensor of such a view refuses to be written.
@@ -19,6 +20,9 @@ also inside `module.forward(x)` called in place of `module(x)`, which enters no 
 [Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none: torch would say "invalid
 python storage". Asked for are `untyped_storage().data_ptr()` and then, as that raises, `storage()`. The first is torch's own
 too, and stays; `storage()` of a DTensor is called by nobody else.
+
+[Note: sums that are written] `p.norm().clamp_(min=eps)`: torch refuses, as the value of a sum over ranks is known once it is
+brought together. So the tensor is made whole in its place, if no other tensor has its memory.
 
 [Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
 another first whether a disk has failed. DTensor has no handlers for redistributions, so the function that does them is
@@ -56,6 +60,7 @@ __all__ = ["ROWS", "Row", "note_mesh"]
 
 _aten = torch.ops.aten
 _MEAN = 1  # the number of reduction="mean" in losses of aten
+_ALONE = 2  # references to a storage that one tensor has, while it is asked for
 _EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
 
 
@@ -196,6 +201,21 @@ def _brought_together(call: Call, go_on: Callable[..., Any]) -> Any:
     if found.is_floating_point() and not found.ndim:
         return found  # a norm over all dims, whose parts DTensor reduces rightly: `clip_grad_norm_` uses it
     return _whole(found, _partial(found))
+
+
+def _is_written_sum(call: Call) -> bool:
+    tensor = call.args[0]
+    if not isinstance(tensor, DTensor) or not _partial(tensor):
+        return False
+    return torch._C._storage_Use_Count(local_of(tensor).untyped_storage()._cdata) <= _ALONE
+
+
+def _written_whole(call: Call, go_on: Callable[..., Any]) -> Any:
+    """The result, of the tensor made whole in its place. [Note: sums that are written]"""
+    tensor = call.args[0]
+    whole = _whole(tensor, _partial(tensor))
+    tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    return go_on(*call.args, **call.kwargs)
 
 
 def _is_strided(call: Call) -> bool:
@@ -399,6 +419,13 @@ ROWS = (
         mend=_brought_together,
     ),
     Row(
+        "clamp_.default clamp_min_.default clamp_max_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor sqrt_.default "
+        "pow_.Scalar reciprocal_.default",
+        when=_is_written_sum,
+        why="torch refuses to write into a norm or a sum over shards, as adaptive clipping does",
+        mend=_written_whole,
+    ),
+    Row(
         "div.Tensor",
         when=_divides_by_parts,
         why="a quotient by a sum is taken for the sum of quotients",
@@ -442,6 +469,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
         _install()
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
+        DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
         _redistribute.redistribute_local_tensor = _redistributed
         _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
     _meshes.add(mesh)
@@ -574,6 +602,14 @@ def _no_storage(self: DTensor) -> object:
         "whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which rank 0 "
         "saves",
     )
+
+
+# -- text -------------------------------------------------------------------------------------------------------------
+
+
+def _format(self: DTensor, spec: str) -> str:
+    """`f"{norm:.3f}"`, which torch knows for plain tensors only. Reads the value, as `item()` does."""
+    return format(self.item(), spec) if spec and not self.ndim else object.__format__(self, spec)
 
 
 # -- tiers ------------------------------------------------------------------------------------------------------------
