@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
+from tests.checkpoint.test_atomic import left_by_a_kill
 from tests.integrations.worlds import Counting, llama, place, start
 from tests.ranks import Ranks
 
@@ -78,7 +79,7 @@ def _resumed(folder: str) -> None:
     for _ in range(2):  # the second takes the place of the first
         parts[0].save_state(folder)
     dist.barrier()  # rank 0 has removed the first
-    assert len(list(Path(folder, "zero_fn", "optimizer-0").iterdir())) == 1
+    assert [path.name for path in Path(folder, "zero_fn").glob("*-*")] == ["save-2"]
     wanted = _train(parts, 2)
     parts = _parts(_accelerator(True), llama(seed=5))
     parts[0].load_state(folder)
@@ -145,6 +146,44 @@ def _two_models(folder: str) -> None:
 
 def test_plain_models_are_saved_beside_transformed_ones(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_two_models, str(tmp_path))
+
+
+def _killed(folder: str) -> list[int | str]:
+    """What is loaded of a save that is killed before each call of the system: all of one step, or nothing."""
+    accelerator = _accelerator(True)
+    models = [accelerator.prepare(nn.Linear(2, 2)) for _ in range(2)]
+    optimizers = [accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)) for model in models]
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizers[0].optimizer, lambda step: float(step)))
+
+    def at(step: int) -> None:
+        for model in models:
+            for parameter in model.parameters():
+                parameter.data.fill_(step)
+        schedule.scheduler.last_epoch = step
+
+    def loaded(left: Path) -> int | str:
+        at(0)
+        try:
+            accelerator.load_state(str(left / "last"))
+        except zf.CheckpointError as error:
+            assert {float(p.full_tensor().mean()) for model in models for p in model.parameters()} == {0.0}
+            return str(error).partition(":")[0]
+        steps = {float(p.full_tensor().unique()) for model in models for p in model.parameters()}
+        assert steps == {schedule.scheduler.last_epoch}
+        return int(schedule.scheduler.last_epoch)
+
+    at(1)
+    accelerator.save_state(f"{folder}/runs/last")
+    at(2)
+    lefts = left_by_a_kill(
+        Path(folder, "runs"), Path(folder, "kept"), lambda: accelerator.save_state(f"{folder}/runs/last")
+    )
+    return [loaded(left) for left in lefts[::2]]
+
+
+def test_a_save_that_is_killed_leaves_one_step_or_is_refused(prepared: Ranks, tmp_path: Path) -> None:
+    (found,) = prepared(1).run(_killed, str(tmp_path))
+    assert list(dict.fromkeys(found)) == [1, "A save into this folder was killed", 2]
 
 
 def _exported(folder: str) -> None:

@@ -20,7 +20,14 @@ from torch.utils.data import DataLoader
 
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, exchange_parameters, place_module, plain_trained, refuse_stale
-from zero_fn.integrations.states import load_states, model_of, save_states, whole_state
+from zero_fn.integrations.states import (
+    load_states,
+    model_of,
+    note_overwriting,
+    require_not_overwritten,
+    save_states,
+    whole_state,
+)
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.entry import runs_of
 
@@ -183,8 +190,18 @@ class ZeroAccelerator(Accelerator):
         return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
-        """Saves everything that was prepared or registered. Each rank writes the shards that it owns, below `zero_fn/`."""
-        with self._without_transformed() as (models, optimizers):
+        """Saves everything that was prepared or registered. Each rank writes the shards that it owns, below `zero_fn/`.
+
+        In a folder that is written again, `load_state` finds all of the new save, or all of the one before. It refuses what a
+        kill has left between: accelerate overwrites its own files one by one, before those of models are there.
+        """
+
+        def begin(*given: Any) -> None:
+            if models and self.is_main_process:
+                note_overwriting(Path(given[-1]) / STATES)
+            self.wait_for_everyone()
+
+        with self._without_transformed() as (models, optimizers), self.register_save_state_pre_hook(begin):
             folder = super().save_state(output_dir, safe_serialization, **options)
         if models:
             save_states(Path(folder) / STATES, models, optimizers)
@@ -194,17 +211,18 @@ class ZeroAccelerator(Accelerator):
         """Loads what `save_state` saved, also on another number of ranks and at another stage.
 
         Raises:
-            CheckpointError: The folder does not hold the states of transformed models.
+            CheckpointError: The folder does not hold the states of transformed models, or a save into it was killed.
         """
-        folders: list[str] = []
-        handle = self.register_load_state_pre_hook(lambda _, folder: folders.append(folder))
-        try:
-            with self._without_transformed() as (models, optimizers):
-                super().load_state(input_dir, load_kwargs, **options)
-        finally:
-            handle.remove()
+        folders: list[Path] = []
+
+        def begin(_: Any, folder: str) -> None:
+            folders.append(Path(folder) / STATES)
+            require_not_overwritten(folders[0])
+
+        with self._without_transformed() as (models, optimizers), self.register_load_state_pre_hook(begin):
+            super().load_state(input_dir, load_kwargs, **options)
         if models:
-            load_states(Path(folders[0]) / STATES, models, optimizers)
+            load_states(folders[0], models, optimizers)
 
     @contextmanager
     def _without_transformed(self) -> Iterator[tuple[list[nn.Module], list[tuple[nn.Module, Optimizer]]]]:

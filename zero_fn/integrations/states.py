@@ -14,9 +14,19 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import zero_fn as zf
+from zero_fn.checkpoint.folders import Draft
 from zero_fn.checkpoint.together import Together
 
-__all__ = ["load_extra", "load_states", "load_weights", "model_of", "save_states", "whole_state"]
+__all__ = [
+    "load_extra",
+    "load_states",
+    "load_weights",
+    "model_of",
+    "note_overwriting",
+    "require_not_overwritten",
+    "save_states",
+    "whole_state",
+]
 
 
 @torch.no_grad()
@@ -50,19 +60,61 @@ def save_states(
     optimizers: Sequence[tuple[nn.Module, Optimizer]],
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Saves models, and optimizers with the model of each, by `zf.save`. All ranks call it.
+    """Saves models, and optimizers with the model of each, as one checkpoint. All ranks call it.
 
-    An earlier save in the folder is removed when the new one is complete. `extra` is saved with the first entry.
+    Each is a `zf.save` of its own into a hidden folder, and one rename commits them all: whenever this is killed, all that is
+    loaded is of the save before, or all of this one. The save before is removed then. `extra` is saved with the first entry.
     """
-    known = [int(path.name.rpartition("-")[2]) for path in folder.glob("*/save-*") if path.name[5:].isdigit()]
-    number = int(Together().from_first(torch.tensor(max(known, default=0) + 1)))
-    saved: set[str] = set()
-    for name, model, optimizer, where in _entries(models, optimizers):
-        zf.save(folder / name / f"save-{number}", model, optimizer, extra=None if saved else extra, where=where, keep=1)
-        saved.add(name)
-    for path in list(folder.glob("*-*/save-*")) if Together().rank == 0 else ():
-        if path.parent.name not in saved:  # of another number of models, or of optimizers
-            shutil.rmtree(path.parent, ignore_errors=True)
+    together, doing = Together(), "Saving the states of a trainer"
+    number = together.agree(doing, None, lambda: str(1 + max(map(_number, folder.glob("save-*")), default=0))).text
+    draft = Draft(folder / f"save-{number}", kinds=())
+    try:
+        together.agree(doing, None, draft.make)
+        for at, (name, model, optimizer, where) in enumerate(_entries(models, optimizers)):
+            zf.save(draft.path / name, model, optimizer, extra=None if at else extra, where=where)
+        together.agree(doing, None, draft.commit)
+    except BaseException:
+        draft.drop()
+        raise
+    if together.rank == 0:
+        # Before, each entry lay in the folder itself, with a number of its own: `optimizer-0/save-1`.
+        for old in {*folder.glob("save-*"), *(path.parent for path in folder.glob("*-*/save-*"))} - {draft.target}:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def _number(path: Path) -> int:
+    digits = path.name.removeprefix("save-")
+    return int(digits) if digits.isdecimal() else 0
+
+
+def _newest(folder: Path) -> Path:
+    """The folder with the entries that were committed last."""
+    return max(folder.glob("save-*"), key=_number, default=folder)
+
+
+_OVERWRITING = "overwriting"
+
+
+def note_overwriting(folder: Path) -> None:
+    """Notes, before files beside the folder are overwritten, what was saved last. One rank calls it."""
+    folder.mkdir(exist_ok=True)
+    (folder / _OVERWRITING).write_text(_newest(folder).name)
+
+
+def require_not_overwritten(folder: Path) -> None:
+    """Requires that what is in the folder was saved after files beside it were overwritten.
+
+    Raises:
+        CheckpointError: A save was killed between.
+    """
+    note, newest = folder / _OVERWRITING, _newest(folder)
+    if note.is_file() and note.read_text() == newest.name:
+        raise zf.CheckpointError(
+            "A save into this folder was killed: what is in it is of two steps.",
+            folder=folder.parent,
+            why="schedulers, random numbers and samplers may be of the later one, models and optimizers are not",
+            fix=f"a folder for each save: save_state(f'step-{{step}}'); to load this one all the same: rm {note}",
+        )
 
 
 def load_weights(folder: Path, model: nn.Module, *, strict: bool = True) -> None:
@@ -84,8 +136,8 @@ def load_extra(folder: Path) -> dict[str, Any]:
 
 
 def _first_in(folder: Path) -> Path:
-    alone = folder / "model-0"
-    return alone if alone.is_dir() else folder / "optimizer-0"
+    alone = _newest(folder) / "model-0"
+    return alone if alone.is_dir() else alone.with_name("optimizer-0")
 
 
 def load_states(
@@ -99,15 +151,16 @@ def load_states(
     Raises:
         CheckpointError: The folder does not hold such states, or they do not fit.
     """
+    newest = _newest(folder)
     for name, model, optimizer, where in _entries(models, optimizers):
-        if not (folder / name).is_dir():
+        if not (newest / name).is_dir():
             raise zf.CheckpointError(
                 "The checkpoint holds no states of a transformed model.",
                 folder=folder,
                 why="it was saved without them (save_only_model=True), by replicas, or not to its end",
                 fix="begin another run from its weights: from_pretrained(checkpoint), and train() without resuming",
             )
-        zf.load(folder / name, model, optimizer, only=only, where=where)
+        zf.load(newest / name, model, optimizer, only=only, where=where)
 
 
 Chosen = Callable[[str, nn.Parameter], bool] | None
