@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -257,6 +258,8 @@ def _foreign() -> dict[str, Any]:
     [
         ({"extra": {"a": [1, {"b": object()}]}}, r"extra\['a'\]\[1\]\['b'\] cannot be saved"),
         ({"extra": {"f": print}}, r"extra\['f'\] cannot be saved"),
+        ({"extra": {"d": {"e": defaultdict(int)}}}, r"extra\['d'\]\['e'\] cannot be saved"),
+        ({"extra": {"s": type("Steps", (list,), {})()}}, r"extra\['s'\] cannot be saved"),
         ({"extra": {"z": torch.zeros(2, dtype=torch.complex128)}}, "dtype that safetensors does not have"),
         ({"model": nn.Linear(2, 2, device="meta")}, "on meta"),
         ({"model": _Own(2, 2)}, "in its own way"),
@@ -289,6 +292,9 @@ def test_what_cannot_be_saved_is_refused_with_its_path(arguments: dict[str, Any]
         {1: 2, (3, 4): 5},
         {"$tuple": 1},
         {"$tensor": [1], "x": 2},
+        {"$counter": [["a", 1]]},
+        Counter({4: 2, "a": 1}),
+        OrderedDict(b=1, a=[OrderedDict()]),
         torch.arange(3),
         {"t": [torch.tensor(True)]},
     ],

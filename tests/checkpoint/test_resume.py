@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
@@ -112,6 +113,68 @@ def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
         assert one.keys() == other.keys()
         apart = {name: (value.double() - other[name].double()).abs().max().item() for name, value in one.items()}
         assert {name: most for name, most in apart.items() if most != 0} == {}
+
+
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "ChainedScheduler": {},
+    "ConstantLR": {"total_iters": 3},
+    "CosineAnnealingLR": {"T_max": 5},
+    "CosineAnnealingWarmRestarts": {"T_0": 2, "T_mult": 2},
+    "CyclicLR": {"base_lr": 0.01, "max_lr": 0.2, "step_size_up": 2, "mode": "triangular2"},
+    "ExponentialLR": {"gamma": 0.7},
+    "LambdaLR": {"lr_lambda": lambda step: 0.9**step},
+    "LinearLR": {"total_iters": 4},
+    "MultiStepLR": {"milestones": [1, 2, 2, 5], "gamma": 0.3},
+    "MultiplicativeLR": {"lr_lambda": lambda step: 1 - 0.1 * step},
+    "OneCycleLR": {"max_lr": 0.3, "total_steps": 40},
+    "PolynomialLR": {"total_iters": 6, "power": 2.0},
+    "ReduceLROnPlateau": {"patience": 1, "cooldown": 1},
+    "SequentialLR": {},
+    "StepLR": {"step_size": 2},
+}
+"""Every schedule of torch, by its arguments."""
+
+
+def _schedule(name: str, optimizer: torch.optim.Optimizer) -> Any:
+    """A schedule; one that is made of others has all that torch lets be in it."""
+    simple = [each for each, arguments in SCHEDULES.items() if arguments and each != "ReduceLROnPlateau"]
+    if name == "SequentialLR":
+        return lr_scheduler.SequentialLR(optimizer, [_schedule(each, optimizer) for each in simple], [*range(1, 12)])
+    if name == "ChainedScheduler":
+        inside = lr_scheduler.ChainedScheduler([_schedule(each, optimizer) for each in simple], optimizer)
+        return lr_scheduler.ChainedScheduler([inside, _schedule("SequentialLR", optimizer)], optimizer)
+    return getattr(lr_scheduler, name)(optimizer, **SCHEDULES[name])
+
+
+def _scheduled(name: str) -> tuple[torch.optim.Optimizer, Any]:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
+    return optimizer, _schedule(name, optimizer)
+
+
+def _rates(optimizer: torch.optim.Optimizer, schedule: Any, loss: float) -> list[float]:
+    """A step; what it leaves the groups with."""
+    optimizer.step()
+    schedule.step(*[loss] * isinstance(schedule, lr_scheduler.ReduceLROnPlateau))
+    return [value for group in optimizer.param_groups for value in group.values() if isinstance(value, float)]
+
+
+def test_every_schedule_goes_on_wherever_it_was_saved(tmp_path: Path) -> None:
+    """Also those that are made of others: each keeps what it knows in a state of its own kind (MultiStepLR in a Counter)."""
+    assert {*SCHEDULES} == {*lr_scheduler.__all__} - {"LRScheduler"}, "torch has others"
+    runs, steps = {name: _scheduled(name) for name in SCHEDULES}, 13
+    wanted: dict[str, list[list[float]]] = {name: [] for name in SCHEDULES}
+    for step in range(steps):
+        extra = {f"{name}/{at}": part for name, run in runs.items() for at, part in enumerate(run)}
+        zf.save(tmp_path / f"step-{step}", extra=extra)
+        for name, run in runs.items():
+            wanted[name].append(_rates(*run, loss=-min(step, 4)))
+    for start in range(steps):
+        resumed = {name: _scheduled(name) for name in SCHEDULES}
+        extra = {f"{name}/{at}": part for name, run in resumed.items() for at, part in enumerate(run)}
+        zf.load(tmp_path / f"step-{start}", extra=extra)
+        for name, run in resumed.items():
+            found = [_rates(*run, loss=-min(step, 4)) for step in range(start, steps)]
+            assert found == wanted[name][start:], f"{name}, saved at step {start}"
 
 
 def _statistics(folder: str) -> None:

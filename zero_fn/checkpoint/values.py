@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,15 @@ from zero_fn.errors import CheckpointError
 
 __all__ = ["decoded", "encoded"]
 
-_TAGS = ("$tuple", "$items", "$tensor", "$number", "$bytes")
+_DICTS = {"$items": dict, "$counter": Counter, "$ordered": OrderedDict}
+_TAGS = ("$tuple", "$tensor", "$number", "$bytes", *_DICTS)
 
 
 def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
     """A value as JSON can hold it.
 
     Args:
-        value: Made of None, bool, int, float, str, bytes, list, tuple, dict and tensors.
+        value: Made of None, bool, int, float, str, bytes, list, tuple, dict, Counter, OrderedDict and tensors.
         path: How to reach the value, for errors: `extra['scheduler']`.
         tensors: The tensors in the value are added here, by their path.
 
@@ -35,18 +37,19 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
         return float(value) if math.isfinite(value) else {"$number": float(value).hex()}
     if isinstance(value, bytes):
         return {"$bytes": value.hex()}
-    if isinstance(value, list):
+    if type(value) is list:
         return [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]
     if type(value) is tuple:
         return {"$tuple": [encoded(item, f"{path}[{at}]", tensors) for at, item in enumerate(value)]}
-    if isinstance(value, dict):
+    tag = next((tag for tag, kind in _DICTS.items() if type(value) is kind), None)
+    if isinstance(value, dict) and tag is not None:
         items = [
             (encoded(key, f"a key of {path}", tensors), encoded(item, f"{path}[{key!r}]", tensors))
             for key, item in value.items()
         ]
-        if all(isinstance(key, str) and key not in _TAGS for key, _ in items):
+        if tag == "$items" and all(isinstance(key, str) and key not in _TAGS for key, _ in items):
             return dict(items)
-        return {"$items": [list(item) for item in items]}
+        return {tag: [list(item) for item in items]}
     if isinstance(value, Tensor) and not isinstance(value, DTensor):
         tensors[path] = value.detach()
         return {"$tensor": path}
@@ -55,7 +58,8 @@ def encoded(value: object, path: str, tensors: dict[str, Tensor]) -> Any:
         got=f"{type(value).__module__}.{type(value).__qualname__}",
         why="a checkpoint holds numbers, strings, bytes, lists, tuples, dicts and plain tensors, and runs no code when "
         "it is read",
-        fix="give an object whose state_dict() is made of those; numpy arrays as tensors, sets as lists",
+        fix="give an object whose state_dict() is made of those; numpy arrays as tensors, sets as lists, a defaultdict as "
+        "dict(value)",
     )
 
 
@@ -74,6 +78,6 @@ def decoded(value: Any, tensor: Callable[[str], Any]) -> Any:
         return tensor(value[tag])
     if tag == "$tuple":
         return tuple(decoded(value[tag], tensor))
-    if tag == "$items":
-        return {decoded(key, tensor): decoded(item, tensor) for key, item in value[tag]}
+    if tag in _DICTS:
+        return _DICTS[tag]({decoded(key, tensor): decoded(item, tensor) for key, item in value[tag]})
     return {key: decoded(item, tensor) for key, item in value.items()}
