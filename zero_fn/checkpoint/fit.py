@@ -324,6 +324,6 @@ def _note_loaded(model: nn.Module) -> None:
         return
     refresh(model)
     for unit in units:
-        run_of(unit).forwards.note_loaded()
+        run_of(unit).note_loaded()
         for slot in unit.slots:
             slot.initial = None

@@ -45,6 +45,7 @@ class Backwards:
 
     Attributes:
         current: The backward that is open.
+        is_open: Whether one has begun, and not everything is back. [Note: interrupted passes] (forwards.py)
         updates: How many steps optimizers have made so far.
         settling: What makes reduced gradients those of resting parameters.
     """
@@ -52,6 +53,7 @@ class Backwards:
     def __init__(self, module: Transformed, forwards: Forwards) -> None:
         self._module, self._forwards = module, forwards
         self.current: BackwardPass | None = None
+        self.is_open = False
         self.updates = 0
         self.settling = Settling(module.away, module.control)
         self._script: Script | None = None  # the schedule of the last backward
@@ -147,6 +149,7 @@ class Backwards:
             return self.current
         self._forwards.abandon()
         self.recover()
+        self.is_open = True
         self.current = self._begun()
         return self.current
 
@@ -245,6 +248,7 @@ class Backwards:
                 unit.leave_backward()
         if not module.accumulating:
             module.away.finish_gradients(unit.groups for unit in module.live_units())
+        self.is_open = False
 
     def give_up(self, ending: Ending) -> None:
         """Called when the engine has dropped a backward. If it raised, names show resting parameters again, and collectives
@@ -262,28 +266,33 @@ class Backwards:
 
     def recover(self) -> None:
         """Clears up after a backward that raised. Ranks that raised in the same place stay in step."""
-        backward, module = self.current, self._module
-        if backward is None:
+        if not self.is_open:
             return
-        backward.failed = True
+        backward, module = self.current, self._module
         try:
-            while (action := backward.next_action()) is not None:
-                if type(action) is not Settle:  # which calls hooks of the user
-                    self._do(action, backward)
+            if backward is not None:
+                backward.failed = True
+                while (action := backward.next_action()) is not None:
+                    if type(action) is not Settle:  # which calls hooks of the user
+                        self._do(action, backward)
         finally:
             with self._recovering:
                 self.current = None
-        for _, reduction in backward.reductions:
-            reduction.wait()
-        self.settling.drop()
-        self._nested.left = []
-        module.control.read()
-        module.graphs.forget()
-        for unit in module.live_units():
-            if not module.accumulating:
-                unit.gradients.take()
-            unit.running = 0
-            unit.mark_stale()
+            for _, reduction in backward.reductions if backward is not None else ():
+                reduction.wait()
+            self.settling.drop()
+            self._nested.left = []
+            module.control.read()
+            module.graphs.forget()
+            for unit in module.live_units():
+                if not module.accumulating:
+                    unit.gradients.take()
+            if self._forwards.call is None:
+                self._forwards.start_over()
+            else:  # it ran inside a forward, which goes on
+                for unit in module.live_units():
+                    unit.mark_stale()
+            self.is_open = False
 
 
 class _Nested:

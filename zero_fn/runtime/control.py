@@ -55,6 +55,11 @@ class Control:
         for message in unread:
             message.settle()
 
+    def drop(self) -> None:
+        """Forgets the notes, after an interrupt."""
+        self.read()
+        self._notes = []
+
     def take_notes(self) -> list[list[bool]]:
         """The notes of all messages since the last call, oldest first. To be called after `read`."""
         notes, self._notes = self._notes, []

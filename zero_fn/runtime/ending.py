@@ -74,6 +74,11 @@ class Ending:
         )  # [Note: threads of the engine]
         return not has_returned
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the backward runs in another thread, and was called there."""
+        return self.is_to_come and get_ident() not in (self._caller, self._thread)
+
 
 class _Callback:
     """Held by the engine alone, so that its death tells of a backward that raised."""

@@ -5,15 +5,7 @@ unit itself, called while the unit runs it steps aside. So any module of a trans
 whoever replaces `module.forward` replaces what runs inside. A method that was declared (`gather_in`) is a callable under its
 name, with the same door.
 
-[Note: our hook comes first] The hook before a call stands before those of the user: the old `spectral_norm`, `weight_norm`
-and pruning compute a weight there, from parameters that must be whole. The hook after it stands behind those that were there
-when the module was transformed, and is called after an exception too.
-
-[Note: nothing inside a unit] While a unit runs, our hooks at modules below its anchor would do nothing but cost 4 us a call,
-and the compiler would make a graph of each module of torch that has hooks. So they are taken out until the unit is left.
-
-[Note: interrupted forwards] torch calls no hook after a KeyboardInterrupt. So whatever comes next (a call of the module, a
-verb, a backward, an optimizer) looks whether a call that has begun still stands on the stack, and leaves its unit if not.
+A call that an interrupt has ended is never left here. [Note: interrupted passes] (forwards.py)
 """
 
 from __future__ import annotations
@@ -22,21 +14,21 @@ import copy
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields, is_dataclass
 from functools import partial
 from threading import get_ident
-from types import ModuleType
-from typing import Any
+from types import FrameType, ModuleType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from zero_fn.errors import StateError
+from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, put_hooks_inside, take_hooks_inside
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
-from zero_fn.runtime.saved import begin_packing, drop_packing, end_packing
+from zero_fn.runtime.saved import begin_packing, end_packing
 from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
@@ -58,8 +50,6 @@ __all__ = [
 ]
 
 
-_ATTACHED = "_zero_fn_attached"  # in the `__dict__` of a module: the units that are entered at it, in this order
-
 _EXPORT = (
     "export the plain module with the whole values: whole = get_model_state_dict(model, options=StateDictOptions("
     "full_state_dict=True, cpu_offload=True)), of torch.distributed.checkpoint.state_dict, on every rank; "
@@ -77,12 +67,26 @@ class _Begun:
         has_backward: Whether a backward may come: the output is watched, and gathered memory that autograd saves is packed.
         is_packing: Whether the packing was begun here.
         is_transforming: Whether the call runs inside a transform of torch.func.
+        is_outermost: Whether the pass has begun with this call.
+        era: That of the forwards when it began. If they have another now, the call was left by them.
+        depth: Calls of the module inside this one.
     """
 
-    __slots__ = ("error_before", "has_backward", "is_packing", "is_transforming", "tensors", "use")
+    __slots__ = (
+        "depth",
+        "era",
+        "error_before",
+        "has_backward",
+        "is_outermost",
+        "is_packing",
+        "is_transforming",
+        "tensors",
+        "use",
+    )
 
-    def __init__(self, use: UnitUse | None) -> None:
-        self.use = use
+    def __init__(self, era: int, *, is_outermost: bool) -> None:
+        self.era, self.is_outermost, self.depth = era, is_outermost, 0
+        self.use: UnitUse | None = None
         self.tensors: list[Tensor] = []
         self.error_before = sys.exception()
         self.has_backward = self.is_packing = False
@@ -103,7 +107,6 @@ class Attached:
     __slots__ = (
         "__weakref__",
         "_begun",
-        "_depth",
         "_module",
         "attribute",
         "input_dtype",
@@ -112,6 +115,7 @@ class Attached:
         "run",
         "unit",
     )
+    _frames: ClassVar[int] = 2  # from `begin` to the frame that stays until the call has ended
 
     def __init__(
         self,
@@ -128,7 +132,6 @@ class Attached:
         self.attribute, self.is_anchor = attribute, is_anchor
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
         self._begun: _Begun | None = None
-        self._depth = 0  # calls of the module inside the one that has begun
         if is_anchor:
             unit.anchor = self._module
 
@@ -142,21 +145,35 @@ class Attached:
     @uncompiled
     def begin(self) -> bool:
         """Enters the unit: until `end`, modules see its whole parameters. Returns False if the unit is running already."""
-        unit = self.unit
-        if self._begun is not None:
-            if self.is_on_stack(get_ident(), times=2):
-                self._depth += 1
-                return False
-            self._forget()
+        unit, forwards, in_backward = self.unit, self.run.forwards, current_graph_task() != -1
+        if forwards.call is not None and not in_backward:
+            forwards.abandon()
+        begun = self._begun
+        if begun is not None and begun.era == forwards.era:
+            if not self._is_called_again():
+                raise _went_on(unit)
+            begun.depth += 1
+            return False
         if unit.running:
             return False
-        if unit.shown.leaves is not None and not self._recomputes_before_block():
-            self._begin_with_leaves()
-            return True
-        if self.run.backwards.is_recomputing(unit, self):
+        is_outermost = forwards.call is None and not in_backward
+        if is_outermost:
+            self.run.module.caller = get_ident()
+            forwards.call = sys._getframe(self._frames)
+        if unit.shown.leaves is not None and not (in_backward and self.run.module.graphs.uses_of(unit.index)):
+            self._begin_with_leaves(is_outermost=is_outermost)
+            return (
+                True  # unless a checkpoint recomputes a forward from before the block that registered whole parameters
+            )
+        if in_backward and self.run.backwards.is_recomputing(unit, self):
             return False
         self._require_run()
-        begun = outside_selection(self._entered)
+        try:
+            begun = outside_selection(self._entered, is_outermost)
+        except Exception:
+            if is_outermost and forwards.current is None:
+                forwards.call = None
+            raise
         begun.has_backward = (
             torch.is_grad_enabled()
             and not (unit.shown.swapped and unit.shown.is_replaced)
@@ -164,14 +181,16 @@ class Attached:
         )
         # What is kept between uses may be kept by autograd as well.
         begun.is_packing = begun.has_backward and unit.groups.is_transient and begin_packing()
+        forwards.packed += begun.is_packing
         return True
 
-    def _entered(self) -> _Begun:
+    def _entered(self, is_outermost: bool) -> _Begun:
         """Gathers the parameters and shows them."""
         unit = self.unit
-        use = called_outside(self.run.enter, unit, self)
-        begun = self._begun = _Begun(use)
-        _take_hooks_inside(unit, self._module())
+        begun, enter = _Begun(self.run.forwards.era, is_outermost=is_outermost), self.run.enter
+        begun.use = use = called_outside(enter, unit, self) if begun.is_transforming else enter(unit, self)
+        self._begun = begun
+        take_hooks_inside(unit.inner, self._module())
         begun.tensors = gather(use)
         unit.shown.show(begun.tensors)
         return begun
@@ -184,15 +203,16 @@ class Attached:
             output: What the call returned; None if it raised.
             error: The exception that is being handled. If it is not the one from before the call, the call has failed.
         """
-        begun = self._begun
-        if begun is None:
+        begun, forwards = self._begun, self.run.forwards
+        if begun is None or begun.era != forwards.era:
             return output
-        if self._depth:
-            self._depth -= 1
+        if begun.depth:
+            begun.depth -= 1
             return output
         self._begun = None
-        _put_hooks_inside(self.unit)
+        put_hooks_inside(self.unit.inner)
         if begun.is_packing:
+            forwards.packed -= 1
             end_packing()
         failed = error is not begun.error_before
         if failed:
@@ -209,14 +229,16 @@ class Attached:
                 self.unit.shown.swapped = {}
             else:
                 begun.tensors.clear()  # memory that somebody holds a part of is not used again
-                outside_selection(called_outside, self.run.forwards.leave, begun.use, failed=not is_done)
+                outside_selection(called_outside, forwards.leave, begun.use, failed=not is_done)
+            if begun.is_outermost and forwards.current is None:
+                forwards.call = None
         return output
 
     def _finished(self, begun: _Begun, output: Any) -> Any:
         """Casts and watches the output of a call that did not fail, and refuses changed parameters. Returns the output."""
         unit, use = self.unit, begun.use
         if self.output_dtype is not None:
-            output = _cast(output, self.output_dtype)
+            output = cast(output, self.output_dtype)
         if use is None:
             show_in_backward(unit, begun.tensors, _tensors_in(output))
         elif begun.has_backward:
@@ -227,18 +249,14 @@ class Attached:
             unit.shown.require_unchanged(unit.name, begun.tensors)
         return output
 
-    def _recomputes_before_block(self) -> bool:
-        """Whether a checkpoint recomputes a forward from before the block that registered whole parameters."""
-        return current_graph_task() != -1 and bool(self.run.module.graphs.uses_of(self.unit.index))
-
-    def _begin_with_leaves(self) -> None:
+    def _begin_with_leaves(self, *, is_outermost: bool) -> None:
         """Begins a forward in a block that has registered whole parameters: of a plain module. (whole_step.py)"""
         called_outside(self.run.forwards.agree)
-        begun = _Begun(None)
+        begun = _Begun(self.run.forwards.era, is_outermost=is_outermost)
         begun.tensors = see_leaves(self.unit)
         self._begun = begun
         self.unit.running += 1
-        _take_hooks_inside(self.unit, self._module())
+        take_hooks_inside(self.unit.inner, self._module())
         self.unit.shown.show(begun.tensors)
 
     def _require_run(self) -> None:
@@ -251,26 +269,15 @@ class Attached:
                 fix=_EXPORT,
             )
 
-    def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
-        """Whether at least `times` calls of the module are running in a thread. [Note: interrupted forwards]"""
+    def _is_called_again(self) -> bool:
+        """Whether the call that has begun is still running, below this one."""
         module, found = self._module(), 0
-        frame = sys._current_frames().get(thread)
-        while frame is not None and found < times:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and found < 2:
             if frame.f_code is _CALL and frame.f_locals["self"] is module:
                 found += 1
             frame = frame.f_back
-        return found >= times
-
-    def _forget(self) -> None:
-        """Leaves the unit that an interrupted call has entered. [Note: interrupted forwards]"""
-        is_with_leaves = self._begun is not None and self._begun.use is None
-        self._begun, self._depth = None, 0
-        drop_packing()
-        _put_hooks_inside(self.unit)
-        if is_with_leaves:
-            self.unit.running = 0
-            self.unit.shown.hide()
-        self.run.forwards.abandon()
+        return found == 2
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Attached:
         module = copy.deepcopy(self.module, memo)
@@ -279,7 +286,7 @@ class Attached:
         twin._module = weakref.ref(module)
         twin.attribute, twin.is_anchor = self.attribute, self.is_anchor
         twin.input_dtype, twin.output_dtype = self.input_dtype, self.output_dtype
-        twin._begun, twin._depth = None, 0
+        twin._begun = None
         twin.unit = copy.deepcopy(self.unit, memo)
         if twin.is_anchor:
             twin.unit.anchor = twin._module
@@ -300,6 +307,7 @@ class Method(Attached):
     """Callable in place of a method of a module, which enters a unit."""
 
     __slots__ = ()
+    _frames = 1
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -325,24 +333,23 @@ class Method(Attached):
             raise
         return self.end(output, sys.exception())
 
-    def is_on_stack(self, thread: int, *, times: int = 1) -> bool:
+    def _is_called_again(self) -> bool:
         """False would say that a call was interrupted. That cannot be: `__call__` leaves the unit after any exception."""
         return True
 
 
 # -- hooks ----------------------------------------------------------------------------------------------------------
 
-_KEY = "zero_fn"  # of our hooks, in the dicts where torch keeps the hooks of a module
 _CALL = nn.Module._call_impl.__code__
 
 
 def attach(attached: Attached) -> None:
     """Lets calls of a module enter a unit, before the units that were attached to it earlier."""
     module = attached.module
-    earlier = module.__dict__.get(_ATTACHED, ())
-    module.__dict__[_ATTACHED] = (attached, *earlier)
+    earlier = module.__dict__.get(ATTACHED, ())
+    module.__dict__[ATTACHED] = (attached, *earlier)
     if not earlier:
-        _put_hooks(module)
+        put_hooks(module)
     for other in earlier:  # at this module two units are entered: its hooks stay
         other.unit.inner = [reference for reference in other.unit.inner if reference is not other._module]
     if not attached.is_anchor and not earlier:
@@ -351,72 +358,8 @@ def attach(attached: Attached) -> None:
 
 def detach(module: nn.Module) -> None:
     """Lets calls of a module enter no unit any more."""
-    if module.__dict__.pop(_ATTACHED, None) is not None:
-        hooks: Any
-        for hooks in (
-            module._forward_pre_hooks,
-            module._forward_pre_hooks_with_kwargs,
-            module._forward_hooks,
-            module._forward_hooks_always_called,
-        ):
-            hooks.pop(_KEY, None)
-
-
-def _put_hooks(module: nn.Module) -> None:
-    """What `register_forward_pre_hook(_before, prepend=True, with_kwargs=True)` does, and `register_forward_hook(_after,
-    always_call=True)`, with a key that is known. [Note: our hook comes first]"""
-    torchs: Any = module
-    torchs._forward_pre_hooks[_KEY] = _before
-    torchs._forward_pre_hooks.move_to_end(_KEY, last=False)
-    torchs._forward_pre_hooks_with_kwargs[_KEY] = True
-    torchs._forward_hooks[_KEY] = _after
-    torchs._forward_hooks_always_called[_KEY] = True
-
-
-def _take_hooks_inside(unit: Unit, called: nn.Module | None) -> None:
-    """Takes our hooks out of the modules below the anchor, except for the one that is called."""
-    for reference in unit.inner:
-        module: Any = reference()
-        if module is not None and module is not called:
-            module._forward_pre_hooks.pop(_KEY, None)
-            module._forward_pre_hooks_with_kwargs.pop(_KEY, None)  # where the compiler looks, too
-            module._forward_hooks.pop(_KEY, None)
-
-
-def _put_hooks_inside(unit: Unit) -> None:
-    for reference in unit.inner:
-        module: Any = reference()
-        if module is not None and _ATTACHED in module.__dict__:
-            hooks = module._forward_pre_hooks
-            hooks[_KEY], module._forward_hooks[_KEY] = _before, _after
-            module._forward_pre_hooks_with_kwargs[_KEY] = True
-            if len(hooks) > 1:
-                hooks.move_to_end(_KEY, last=False)
-
-
-@uncompiled
-def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Before a call of a module at which units are entered. [Note: our hook comes first]"""
-    given = None
-    for attached in module.__dict__[_ATTACHED]:
-        if attached.begin() and attached.input_dtype is not None:
-            given = args, kwargs = _cast((args, kwargs), attached.input_dtype)
-    return given
-
-
-@uncompiled
-def _after(module: nn.Module, _args: object, output: Any) -> Any:
-    """After a call of a module at which a unit may have been entered."""
-    error = sys.exception()
-    chain = module.__dict__[_ATTACHED][::-1]
-    try:
-        for attached in chain:
-            output = attached.end(output, error)
-    except BaseException as raised:
-        for attached in chain:
-            attached.end(None, raised)
-        raise
-    return output
+    if module.__dict__.pop(ATTACHED, None) is not None:
+        drop_hooks(module)
 
 
 # -- what a model has ----------------------------------------------------------------------------------------------
@@ -424,9 +367,7 @@ def _after(module: nn.Module, _args: object, output: Any) -> Any:
 
 def attached_below(module: nn.Module) -> list[tuple[str, Attached]]:
     """What is attached at a module and below it, with module names: two at an anchor with a parameter of another unit."""
-    return [
-        (name, attached) for name, child in module.named_modules() for attached in child.__dict__.get(_ATTACHED, ())
-    ]
+    return [(name, attached) for name, child in module.named_modules() for attached in child.__dict__.get(ATTACHED, ())]
 
 
 def methods_of(module: nn.Module) -> list[Method]:
@@ -479,27 +420,13 @@ def require_idle(units: Iterable[Unit], verb: str) -> None:
             )
 
 
-def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    """The tree with floating point tensors in a dtype; also those in dataclasses and attrs, which torch's pytree skips."""
-
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.to(dtype) if leaf.is_floating_point() else leaf
-        if isinstance(leaf, type | nn.Module):
-            return leaf
-        declared = fields(leaf) if is_dataclass(leaf) else getattr(leaf, "__attrs_attrs__", None)
-        if declared is None:
-            return leaf
-        before = {field.name: getattr(leaf, field.name) for field in declared if hasattr(leaf, field.name)}
-        after = {name: _cast(value, dtype) for name, value in before.items()}
-        if all(one is other for one, other in zip(tree_leaves(before), tree_leaves(after), strict=True)):
-            return leaf  # a configuration
-        twin = copy.copy(leaf)
-        for name, value in after.items():
-            object.__setattr__(twin, name, value)  # frozen ones, too
-        return twin
-
-    return tree_map(cast, tree)
+def _went_on(unit: Unit) -> StateError:
+    return StateError(
+        "A forward went on after an interrupt in it.",
+        unit=unit.name or "root",
+        why="the unit that was interrupted has not been left",
+        fix="let KeyboardInterrupt leave the outermost forward: catch it around model(x), not inside",
+    )
 
 
 def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:

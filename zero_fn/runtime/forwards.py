@@ -1,17 +1,28 @@
-"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit."""
+"""The forwards of one transformed module. Each follows the schedule of the last forward that began at the same unit.
+
+[Note: interrupted passes] A KeyboardInterrupt may come between any two lines, and torch calls no hook after it. So a forward
+is marked before it touches anything, with the frame in which it was called (`call`), and the mark goes when everything is
+back. Whatever comes next (a call of the module, a verb, a load, a backward, an optimizer) looks whether the marked frame
+still runs. If not, nothing is known of what the forward has done, and all units are put at rest as a whole. The next forward
+then compares over ranks what they hold. A backward is marked likewise (`Backwards.is_open`).
+"""
 
 from __future__ import annotations
 
 import weakref
+from threading import get_ident
+from types import FrameType
 from typing import Protocol
 
 import torch
 
-from zero_fn.errors import StorageError
+from zero_fn.errors import StateError, StorageError
+from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.members import forget_if_changed, refuse_new
 from zero_fn.runtime.passes import ForwardPass
+from zero_fn.runtime.saved import drop_packing
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.unit import Unit
@@ -32,7 +43,7 @@ from zero_fn.values.schedule import (
 )
 from zero_fn.values.tiled import is_tile
 
-__all__ = ["Door", "Forwards"]
+__all__ = ["Door", "Forwards", "in_two_threads"]
 
 
 class Door(Protocol):
@@ -44,15 +55,15 @@ class Door(Protocol):
 
     attribute: str
 
-    def is_on_stack(self, thread: int) -> bool:
-        """Whether a call of it is running in a thread."""
-
 
 class Forwards:
     """The forwards of one transformed module, of which one at most is open.
 
     Attributes:
         current: The forward that is open.
+        call: The frame in which it was called; None if everything is at rest. [Note: interrupted passes]
+        era: Counts how often interrupted calls were left.
+        packed: How many `begin_packing` wait for their end.
         statistics: The module's buffers (running statistics).
         has_agreed: Whether ranks have compared layouts and values since the transform, or since values were loaded.
         is_fresh: Whether nothing was gathered yet in this `accumulate` block.
@@ -61,8 +72,9 @@ class Forwards:
     def __init__(self, module: Transformed, statistics: Statistics) -> None:
         self._module, self.statistics = module, statistics
         self.current: ForwardPass | None = None
+        self.call: FrameType | None = None
+        self.era = self.packed = 0
         self.has_agreed, self.is_fresh = False, True
-        self._door: Door | None = None  # at which the open forward began
         self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
         self._present = 0  # how many units had their modules in the model in the last forward
 
@@ -162,7 +174,6 @@ class Forwards:
         offsets = self._module.graphs.offsets()
         self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
         self.current.is_swapped = is_swapped
-        self._door = entry
 
     def prepare(self) -> bool:
         """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers.
@@ -223,7 +234,7 @@ class Forwards:
         statistics.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
-        self.current = self._door = None
+        self.current = None
         module = self._module
         if self.statistics.is_active:
             self.statistics.note()
@@ -250,13 +261,40 @@ class Forwards:
         if forward.grad:
             module.graphs.add(forward)
 
+    # -- interrupts ------------------------------------------------------------------------------------------------
+
     def abandon(self) -> None:
-        """Ends a forward that was interrupted without leaving its units. [Note: interrupted forwards] (entry.py)"""
-        forward, door = self.current, self._door
-        if forward is None or door is None or door.is_on_stack(self._module.caller):
+        """Puts everything at rest if the forward that is open was interrupted. [Note: interrupted passes]
+
+        Raises:
+            StateError: It is running in another thread.
+        """
+        if self.call is None:
             return
-        forward.failed = True
+        try:
+            self.call.clear()
+        except RuntimeError:  # the frame is executing
+            if self._module.caller != get_ident() and current_graph_task() == -1:
+                raise in_two_threads() from None
+            return
+        self.start_over()
+        self.has_agreed = False
+        self.current = self.call = None
+
+    def start_over(self) -> None:
+        """Leaves all units, whatever an interrupted pass has done to them."""
+        self.era += 1
+        drop_packing(self.packed)
+        self.packed = 0
         for unit in self._module.live_units():
-            unit.running = 0
-            unit.shown.hide()
-        self._end(forward)
+            unit.start_over()
+        self._module.control.drop()
+
+
+def in_two_threads() -> StateError:
+    """The error for a module that is called while another thread calls it."""
+    return StateError(
+        "A transformed module was called while another thread runs it.",
+        why="both would gather into the same memory, and free it",
+        fix="call it in one thread at a time: lock = threading.Lock(); with lock: y = model(x)",
+    )

@@ -109,6 +109,16 @@ class InFlight:
             self.memory = None
         self.phase = Phase.AT_REST
 
+    def drop(self) -> None:
+        """Drops the gathered parameters, and gives up a gather under way, wherever an interrupt has left it."""
+        pending, told, self._pending, self._told = self._pending, self._told, None, None
+        if pending is not None:
+            pending.wait()  # the next message would be taken for it
+        if told is not None:
+            told.failure()
+        self._groups.let_go()
+        self.phase, self.memory, self.failure = Phase.AT_REST, None, None
+
     def tensors(self) -> list[Tensor]:
         """The parameters as the forward sees them: new tensors, whole, in the compute dtype, without autograd history."""
         assert self.phase is Phase.GATHERED and self.memory is not None, f"{self._unit} is {self.phase}"

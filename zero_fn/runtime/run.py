@@ -9,7 +9,7 @@ from typing import Any
 
 from zero_fn.runtime.backwards import Backwards
 from zero_fn.runtime.ending import current_graph_task
-from zero_fn.runtime.forwards import Door, Forwards
+from zero_fn.runtime.forwards import Door, Forwards, in_two_threads
 from zero_fn.runtime.statistics import Statistics
 from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.uncompiled import uncompiled
@@ -65,7 +65,8 @@ class Run:
         if current_graph_task() != -1:
             return self.backwards.enter_recomputation(unit, entry)
         if self.forwards.current is None:
-            self._recover_backward()
+            if self.backwards.is_open:
+                self._recover_backward()
             self.forwards.begin(unit, entry)
         return self.forwards.enter(unit, entry)
 
@@ -74,14 +75,20 @@ class Run:
     def prepare(self) -> None:
         """To be called before parameters are gathered outside a forward. Does what is done before a forward."""
         self._recover_backward()
+        self.module.caller = get_ident()
         self.forwards.prepare()
 
     def recover(self) -> None:
         """Puts the module at rest if its last pass raised. Verbs call this first. Ranks that raised alike stay in step."""
         self.forwards.abandon()
         backward = self.backwards.current
-        if backward is not None and not backward.ending.is_to_come:
+        if backward is None or not backward.ending.is_to_come:
             self.backwards.recover()
+
+    def note_loaded(self) -> None:
+        """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
+        self.recover()
+        self.forwards.note_loaded()
 
     def note_optimizer_step(self) -> None:
         """Forgets the graphs of earlier forwards: they can have no backward after an optimizer step."""
@@ -138,9 +145,15 @@ class Run:
         module.away.finish_gradients(unit.groups for unit in units)
 
     def _recover_backward(self) -> None:
-        """Before a forward: recovers from a backward that raised, and notes the thread that will call the next one."""
+        """Before a forward: recovers from a backward that raised.
+
+        Raises:
+            StateError: Another thread runs it.
+        """
+        backward = self.backwards.current
+        if backward is not None and backward.ending.is_elsewhere:
+            raise in_two_threads()
         self.backwards.recover()
-        self.module.caller = get_ident()
 
 
 def run_of(unit: Unit) -> Run:

@@ -171,10 +171,12 @@ def end_packing() -> None:
 
 
 @uncompiled
-def drop_packing() -> None:
-    """Ends every `begin_packing` whose end never came."""
-    while (top := _top_hooks(False)) is not None and _is_ours(top):
+def drop_packing(count: int) -> None:
+    """Ends so many `begin_packing` whose end never came. Hooks of others that were pushed inside have been popped since: each
+    by its owner, who took ours for its own if that was on top."""
+    while (top := _top_hooks(False)) is not None and (count > 0 or _is_ours(top)):
         _pop()
+        count -= 1
 
 
 def _is_ours(top: tuple[object, object]) -> bool:

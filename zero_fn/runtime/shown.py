@@ -101,6 +101,11 @@ class Shown:
         if self.backward_entry is not None:
             self._show_registered()
 
+    def start_over(self) -> None:
+        """Lets modules see registered parameters, whatever an interrupted pass lets them see."""
+        self.swapped, self._in_backward, self.backward_entry, self.is_left = {}, [], None, False
+        self._show_registered()
+
     def _show_registered(self) -> None:
         for reference, names in self._by_module:
             module = reference()

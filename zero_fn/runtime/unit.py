@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from zero_fn.runtime.at_rest import AtRest
 from zero_fn.runtime.away import Away
+from zero_fn.runtime.call_hooks import put_hooks_inside
 from zero_fn.runtime.gradients import Gradients
 from zero_fn.runtime.in_flight import InFlight, Phase
 from zero_fn.runtime.shown import Shown
@@ -70,7 +71,7 @@ class Unit:
         running: How many forwards of the unit are running (more than one when a module calls itself).
         has_model_axes: Whether any gathered parameter is a DTensor, as it lies on model axes (tensor parallelism), too.
         anchor: The anchor module, weakly.
-        inner: Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (entry.py)
+        inner: Modules below the anchor whose hooks of ours are taken out while the unit runs, weakly. (call_hooks.py)
     """
 
     def __init__(self, name: str, index: int, run: Runs) -> None:
@@ -168,6 +169,15 @@ class Unit:
     def mark_stale(self) -> None:
         """Marks everything that was gathered as out of date: the resting parameters may have changed."""
         self.reshard()
+        for group in self.groups.members:
+            group.is_inner_current = False
+
+    def start_over(self) -> None:
+        """Puts the unit at rest, whatever an interrupted pass has done to it. [Note: interrupted passes] (forwards.py)"""
+        self.running = 0
+        put_hooks_inside(self.inner)
+        self.shown.start_over()
+        self.in_flight.drop()
         for group in self.groups.members:
             group.is_inner_current = False
 

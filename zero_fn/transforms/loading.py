@@ -215,7 +215,7 @@ def _shard_whole(module: nn.Module, state_dict: dict[str, Any], prefix: str) -> 
         unit = unit_of(slot)
         if unit is not None:
             unit.generation += 1
-            run_of(unit).forwards.note_loaded()
+            run_of(unit).note_loaded()
         if not slot.full_shape and tuple(entry.shape) == (1,):  # the form of scalars in old checkpoints
             entry = entry[0]
         if slot.spec is not None and tuple(entry.shape) == slot.full_shape:

@@ -59,7 +59,7 @@ def materialize(module: M, device: torch.device | str | None = None) -> M:
             their module (then nothing was changed), or what does so leaves them out.
     """
     for run in runs_of(module, verb="materialize"):
-        run.forwards.note_loaded()
+        run.note_loaded()
     _fill(module, device, lambda _: False)
     return module
 
