@@ -486,7 +486,7 @@ def closure_over_a_module() -> object:
 def closure_over_a_parameter() -> object:
     model = Model()
     weight = model.head.weight
-    model.activation = lambda x: x @ weight
+    model.activation = lambda x: x @ weight  # type: ignore[assignment]
     with alone() as mesh:
         return zf.shard_params(model, mesh)
 
@@ -525,14 +525,14 @@ def streamed_optimizer_that_counts() -> object:
 
 def parameters_share_memory() -> object:
     model = Model()
-    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)
+    model.layers[1].weight = nn.Parameter(model.layers[0].weight.detach().T)  # type: ignore[operator]
     with alone() as mesh:
         return zf.shard_params(model, mesh)
 
 
 def buffer_in_the_memory_of_a_parameter() -> object:
     model = Model()
-    model.register_buffer("first_row", model.layers[0].weight.detach()[0])
+    model.register_buffer("first_row", model.layers[0].weight.detach()[0])  # type: ignore[operator]
     with alone() as mesh:
         return zf.shard_params(model, mesh)
 
@@ -1148,7 +1148,7 @@ def memory_of_a_tensor_in_a_tier_is_shared() -> None:
 
 def memory_of_a_tensor_in_a_tier_is_replaced() -> None:
     with torch.no_grad():
-        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).set_(torch.zeros(3, 4))
+        next(zf.offload(Model(), params=zf.nvme("/tmp")).parameters()).set_(torch.zeros(3, 4))  # type: ignore[call-overload]
 
 
 def values_in_a_tier_are_read_in_a_fork() -> None:
@@ -1262,7 +1262,7 @@ def tiled_embedding_has_a_norm() -> object:
 
 def tiled_output_is_cut() -> object:
     model = zf.tile(Model(), where="layers.0.*", parts=2)
-    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])
+    model.layers[0].tiles[1].register_forward_hook(lambda module, args, output: output[..., :1])  # type: ignore[index]
     return model(batch())
 
 
@@ -1284,6 +1284,47 @@ class Unknown(torch.optim.AdamW):
 def streamed_optimizer_cannot_wait() -> None:
     with tempfile.TemporaryDirectory() as folder:
         zf.streamed(Unknown(nn.Linear(2, 2).parameters()), zf.nvme(folder), finish="forward")
+
+
+def forward_goes_on_after_an_interrupt() -> None:
+    class Catching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.bias = nn.Linear(2, 2), nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.block(x)
+            return self.block(x)
+
+    def interrupt(_: object) -> Tensor:
+        raise KeyboardInterrupt
+
+    with alone() as mesh:
+        model = zf.shard_params(Catching(), mesh, units=nn.Linear)
+        with mock.patch.object(model.block, "forward", interrupt):
+            model(torch.ones(1, 2))
+
+
+def forward_in_two_threads() -> None:
+    found: list[StateError] = []
+
+    def other() -> None:
+        try:
+            model(torch.ones(1, 2))
+        except StateError as error:
+            found.append(error)
+
+    def meanwhile(*_: object) -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    with alone() as mesh:
+        model = zf.shard_params(nn.Linear(2, 2), mesh)
+        model.register_forward_pre_hook(meanwhile)
+        model(torch.ones(1, 2))
+    raise found[0]
 
 
 def step_that_waits_is_interrupted() -> None:
@@ -1698,7 +1739,7 @@ def checkpoint_of_a_late_state() -> object:
 
 def checkpoint_of_states_in_another_order() -> object:
     with alone() as mesh, a_folder() as folder:
-        model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), mesh)
+        model = zf.shard_params(nn.Sequential(nn.Conv2d(64, 64, 3)).to(memory_format=torch.channels_last), mesh)  # type: ignore[call-overload]
         optimizer = zf.streamed(torch.optim.Adam(model.parameters()), zf.cpu(), buffer="64KiB")
         model(torch.ones(1, 64, 3, 3)).sum().backward()
         optimizer.step()
@@ -1808,6 +1849,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ),
     StateError: (
         scale_of_the_loss_is_at_its_least, step_that_waits_is_interrupted,
+        forward_goes_on_after_an_interrupt, forward_in_two_threads,
         module_is_wrapped_in_ddp,
         flattened_after_a_transform, tiled_after_a_transform, planned_with_two_optimizers,
         step_that_is_not_streamed, view_of_a_tensor_in_a_tier, memory_of_a_tensor_in_a_tier_is_shared,

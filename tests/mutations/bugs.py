@@ -656,8 +656,8 @@ BUGS: tuple[Bug, ...] = (
         "interrupted-forwards-stay-open",
         "Forwards.abandon",
         "a forward after an interrupted one begins anew",
-        "door.is_on_stack(self._module.caller)",
-        "door is not None",
+        "self.start_over()",
+        "pass",
         "tests/distributed/test_door.py",
     ),
     # -- tiers ---------------------------------------------------------------------------------------------------------

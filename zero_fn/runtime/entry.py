@@ -206,6 +206,9 @@ class Attached:
         begun, forwards = self._begun, self.run.forwards
         if begun is None or begun.era != forwards.era:
             return output
+        failed = error is not begun.error_before
+        if failed and forwards.is_elsewhere:
+            return output  # the call of another thread, which was refused
         if begun.depth:
             begun.depth -= 1
             return output
@@ -214,7 +217,6 @@ class Attached:
         if begun.is_packing:
             forwards.packed -= 1
             end_packing()
-        failed = error is not begun.error_before
         if failed:
             _explain(error, self.unit, self.run)
         is_done = False

@@ -89,6 +89,11 @@ class Forwards:
         self.abandon()
         return self.current is not None
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a forward is open that another thread has called."""
+        return self.call is not None and self._module.caller != get_ident() and current_graph_task() == -1
+
     def note_loaded(self) -> None:
         """Parameters were loaded: the next forward gathers them anew and compares them over ranks."""
         self.has_agreed, self.is_fresh = False, True
@@ -274,7 +279,7 @@ class Forwards:
         try:
             self.call.clear()
         except RuntimeError:  # the frame is executing
-            if self._module.caller != get_ident() and current_graph_task() == -1:
+            if self._module.caller != get_ident() and self.is_elsewhere:
                 raise in_two_threads() from None
             return
         self.start_over()
