@@ -11,13 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 __all__ = [
     "alone",
     "as_plain",
     "at_same_address",
+    "cut_alike",
     "detached",
     "goes_through_dlpack",
     "is_dense",
@@ -119,13 +120,25 @@ def resting_parameter(local: Tensor, spec: DTensorSpec | None, *, requires_grad:
     return parameter
 
 
+def cut_alike(whole: Tensor, like: DTensor) -> DTensor:
+    """A whole tensor, cut as a resting one is. Communicates nothing."""
+    return distribute_tensor(whole.detach(), like.device_mesh, like.placements, src_data_rank=None)
+
+
 def rest_gradient(parameter: Tensor) -> None:
     """Cuts the gradient of a resting parameter as the parameter is: the gradient of a penalty on a row, `p[3].square()`, is
-    whole. Uses a collective of torch if the gradient is in parts that are to be summed."""
+    whole, and so is a plain one that was assigned. Uses a collective of torch if the gradient is in parts that are to be
+    summed."""
     grad = parameter.grad
-    if not isinstance(parameter, DTensor) or not isinstance(grad, DTensor):
+    if not isinstance(parameter, DTensor) or grad is None:
         return
-    if grad.placements != parameter.placements and grad.device_mesh == parameter.device_mesh:
+    if type(grad) is Tensor:
+        parameter.grad = cut_alike(grad, parameter)
+    elif (
+        isinstance(grad, DTensor)
+        and grad.placements != parameter.placements
+        and grad.device_mesh == parameter.device_mesh
+    ):
         with torch.no_grad():
             parameter.grad = grad.redistribute(placements=parameter.placements)
 

@@ -346,3 +346,57 @@ def _elementwise(world: World) -> None:
 def test_n5_elementwise_optimizers_of_torch_are_exact(ranks: Ranks) -> None:
     for found in ranks(2).run(differences, _elementwise):
         assert found == []
+
+
+# -- gradients that users assign --------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer that is none of torch's."""
+
+
+def _assigned_gradients(stage: str, optimizer_of: Callable[[Any], torch.optim.Optimizer]) -> None:
+    """A whole plain gradient is cut by the optimizer, and by the next backward, which adds to it."""
+    torch.manual_seed(0)
+    plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
+    model = STAGES[stage](plain, axis())
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    optimizers = [
+        zf.streamed(optimizer_of(pairs[i][0] for i in (0, 1)), zf.cpu())
+        if optimizer_of is _fused
+        else optimizer_of(model.parameters()),
+        optimizer_of(plain.parameters()),
+    ]
+    for step in range(3):
+        for p, q in pairs:
+            q.grad = torch.randn(q.shape)
+            p.grad = q.grad.clone()
+        if step == 1:
+            for module in (model, plain):
+                module(batch).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in pairs:
+            torch.testing.assert_close(full(p), q, rtol=1e-6, atol=1e-7)
+
+
+def _fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 0.1, fused=True)
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, 0.1),
+        lambda p: Own(p, 0.1),
+        _fused,
+    ],
+    ids=["sgd", "adamw", "own", "streamed"],
+)
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero3"])
+def test_whole_gradients_that_are_assigned_are_cut(
+    ranks: Ranks, stage: str, optimizer_of: Callable[[Any], Any]
+) -> None:
+    ranks(2).run(_assigned_gradients, stage, optimizer_of)

@@ -890,44 +890,72 @@ def test_modules_before_and_after_a_transform_may_be_cast_while_the_others_live(
     assert ranks(2).run(_cast_beside, stage, which) == [True, True]
 
 
-def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) -> list[str]:
-    """What is said by the next use when `.data` is assigned, and how the model goes on."""
+def _assigned(stage: str, use: Callable[[nn.Module], object], is_plain: bool) -> None:
+    """Values of parameters and gradients that are assigned are those of a plain model; old values are kept and put back."""
     torch.manual_seed(0)
-    plain = nn.Linear(4, 6)
+    plain, batch = nn.Linear(4, 7), torch.ones(1, 4)
     model = getattr(zf, stage)(plain, axis())
-    said = []
-    for _ in range(3):
-        model.weight.data = torch.ones(6, 4) if is_plain else model.weight.data * 2
-        try:
-            use(model)
-        except zf.PlacementError as error:
-            said.append(error.summary)
-        with torch.no_grad():
-            model.weight.mul_(0.5)
-            plain.weight.mul_(0.5)
-        if not torch.equal(model(torch.ones(1, 4)), plain(torch.ones(1, 4))):
-            said.append("the model is not what it was")
-    return said
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.5) for module in (model, plain)]
+    for _ in range(2):
+        kept = [(p.data, q.data) for p, q in pairs]
+        for p, q in pairs:
+            q.data = q.data * 2
+            p.data = q.data.clone() if is_plain else p.data * 2
+        use(model)
+        for module in (model, plain):
+            module(batch).square().sum().backward()
+        for p, q in pairs:
+            assert p.grad is not None and q.grad is not None
+            q.grad.data = q.grad.data * 3
+            p.grad.data = q.grad.data.clone() if is_plain else p.grad.data * 3
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert all(torch.equal(full(p), q) for p, q in pairs)
+        for (p, q), (old_p, old_q) in zip(pairs, kept, strict=True):
+            p.data, q.data = old_p, old_q
+        assert torch.equal(model(batch), plain(batch))
+        assert all(torch.equal(full(p), q) for p, q in pairs)
 
 
-def _forward(model: nn.Module) -> object:
-    return model(torch.ones(1, 4))
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "to": lambda model: model.to("cpu"),
+    "float": lambda model: model.float(),
+    "casts": lambda model: model.double().float(),
+    "apply": lambda model: model._apply(lambda t: t.clone()),  # type: ignore[no-untyped-call]
+    "state_dict": lambda model: model.load_state_dict(model.state_dict()),
+    "forward": lambda model: model(torch.ones(1, 4)),
+}
 
 
-@pytest.mark.parametrize(
-    ("stage", "use", "is_plain"),
-    [
-        ("replicate", _forward, True),
-        ("zero1", nn.Module.state_dict, False),
-        ("zero2", _forward, False),
-        ("zero3", _forward, True),
-        ("zero3", _forward, False),
-        ("zero3", nn.Module.state_dict, True),
-    ],
-)
-def test_assigning_to_data_is_refused_by_the_next_use(
-    ranks: Ranks, stage: str, use: Callable[[nn.Module], object], is_plain: bool
+@pytest.mark.parametrize("is_plain", [False, True])
+@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("stage", ["replicate", "zero1", "zero2", "zero3"])
+def test_what_is_assigned_to_data_is_kept_through_the_next_use(
+    ranks: Ranks, stage: str, move: str, is_plain: bool
 ) -> None:
-    """torch drops the values, silently."""
-    text = "The values assigned to `.data` of 'weight' are lost."
-    assert ranks(2).run(_assigned, stage, use, is_plain) == [[text] * 3] * 2
+    """torch drops the values of parameters and gradients, silently."""
+    ranks(2).run(_assigned, stage, MOVES[move], is_plain)
+
+
+def _refused_data(folder: str) -> None:
+    model, tier = zf.zero3(nn.Linear(4, 6), axis()), zf.nvme(folder)
+    whole = full(model.weight)
+    for value in (torch.ones(6, 3), torch.ones(6, 4).double(), torch.ones(6, 4, device="meta"), torch.ones(3, 4)):
+        with pytest.raises(zf.PlacementError, match="of another shape, dtype, device or mesh"):
+            model.weight.data = value
+    assert torch.equal(full(model.weight), whole)
+    with pytest.raises(zf.ShardedAccessError, match="memory that processes share"):
+        model.share_memory()  # type: ignore[no-untyped-call]
+    model = zf.offload(model, params=tier)
+    with pytest.raises(zf.PlacementError, match=r"rests in a tier"):
+        model.weight.data = model.weight.data * 2
+    with torch.no_grad():
+        model.weight.copy_(model.weight.data * 2)
+    assert torch.equal(full(model.weight), 2 * whole)
+
+
+def test_what_does_not_fit_is_refused_where_it_is_assigned_to_data(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_refused_data, str(tmp_path))

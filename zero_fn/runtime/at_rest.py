@@ -64,15 +64,13 @@ class AtRest:
             return all(map(Slot.is_current, self.slots))
 
     def require_in_memory(self, unit: str) -> None:
-        """Raises where the parameters were evicted, or the `.data` of one was assigned."""
+        """Raises where the parameters were evicted."""
         if self.is_evicted:
             raise StateError(
                 "The model is evicted: its parameters are not in memory.",
                 unit=unit or "root",
                 fix="bring it back first: evicted = zf.evict(model, optimizer, to=...); ...; evicted.restore()",
             )
-        for slot in self.slots:
-            slot.refuse_assignment()
 
     def follow_moved(self) -> None:
         """Takes over parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.

@@ -22,12 +22,13 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+from torch import Tensor
 from torch._guards import TracingContext
 from torch.distributed.tensor import DTensor
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop, Rprop
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import local_of, on_spec
+from zero_fn.resting import cut_alike, local_of, on_spec
 from zero_fn.runtime.slot import slot_of
 
 __all__ = ["TORCH_ELEMENTWISE", "looks_at_whole_tensors", "require_elementwise", "steps_locally"]
@@ -112,6 +113,11 @@ class _LocalGroups:
         rows = [parameters, *(tensors for tensors in lists if len(tensors) == len(parameters))]
         if TracingContext.try_get() is not None or group["differentiable"]:  # [Note: not in a graph]
             return found
+        if Tensor in map(type, lists[0]):  # whole gradients that were assigned
+            lists[0][:] = [
+                cut_alike(grad, p) if type(grad) is Tensor and isinstance(p, DTensor) else grad
+                for p, grad in zip(parameters, lists[0], strict=True)
+            ]
         if all(map(_alike, zip(*rows, strict=True))):
             if type(optimizer) is SGD and group["momentum"]:
                 self.replaced.update((id(p), p) for p in parameters if isinstance(p, DTensor))

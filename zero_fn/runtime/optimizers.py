@@ -31,8 +31,8 @@ from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
-from zero_fn.resting import alone, on_spec
-from zero_fn.runtime.elementwise import require_elementwise, steps_locally
+from zero_fn.resting import alone, on_spec, rest_gradient
+from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE, require_elementwise, steps_locally
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.slot import Slot, slot_of
@@ -71,6 +71,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
             if slot is None:
                 _require_not_replaced(parameter, optimizer)
                 continue
+            if type(optimizer) not in TORCH_ELEMENTWISE:  # these cut them as they collect them
+                rest_gradient(parameter)
             if hasattr(parameter, _STEPS_IN_BACKWARD):
                 raise _on_node(slot)
             if slot.kind.must_be_streamed and not is_streamed:

@@ -24,6 +24,10 @@ too, and stays; `storage()` of a DTensor is called by nobody else.
 [Note: sums that are written] `p.norm().clamp_(min=eps)`: torch refuses, as the value of a sum over ranks is known once it is
 brought together. So the tensor is made whole in its place, if no other tensor has its memory.
 
+[Note: assigned values] torch puts what is assigned to the `.data` of a DTensor beside the local tensor, which nobody reads
+then. So the local tensor becomes a copy of the values, in memory of its own: what was taken from `.data` before keeps the old
+ones. The next forward takes the memory over, as it does after `module.to()`.
+
 [Note: tiers] In norms of gradients, in their scaling and in redistributions, ranks wait for one another. So they tell one
 another first whether a disk has failed. DTensor has no handlers for redistributions, so the function that does them is
 replaced.
@@ -49,7 +53,7 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError, ShardedAccessError
-from zero_fn.resting import detached, local_of, on_spec
+from zero_fn.resting import cut_alike, detached, local_of, on_spec
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
@@ -469,6 +473,8 @@ def note_mesh(mesh: DeviceMesh) -> None:
         _install()
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
+        DTensor.share_memory_ = _share_nothing  # type: ignore[method-assign]
+        DTensor.data = property(_data.__get__, _assign_data)  # type: ignore[assignment]
         DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
         _redistribute.redistribute_local_tensor = _redistributed
         _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
@@ -602,6 +608,65 @@ def _no_storage(self: DTensor) -> object:
         "whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), which rank 0 "
         "saves",
     )
+
+
+_stock_share: Callable[[DTensor], DTensor] = DTensor.share_memory_
+
+
+def _share_nothing(self: DTensor) -> DTensor:
+    """`model.share_memory()`: torch would read the storage that a DTensor has not, and die of SIGSEGV."""
+    if not _is_ours(self):
+        return _stock_share(self)
+    raise ShardedAccessError(
+        "A resting tensor was to be moved into memory that processes share.",
+        tensor=f"{list(self.shape)}  {', '.join(map(str, self.placements))}",
+        why="each rank is a process of its own and holds a part",
+        fix="share the plain model, before the transform or beside it",
+    )
+
+
+# -- `.data` ----------------------------------------------------------------------------------------------------------
+
+_data: Any = DTensor.data
+
+
+def _assign_data(self: DTensor, value: Tensor) -> None:
+    """`p.data = value` and `p.grad.data = value`, which torch drops. [Note: assigned values]"""
+    if not _is_ours(self):
+        _data.__set__(self, value)
+        return
+    mesh, local, alike = (
+        self.device_mesh,
+        local_of(self),
+        (value.shape, value.dtype, value.device) == (self.shape, self.dtype, self.device),
+    )
+    is_away = isinstance(local, TierTensor)
+    if is_away or not alike or (isinstance(value, DTensor) and value.device_mesh != mesh):
+        slot = slot_of(self)
+        raise PlacementError(
+            "The `.data` of a tensor that rests in a tier cannot be assigned."
+            if is_away
+            else "`.data` of a resting tensor was assigned a tensor of another shape, dtype, device or mesh.",
+            tensor=slot if slot is not None else f"{_short(self.dtype)}{list(self.shape)} on {self.device}",
+            value=f"{_short(value.dtype)}{list(value.shape)} on {value.device}",
+            why="what was taken from `.data` before has its place there; nothing was changed"
+            if is_away
+            else "its unit is cut, gathered and reduced as it is; nothing was changed",
+            fix="with torch.no_grad(): p.copy_(values)"
+            if is_away
+            else "a whole tensor of its shape, dtype and device, or a DTensor on its mesh; to cast or to move: "
+            "module.to(...); other shapes before the transform",
+        )
+    with torch.inference_mode(False), torch.no_grad():
+        if not isinstance(value, DTensor):
+            value = cut_alike(value, self)
+        values = local_of(detached(value).redistribute(placements=self.placements))
+        room = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=values.device)
+        self._local_tensor = room.copy_(in_memory(values))
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 # -- text -------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from zero_fn.errors import PlacementError
-from zero_fn.resting import alone, as_plain, local_of, on_spec, spec_on
+from zero_fn.resting import alone, as_plain, local_of, spec_on
 from zero_fn.runtime.kind import Kind
 from zero_fn.runtime.path import Path, path_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, same_place
@@ -163,9 +163,6 @@ class Slot:
         self.local: Tensor
         self.flat: Tensor
         self.gradient_place: TierTensor | None = None
-        self._outside: tuple[torch.UntypedStorage, int] | None = (
-            None  # of the DTensor, beside its shard; and its identity
-        )
 
     def join(self, kind: Kind) -> None:
         """Makes it a parameter of this kind: sets its placements."""
@@ -203,10 +200,6 @@ class Slot:
         """Makes `parameter` the resting parameter. `flat` is its memory on this rank."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
-        self._outside = None
-        if isinstance(parameter, DTensor):
-            outside = parameter.untyped_storage()  # held, so that no other storage comes to have its address
-            self._outside = outside, outside._cdata
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
 
@@ -216,45 +209,17 @@ class Slot:
             place.register(parameter)
 
     def is_current(self) -> bool:
-        """Whether the modules still hold the parameter, on the memory, that this slot knows.
-
-        Assigning to the `.data` of a DTensor replaces all of it but the shard in it.
-        """
+        """Whether the modules still hold the parameter, on the memory, that this slot knows."""
         registered = self.parameter
         for place in self.places:
             module = place._module()
             if module is None or module._parameters.get(place.attribute) is not registered:
                 return False
         if isinstance(registered, DTensor):
-            outside = self._outside
-            is_assigned = outside is not None and registered.untyped_storage()._cdata != outside[1]
-            return registered._local_tensor is self.local and not is_assigned
+            return registered._local_tensor is self.local
         if isinstance(registered, TierTensor):
             return same_place(registered, self.flat)
         return registered.data_ptr() == self.flat.data_ptr() and registered.dtype == self.dtype
-
-    def refuse_assignment(self) -> None:
-        """Undoes what assigning to `.data` did to the resting parameter, so that it is whole again, and raises.
-
-        Raises:
-            PlacementError: Somebody has assigned to it.
-        """
-        registered = self.parameter
-        outside = self._outside
-        if outside is None or not isinstance(registered, DTensor) or registered._local_tensor is not self.local:
-            return  # no DTensor, or moved as a whole
-        if registered.untyped_storage()._cdata == outside[1]:
-            return
-        registered.data = on_spec(self.local, registered._spec)
-        restored = registered.untyped_storage()
-        self._outside = restored, restored._cdata
-        raise PlacementError(
-            f"The values assigned to `.data` of {self.fqn!r} are lost.",
-            parameter=self,
-            why="torch drops an assignment to the `.data` of a DTensor: the parameter keeps its old values",
-            fix="with torch.no_grad(): parameter.copy_(values), or, with whole tensors, "
-            "`with zf.unsharded(model, writeback=True):`",
-        )
 
     def owned_of_source(self, source: Tensor) -> Tensor | None:
         """This rank's part of `source`, which this slot replaces; None if that is in the hands of other ranks."""

@@ -111,11 +111,11 @@ class Unit:
         self.gradients.forget_layout()
 
     def follow_moved(self) -> None:
-        """Follows parameters that `.to`, `to_empty`, `deepcopy` or `load_state_dict(assign=True)` moved elsewhere.
+        """Follows parameters that `.to`, `to_empty`, `deepcopy`, `.data =` or `load_state_dict(assign=True)` moved elsewhere.
 
         Raises:
             StateError: The parameters are evicted.
-            PlacementError: A parameter was replaced by one that is not sharded as the unit is, or its `.data` was assigned.
+            PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
         shown = self.shown
         shown.swapped = {}

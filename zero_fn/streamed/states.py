@@ -93,7 +93,7 @@ class States:
         """Refuses to step a chunk whose parameters or gradients are not what was planned for.
 
         Raises:
-            PlacementError: A gradient is sparse, plain where its parameter is not, or on another mesh.
+            PlacementError: A gradient is sparse, or on another mesh than its parameter.
             StateError: A parameter has changed its shape, its dtype, or its place in a tier.
         """
         for cut in chunk.cuts:

@@ -32,22 +32,11 @@ __all__ = ["check_entries", "keeps_every_bit"]
 
 
 def check_entries(module: nn.Module) -> None:
-    """Lets `load_state_dict` of this module take whole tensors beside DTensors and refuse what does not fit, and lets its
-    `state_dict` refuse parameters whose assigned values are lost. Does nothing the second time."""
+    """Lets `load_state_dict` of this module take whole tensors beside DTensors and refuse what does not fit. Does nothing the
+    second time."""
     hooks = module._load_state_dict_pre_hooks.values()
     if not any(getattr(hook, "hook", hook) is _before_load for hook in hooks):
         module.register_load_state_dict_pre_hook(_before_load)  # type: ignore[no-untyped-call]
-    if _before_save not in module._state_dict_pre_hooks.values():
-        module.register_state_dict_pre_hook(_before_save)  # type: ignore[no-untyped-call]
-
-
-def _before_save(module: nn.Module, *_: Any) -> None:
-    """torch keeps the old shard in a DTensor whose `.data` was assigned. The next forward says so; a file is often written
-    before."""
-    for parameter in module._parameters.values():
-        slot = slot_of(parameter) if parameter is not None else None
-        if slot is not None:
-            slot.refuse_assignment()
 
 
 def _before_load(
