@@ -745,6 +745,18 @@ def data_of_a_parameter_was_assigned() -> object:
         return model
 
 
+def data_of_a_parameter_in_a_tier_was_assigned() -> object:
+    with alone() as mesh, tempfile.TemporaryDirectory() as folder:
+        model = zf.offload(zf.shard_params(Model(), mesh), params=zf.nvme(folder))
+        model.head.weight.data = model.head.weight.data * 2
+        return model
+
+
+def resting_parameters_are_shared() -> object:
+    with alone() as mesh:
+        return zf.shard_params(Model(), mesh).share_memory()
+
+
 def module_is_wrapped_in_ddp() -> object:
     with alone() as mesh:
         return DistributedDataParallel(zf.shard_params(zf.shard_grads(Model(), mesh), mesh))
@@ -1817,6 +1829,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
                 streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned,
+        data_of_a_parameter_in_a_tier_was_assigned,
                 forward_changes_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
@@ -1885,7 +1898,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     DisagreementError: (checkpoint_of_ranks_that_differ,),
     LostRankError: (checkpoint_lost_a_rank,),
     ShardedAccessError: (
-        weight_is_asked_for_its_storage, weight_is_made_whole_in_a_forward,
+        weight_is_asked_for_its_storage, weight_is_made_whole_in_a_forward, resting_parameters_are_shared,
         resting_parameter_is_drawn, row_of_a_resting_parameter_is_written,
         gradient_of_a_plain_loss_in_shards,
     ),

@@ -473,7 +473,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
         _install()
         DTensor.redistribute = _redistribute_outside_forwards  # type: ignore[method-assign]
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
-        DTensor.share_memory_ = _share_nothing  # type: ignore[method-assign]
+        DTensor.share_memory_ = _share_nothing  # type: ignore[method-assign, assignment]
         DTensor.data = property(_data.__get__, _assign_data)  # type: ignore[assignment]
         DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
         _redistribute.redistribute_local_tensor = _redistributed
