@@ -68,7 +68,7 @@ def _unsharded(stage: str) -> None:
         with torch.no_grad():
             model.norm.weight.add_(1)  # type: ignore[union-attr, operator]
     assert _equal(parameters(model), plain), "edits without writeback are dropped"
-    with zf.unsharded(model.blocks[0], writeback=True), torch.no_grad():  # type: ignore[index]
+    with zf.unsharded(model.blocks[0], writeback=True), torch.no_grad():  # type: ignore[index, arg-type]
         model.blocks[0].down.weight.add_(1)  # type: ignore[index]
     plain["blocks.0.down.weight"] = plain["blocks.0.down.weight"] + 1
     assert _equal(parameters(model), plain)
@@ -111,7 +111,7 @@ def _gradient_of_a_whole_parameter(stage: str) -> None:
     model = _built(stage, Odd)
     with zf.unsharded(model):
         loss = loss_of(model, 0) + model.norm.weight.square().sum()  # type: ignore[union-attr, operator]
-        (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)  # type: ignore[union-attr, operator]
+        (whole,) = torch.autograd.grad(model.norm.bias.square().sum(), model.norm.bias)  # type: ignore[union-attr, operator, arg-type]
     assert type(whole) is Tensor, "asked for, a gradient is there"
     with pytest.raises(zf.StateError, match=r"A backward reached the whole parameter .* of an unsharded"):
         loss.backward()
@@ -142,7 +142,7 @@ def _new_head(stage: str) -> dict[str, Tensor]:
     model = STAGES[stage](nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3)), axis())
     for step in range(4):
         if step == 2:
-            model[2] = STAGES[stage](nn.Linear(5, 4), axis())  # type: ignore[index]
+            model[2] = STAGES[stage](nn.Linear(5, 4), axis())  # type: ignore[index, operator]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
         model(x).square().mean().backward()
@@ -171,10 +171,10 @@ class Positions(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        torch.arange(5, out=self.angles) if not self.angles.is_meta else None
+        torch.arange(5, out=self.angles) if not self.angles.is_meta else None  # type: ignore[arg-type]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.angles.unsqueeze(-1)
+        return x + self.angles.unsqueeze(-1)  # type: ignore[operator]
 
 
 class Small(nn.Module):
@@ -250,9 +250,9 @@ def _materialized_in_part() -> None:
         model = zf.zero3(nn.Sequential(nn.Linear(4, 4), Table()), axis())
     with pytest.raises(zf.StateError, match=r"1 parameters and buffers[\s\S]*first +: 1.left_out"):
         zf.materialize(model, "cpu")
-    model[1].left_out.fill_(2)
+    model[1].left_out.fill_(2)  # type: ignore[operator]
     zf.materialize(model, "cpu")  # what is in memory stays
-    assert model[1].left_out.tolist() == [2.0] * 4
+    assert model[1].left_out.tolist() == [2.0] * 4  # type: ignore[operator]
 
 
 def test_materialize_names_what_nobody_wrote(ranks: Ranks) -> None:
@@ -265,7 +265,7 @@ class Shared(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
-        self.blocks[1][0].weight = self.blocks[0][0].weight
+        self.blocks[1][0].weight = self.blocks[0][0].weight  # type: ignore[index]
 
 
 def _materialized_ties() -> None:
@@ -311,7 +311,7 @@ class Rotary(nn.Module):
         return 1 / 10 ** torch.arange(6.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(x * self.inv_freq)
+        return self.out(x * self.inv_freq)  # type: ignore[operator]
 
 
 def _to_empty_without(stage: str, twin: bool, around: bool) -> None:
@@ -368,7 +368,7 @@ class Masked(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.seen = nn.Linear(6, 6), []
+        self.layer, self.seen = nn.Linear(6, 6), []  # type: ignore[var-annotated]
 
     def forward(self, batch: Batch) -> Batch:
         self.seen.append(batch)
@@ -691,7 +691,7 @@ def _deleted(stage: str, program: str) -> list[str]:
         else:
             model(torch.tensor([[1, 2]])).tanh().sum().backward(inputs=list(model.norm.parameters()))  # type: ignore[union-attr]
         watched = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-        watched.update({f"unit {unit.name}": weakref.ref(unit) for unit in units_of(model)})
+        watched.update({f"unit {unit.name}": weakref.ref(unit) for unit in units_of(model)})  # type: ignore[arg-type]
         del model, optimizer
         return [name for name, reference in watched.items() if reference() is not None]
     finally:
@@ -749,7 +749,7 @@ def _mistakes() -> None:
     with pytest.raises(zf.StaleError, match="build the optimizer after"):
         stale.step()
     hook = model.norm.register_forward_hook(  # type: ignore[union-attr, operator]
-        lambda module, args, output: output @ model.blocks[0].up.weight.t()  # type: ignore[index, union-attr]
+        lambda module, args, output: output @ model.blocks[0].up.weight.t()  # type: ignore[index, union-attr, operator]
     )
     with pytest.raises(RuntimeError, match=r"mixed torch.Tensor and DTensor") as mixed:
         loss_of(model, 0)
@@ -826,7 +826,7 @@ def _hooks(stage: str) -> dict[str, list[str]]:
     weight = model.blocks[0].up.weight  # type: ignore[index, union-attr]
     weight.register_hook(lambda grad: grad * 3)
     reference = _built(stage)
-    model.norm.weight.register_post_accumulate_grad_hook(lambda p: note("post")(p.grad))  # type: ignore[union-attr]
+    model.norm.weight.register_post_accumulate_grad_hook(lambda p: note("post")(p.grad))  # type: ignore[union-attr, operator]
     loss_of(model, 0).backward()
     loss_of(reference, 0).backward()
     assert torch.equal(full(weight.grad), 3 * full(reference.blocks[0].up.weight.grad))  # type: ignore[index, union-attr]
