@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.groups import alone
+from tests.ranks import Ranks, axis
+from zero_fn import errors
 
 SLOW = "is stepped on the host without fused=True"
 ROUNDED = "without float32 masters"
@@ -89,3 +92,58 @@ def test_the_warning_about_few_bits_is_silenced_as_it_says() -> None:
         model = zf.zero3(nn.Linear(4, 4).bfloat16(), mesh)
         warnings.filterwarnings("ignore", ".*without float32 masters")
         trained(model, AdamW(model.parameters()))
+
+
+def _beside(how: str) -> list[str]:
+    """What is said of a loss with a parameter that is in the optimizer beside the model."""
+    torch.manual_seed(0)
+    model = zf.zero3(nn.Linear(4, 4), axis())
+    loss: nn.Module = nn.Linear(4, 1)
+    if how == "replicated":
+        loss = zf.replicate(loss, axis())
+    elif how == "ddp":
+        loss = DistributedDataParallel(loss)
+    elif how == "frozen":
+        loss.requires_grad_(False)
+    optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        if how == "checked":
+            zf.check(model, optimizer)
+        else:
+            if how != "not trained":
+                loss(model(torch.ones(2, 4))).sum().backward()
+            else:
+                model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.step()
+    errors._said.clear()
+    if how != "plain":  # and an error of `check` would be raised
+        zf.check(model, optimizer)
+    errors._said.clear()
+    return [str(one.message) for one in said if "trains plain parameters beside" in str(one.message)]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("how", ["plain", "checked", "replicated", "ddp", "frozen", "not trained"])
+def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_drift(
+    ranks: Ranks, how: str, n: int
+) -> None:
+    for said in ranks(n).run(_beside, how):
+        assert len(said) == (how in ("plain", "checked") and n > 1)
+        assert all("loss = zf.replicate(loss, mesh['dp'])" in one and "of 2" in one for one in said)
+
+
+def test_an_optimizer_over_two_transformed_modules_is_right() -> None:
+    """`check` knew one module only, and said that the other was stale."""
+    with alone() as mesh:
+        first, second = zf.zero3(nn.Linear(4, 4), mesh), zf.replicate(nn.Linear(4, 4), mesh)
+        optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
+        zf.check(first, optimizer)
+        zf.check(second, optimizer)
+        with pytest.raises(zf.StaleError, match="lacks 2 trained"):
+            zf.check(first, SGD(second.parameters(), lr=0.1))
+        later = zf.replicate(second, mesh)
+        with pytest.raises(zf.StaleError, match="holds 2 parameters that the model does not have"):
+            zf.check(first, optimizer)
+        zf.check(later, SGD([*first.parameters(), *later.parameters()], lr=0.1))

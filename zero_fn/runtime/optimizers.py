@@ -20,10 +20,12 @@ mesh, but the coordinate in its mesh is the one of the rank that wrote it.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -39,7 +41,15 @@ from zero_fn.runtime.slot import Slot, slot_of
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit, unit_of
 
-__all__ = ["require_own_shard", "say_if_rounded", "say_if_slow", "sharded", "take_over_states", "watch_optimizers"]
+__all__ = [
+    "require_own_shard",
+    "say_if_alone",
+    "say_if_rounded",
+    "say_if_slow",
+    "sharded",
+    "take_over_states",
+    "watch_optimizers",
+]
 
 _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped: its hook for loaded states
 _STEPS_IN_BACKWARD = (
@@ -61,10 +71,13 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it takes over loaded states itself
-    if _LOADS not in optimizer.__dict__ and not is_streamed:
-        say_if_rounded(optimizer)
-        take_over_states(optimizer)  # loaded before the first step
-        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
+    if _LOADS not in optimizer.__dict__:
+        optimizer.__dict__[_LOADS] = None
+        say_if_alone(optimizer, lambda parameter: parameter.grad is not None)
+        if not is_streamed:
+            say_if_rounded(optimizer)
+            take_over_states(optimizer)  # loaded before the first step
+            optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
@@ -221,6 +234,32 @@ def take_over_states(optimizer: Optimizer) -> None:
 
 
 # -- advice, given once: what is right, and hardly what the user wants ---------------------------------------------------
+
+
+def say_if_alone(optimizer: Optimizer, is_trained: Callable[[Tensor], bool] = lambda parameter: True) -> None:
+    """Warns of plain parameters beside those of a transformed model, on several ranks: nobody reduces their gradients, unless
+    they are in a DistributedDataParallel. `is_trained`: whether a parameter that requires gradients counts."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    slots = [slot_of(parameter) for parameter in parameters]
+    plain = [
+        parameter
+        for parameter, slot in zip(parameters, slots, strict=True)
+        if slot is None and type(parameter) is nn.Parameter and parameter.requires_grad and is_trained(parameter)
+    ]
+    plain = [parameter for parameter in plain if replacement_of(parameter) is None]
+    if not plain or not any(hop.axis.size > 1 for slot in slots if slot is not None for hop in slot.path.hops):
+        return
+    wrapped = [each for each in gc.get_objects() if issubclass(type(each), nn.parallel.DistributedDataParallel)]
+    reduced = {id(parameter) for module in wrapped for parameter in module.parameters()}
+    plain = [parameter for parameter in plain if id(parameter) not in reduced]
+    if plain:
+        warn_once(
+            "An optimizer trains plain parameters beside those of a transformed model: their gradients are not reduced.",
+            first=f"{_name(plain[0].dtype)}{list(plain[0].shape)}, of {len(plain)}",
+            why="each rank would train its own copy of them, such as the weights of a loss, and ranks drift apart",
+            fix="before the optimizer loss = zf.replicate(loss, mesh['dp']); if it is meant: "
+            "warnings.filterwarnings('ignore', '.*trains plain parameters beside')",
+        )
 
 
 def say_if_rounded(optimizer: Optimizer) -> None:

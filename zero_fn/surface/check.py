@@ -9,7 +9,9 @@ from zero_fn.errors import StaleError
 from zero_fn.runtime.elementwise import require_elementwise
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.members import refuse_late
+from zero_fn.runtime.optimizers import say_if_alone
 from zero_fn.runtime.registry import replacement_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.streamed import Streamed
 
 __all__ = ["check", "is_transformed"]
@@ -25,9 +27,10 @@ def is_transformed(module: nn.Module) -> bool:
 
 
 def check(module: nn.Module, optimizer: Optimizer) -> None:
-    """Raises an error if the optimizer would not update exactly the trained parameters of the module.
+    """Raises an error if the optimizer would not update all trained parameters of the module.
 
-    Call it once after building the optimizer. Communicates nothing.
+    Call it once after building the optimizer. It may hold parameters of other transformed modules; of plain ones on several
+    ranks, such as a loss, this warns, as nobody reduces their gradients. Communicates nothing.
 
     Args:
         module: A transformed module.
@@ -35,8 +38,8 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
 
     Raises:
         StateError: `module` was not transformed.
-        StaleError: The optimizer holds parameters that the module does not have, because it was built before a transform or
-            for another module; or it lacks trained parameters of the module.
+        StaleError: The optimizer was built before a transform or for another module, or lacks trained parameters of the
+            module.
         PlacementError: A parameter was replaced or added after the transform; or the optimizer needs whole matrices or
             tensors (Muon, Adafactor, LAMB) and a parameter is sharded, which `step()` refuses, too.
     """
@@ -48,6 +51,8 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     groups = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = [parameter for parameter in groups if id(parameter) not in names]
+    is_beside = len(foreign) < len(groups)  # of other modules: transformed ones, and plain ones (`say_if_alone`)
+    foreign = [p for p in foreign if replacement_of(p) is not None or not (is_beside or slot_of(p) is not None)]
     if foreign:
         replacement = replacement_of(foreign[0])
         raise StaleError(
@@ -70,3 +75,4 @@ def check(module: nn.Module, optimizer: Optimizer) -> None:
             why="they would get gradients and never move",
             fix="pass all model.parameters() to the optimizer, or freeze these: parameter.requires_grad_(False)",
         )
+    say_if_alone(optimizer)
