@@ -108,7 +108,9 @@ def _beside(how: str) -> list[str]:
     optimizer = SGD([*model.parameters(), *loss.parameters()], lr=0.1)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        if how == "checked":
+        if how == "streamed":
+            zf.streamed(optimizer, zf.cpu())
+        elif how == "checked":
             zf.check(model, optimizer)
         else:
             if how != "not trained":
@@ -125,12 +127,12 @@ def _beside(how: str) -> list[str]:
 
 
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("how", ["plain", "checked", "replicated", "ddp", "frozen", "not trained"])
+@pytest.mark.parametrize("how", ["plain", "checked", "streamed", "replicated", "ddp", "frozen", "not trained"])
 def test_plain_parameters_beside_a_transformed_model_are_told_where_ranks_would_drift(
     ranks: Ranks, how: str, n: int
 ) -> None:
     for said in ranks(n).run(_beside, how):
-        assert len(said) == (how in ("plain", "checked") and n > 1)
+        assert len(said) == (how in ("plain", "checked", "streamed") and n > 1)
         assert all("loss = zf.replicate(loss, mesh['dp'])" in one and "of 2" in one for one in said)
 
 

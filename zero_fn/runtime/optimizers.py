@@ -71,13 +71,11 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
     require_elementwise(optimizer)
     steps_locally(optimizer)
     is_streamed = getattr(optimizer, "takes_from_tiers", False)  # it takes over loaded states itself
-    if _LOADS not in optimizer.__dict__:
-        optimizer.__dict__[_LOADS] = None
+    if _LOADS not in optimizer.__dict__ and not is_streamed:
+        say_if_rounded(optimizer)
         say_if_alone(optimizer, lambda parameter: parameter.grad is not None)
-        if not is_streamed:
-            say_if_rounded(optimizer)
-            take_over_states(optimizer)  # loaded before the first step
-            optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
+        take_over_states(optimizer)  # loaded before the first step
+        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)

@@ -20,7 +20,7 @@ from zero_fn.errors import LayoutError, PlacementError, StateError, StorageError
 from zero_fn.resting import rest_gradient
 from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
-from zero_fn.runtime.optimizers import say_if_rounded, say_if_slow, take_over_states
+from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, replaced, require_not_streamed, require_streamable
 from zero_fn.streamed.one_pass import arithmetic_of
@@ -121,6 +121,7 @@ def streamed(
         )
     require_streamable(optimizer, elementwise=elementwise)
     found = Streamed(Planner(optimizer, tier, fraction, nbytes_of_text(buffer, "buffer")), waits=finish == "forward")
+    say_if_alone(optimizer)
     say_if_slow(optimizer)
     say_if_rounded(optimizer)
     return found
