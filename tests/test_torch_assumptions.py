@@ -21,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, _dispatch, _redistribute
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.nn.utils import parametrize
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from tests.groups import pretended
@@ -84,6 +85,33 @@ def test_the_local_tensor_of_a_parameter_may_be_replaced(mesh: DeviceMesh) -> No
     with torch.no_grad():
         parameter.add_(1.0)
     assert torch.equal(other, torch.full((2, 3), 2.0))
+
+
+def test_modules_apply_a_function_to_their_parameters_and_to_their_children() -> None:
+    """`runtime/in_forward.py` hides some parameters from it."""
+    calls: list[object] = []
+
+    class Counted(nn.Linear):
+        def _apply(self, fn: Any, recurse: bool = True) -> Any:
+            calls.append(self)
+            return super()._apply(fn, recurse)
+
+    inner = Counted(2, 2)
+    outer = nn.Sequential(inner)
+    del inner._parameters["bias"]
+    inner.__dict__["bias"] = None
+    assert outer.double()[0].weight.dtype == torch.float64
+    assert calls == [inner]
+
+
+def test_what_is_parametrized_is_set_to_itself_and_is_the_buffer_of_a_list() -> None:
+    module = nn.Linear(2, 2)
+    module._parameters["weight"] = plain = module.weight.detach()  # type: ignore[assignment]
+    parametrize.register_parametrization(module, "weight", nn.Identity())
+    assert plain._version > 0
+    assert module.parametrizations["weight"]._buffers["original"] is plain  # type: ignore[index, union-attr]
+    parametrize.remove_parametrizations(module, "weight", leave_parametrized=False)
+    assert module._buffers["weight"] is plain
 
 
 def test_a_gradient_that_is_a_dtensor_may_be_assigned(mesh: DeviceMesh) -> None:
@@ -497,7 +525,7 @@ def test_a_dtensor_saved_for_backward_reaches_the_hooks_and_may_come_back_as_ano
 
     def pack(tensor: Tensor) -> int:
         assert isinstance(tensor, DTensor)
-        packed.append(tensor.detach())
+        packed.append(tensor.detach())  # type: ignore[arg-type]
         return len(packed) - 1
 
     def unpack(number: int) -> Tensor:

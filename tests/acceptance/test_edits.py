@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, parameters
@@ -483,3 +485,155 @@ def _undeclarable() -> None:
 
 def test_g36_methods_that_cannot_gather_are_refused(ranks: Ranks) -> None:
     ranks(1).run(_undeclarable)
+
+
+# -- edits in a forward ------------------------------------------------------------------------------------------------
+
+
+class Router(nn.Module):
+    """Casts modules in its forward, as routers of transformers do (Switch, NLLB-MoE)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier, self.memory = nn.Linear(WIDTH, 5), nn.LSTM(5, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.classifier = self.classifier.to(torch.float32)
+        self.memory.float().to("cpu")
+        output: Tensor = self.memory(self.classifier(x))[0]
+        return x + output
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 1.5 + self.delta
+
+
+class Adapted(nn.Module):
+    """Adds factors to weights by parametrizations for one call, as PEFT does (`target_parameters`): of a frozen and a
+    trained weight, and two of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(WIDTH, WIDTH, bias=False).requires_grad_(False)
+        self.trained = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for base in (self.frozen, self.trained):
+            is_trained = base.weight.requires_grad
+            for _ in range(2):
+                parametrize.register_parametrization(base, "weight", Plus(self.up.weight @ self.down.weight))
+            base.parametrizations.weight.original.requires_grad_(is_trained)
+            try:
+                with parametrize.cached():
+                    x = base(x)
+            finally:
+                parametrize.remove_parametrizations(base, "weight", leave_parametrized=False)
+            assert type(base) is nn.Linear
+            assert base.weight.requires_grad is is_trained
+        return x
+
+
+class Recomputed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.leave = inner, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.leave(checkpoint(self.inner, x, use_reentrant=False))
+        return output
+
+
+def _edited_in_forward(make: Callable[[], nn.Module], world: World) -> None:
+    model = world.build(make)
+    names = [name for name, _ in model.named_parameters()]
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for step in range(3):
+        _train(world, model, optimizer, step)
+        with torch.no_grad():
+            world.note("output", model(noise(4, WIDTH, seed=9)))
+    with world.accumulate(model):
+        model(noise(4, WIDTH, seed=7)).square().mean().backward()
+    world.reduce(model)
+    assert [name for name, _ in model.named_parameters()] == names
+    world.note_model(model)
+
+
+@pytest.mark.parametrize("is_recomputed", [False, True])
+@pytest.mark.parametrize("kind", [Router, Adapted])
+def test_modules_that_are_cast_or_parametrized_in_a_forward_train_as_replicas(
+    ranks: Ranks, kind: type[nn.Module], is_recomputed: bool
+) -> None:
+    """torch swapped resting parameters under the forward, or found the gathered one in the way."""
+
+    def trial(world: World) -> None:
+        _edited_in_forward((lambda: Recomputed(kind())) if is_recomputed else kind, world)
+
+    for found in ranks(2).run(differences, trial, stages=ALL):
+        assert found == []
+
+
+def _cast_of_what_is_rounded() -> None:
+    """Under `precision` a router sees its rounded weight in the dtype that it asks for, and the resting one is not cast."""
+    torch.manual_seed(0)
+    plain = nn.Linear(WIDTH, 5)
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.classifier = plain
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.classifier.weight.dtype == torch.bfloat16
+            output: Tensor = self.classifier.float()(x.float())
+            return output
+
+    model, x = zf.precision(zf.zero3(Wide(), axis())), noise(3, WIDTH, seed=1).bfloat16()
+    rounded = F.linear(x.float(), plain.weight.bfloat16().float(), plain.bias.bfloat16().float())
+    assert torch.equal(model(x), rounded)
+    model(x).sum().backward()
+    assert all(p.dtype == torch.float32 and p.grad is not None for p in model.parameters())
+
+
+def _parametrized_wrongly() -> None:
+    class Inverse(Plus):
+        def right_inverse(self, weight: Tensor) -> Tensor:
+            return weight - self.delta
+
+    class Wrong(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base, self.leaves = nn.Linear(WIDTH, WIDTH), False
+            self.kind: type[Plus] = Inverse
+
+        def forward(self, x: Tensor) -> Tensor:
+            parametrize.register_parametrization(self.base, "weight", self.kind(torch.ones(1)))
+            try:
+                return self.base(x)  # type: ignore[no-any-return]
+            finally:
+                parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=self.leaves)
+
+    torch.manual_seed(0)
+    model: Any = zf.zero3(plain := Wrong(), axis())
+    x = noise(3, WIDTH, seed=1)
+    with pytest.raises(zf.StateError, match="has a right_inverse"):
+        model(x)
+    model.kind, model.leaves = Plus, True
+    with pytest.raises(zf.PlacementError, match=r"changed 'base\.weight' in place"):
+        model(x)
+    model.leaves = False
+    plain.kind = Plus
+    assert torch.equal(model(x), plain(x))
+
+
+def test_a_cast_in_a_forward_is_of_what_the_module_sees(ranks: Ranks) -> None:
+    ranks(2).run(_cast_of_what_is_rounded)
+
+
+def test_parametrizations_that_would_change_a_weight_in_a_forward_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(_parametrized_wrongly)

@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
@@ -750,6 +751,23 @@ def data_of_a_parameter_in_a_tier_was_assigned() -> object:
         model = zf.offload(zf.shard_params(Model(), mesh), params=zf.nvme(folder))
         model.head.weight.data = model.head.weight.data * 2
         return model
+
+
+class _Inverse(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def parametrization_with_an_inverse_in_a_forward() -> object:
+    with alone() as mesh:
+        model = zf.shard_params(Model(), mesh)
+        model.layers[0].register_forward_pre_hook(
+            lambda module, args: parametrize.register_parametrization(module, "weight", _Inverse()) and None
+        )
+        return model(batch())
 
 
 def resting_parameters_are_shared() -> object:
@@ -1862,6 +1880,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,
     ),
     StateError: (
+        parametrization_with_an_inverse_in_a_forward,
         scale_of_the_loss_is_at_its_least, step_that_waits_is_interrupted,
         forward_goes_on_after_an_interrupt, forward_in_two_threads,
         module_is_wrapped_in_ddp,

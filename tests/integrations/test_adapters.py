@@ -40,6 +40,7 @@ def adapted(kind: str) -> nn.Module:
     configs: dict[str, Callable[[], Any]] = {
         "lora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
         "dora": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS, use_dora=True),
+        "parameters": lambda: peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"]),
         "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
         "prompts": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
         "lora on int8 and nf4": lambda: peft.LoraConfig(r=4, target_modules=_TARGETS),
@@ -53,7 +54,7 @@ def adapted(kind: str) -> nn.Module:
             if parameter.requires_grad and "magnitude" not in name and "lm_head" not in name:
                 parameter.normal_(1.0 if kind == "ia3" else 0.0, 0.05)
     if kind == "lora on int8 and nf4":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_, to_nf4  # type: ignore[import-untyped]
 
         bases = {name: base for name, base in model.named_modules() if name.endswith("base_layer")}
         quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda _, name: name in bases and "up_proj" not in name)
@@ -98,10 +99,12 @@ def _trained(folder: str, kind: str) -> None:
         model = transform(adapted(kind))
         optimizer: Any = adam(model)
         found = _steps(model, zf.streamed(optimizer) if way == "on a disk" else optimizer, averaged=False)
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, way=way: f"{way}: {text}")  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompts", "lora on int8 and nf4", "head beside"])
+@pytest.mark.parametrize(
+    "kind", ["lora", "dora", "parameters", "ia3", "prompts", "lora on int8 and nf4", "head beside"]
+)
 def test_an_adapter_is_trained_as_by_replicas(prepared: Ranks, tmp_path: Path, kind: str) -> None:
     if kind == "lora on int8 and nf4":
         pytest.importorskip("torchao")
@@ -121,28 +124,28 @@ def _several() -> None:
     def two() -> Any:
         model = adapted("lora")
         torch.manual_seed(5)
-        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))
+        model.add_adapter("other", peft.LoraConfig(r=2, target_modules=["k_proj"], init_lora_weights=False))  # type: ignore[operator]
         return model.eval()
 
     start()
     plain, ours = two(), place()(two())
     for model in (plain, ours):
-        model.set_adapter("other")
+        model.set_adapter("other")  # type: ignore[operator]
     assert torch.equal(_logits(ours), _logits(plain))
     assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
         n for n, p in plain.named_parameters() if p.requires_grad
     }
-    with plain.disable_adapter(), ours.disable_adapter():
+    with plain.disable_adapter(), ours.disable_adapter():  # type: ignore[operator]
         assert torch.equal(_logits(ours), _logits(plain))
     for model in (plain, ours):
-        model.set_adapter("default")
+        model.set_adapter("default")  # type: ignore[operator]
     assert torch.equal(_logits(ours), _logits(plain))
     with zf.unsharded(ours, writeback=True):
-        ours.merge_adapter()
+        ours.merge_adapter()  # type: ignore[operator]
     plain.merge_adapter()
     assert torch.equal(_logits(ours), _logits(plain))
     with zf.unsharded(ours, writeback=True):
-        ours.unmerge_adapter()
+        ours.unmerge_adapter()  # type: ignore[operator]
     plain.unmerge_adapter()
     assert torch.equal(_logits(ours), _logits(plain))
 
@@ -183,7 +186,7 @@ def _over_a_placed_base(folder: str) -> None:
 
     start()
     if dist.get_rank() == 0:
-        llama().save_pretrained(f"{folder}/base")
+        llama().save_pretrained(f"{folder}/base")  # type: ignore[operator]
     dist.barrier()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
@@ -200,7 +203,7 @@ def _over_a_placed_base(folder: str) -> None:
     wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
     with placed(place):
         base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place, **data)
+    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place, **data)  # type: ignore[arg-type]
     require_close(numbers(ours), wanted)
     assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
     ours.save_model(f"{folder}/out")

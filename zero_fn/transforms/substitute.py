@@ -23,6 +23,7 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
 from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
+from zero_fn.runtime.in_forward import watch_modules
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
 from zero_fn.runtime.optimizers import watch_optimizers
@@ -129,6 +130,7 @@ def substitute(
         unit.follow_moved()
         unit.reshard()
     watch_optimizers()
+    watch_modules()
     with torch.inference_mode(False):  # memory made in inference mode could never be trained
         return _substitute(module, assignment, call_site(verb), prepare, donate=donate, reserves=reserves)
 
