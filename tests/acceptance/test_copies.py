@@ -1,10 +1,11 @@
-"""G28: a deep copy is an independent sharded model; pickling one refuses with advice."""
+"""Averages, and G28: a deep copy is an independent sharded model; pickling one refuses with advice."""
 
 from __future__ import annotations
 
 import copy
 import io
 import pickle
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,11 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 from zero_fn.resting import local_of
 
@@ -134,3 +137,83 @@ def _grouped() -> bool:
 def test_process_groups_of_a_module_are_shared_by_its_copy(ranks: Ranks) -> None:
     """It could not be copied."""
     assert ranks(2).run(_grouped) == [True, True]
+
+
+# -- averages ---------------------------------------------------------------------------------------------------------
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.norm, self.leave = nn.Linear(WIDTH, 7), nn.BatchNorm1d(7), nn.Linear(7, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.leave(self.norm(self.enter(x)))
+        return output
+
+
+class Shadow:
+    """Averages parameters by `_foreach` operations, as the `EMAModel` of diffusers does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = model  # which has the average at the end
+        self.shadow = [p.detach().clone() for p in model.parameters()]
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        parameters = [*model.parameters()]
+        torch._foreach_sub_(self.shadow, torch._foreach_sub(self.shadow, parameters), alpha=0.1)  # type: ignore[arg-type]
+
+    def end(self) -> None:
+        torch._foreach_copy_([p.data for p in self.module.parameters()], self.shadow)
+
+
+class Ema(nn.Module):
+    """Averages parameters and float buffers in one call, and copies the others, as the `ModelEmaV3` of timm does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model).requires_grad_(False)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        pairs = [*zip(self.module.state_dict().values(), model.state_dict().values(), strict=True)]
+        for mine, theirs in pairs:
+            if not mine.is_floating_point():
+                mine.copy_(theirs)
+        floats = [(mine, theirs) for mine, theirs in pairs if mine.is_floating_point()]
+        torch._foreach_lerp_([mine for mine, _ in floats], [theirs for _, theirs in floats], weight=0.1)
+
+
+AVERAGES: dict[str, Callable[[nn.Module], Any]] = {
+    "shadow": Shadow,
+    "ema": Ema,
+    "swa": lambda model: AveragedModel(model, multi_avg_fn=get_swa_multi_avg_fn()),
+    "with buffers": lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
+}
+
+
+def _averaged(stage: str, kind: str) -> None:
+    torch.manual_seed(0)
+    found = []
+    for model in (plain := Normed(), STAGES[stage](copy.deepcopy(plain), axis())):
+        average, optimizer = AVERAGES[kind](model), torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            model(
+                torch.arange(4.0 * WIDTH).view(4, WIDTH).sin() + step
+            ).square().mean().backward()  # the same on all ranks
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        if kind == "shadow":
+            average.end()
+        average.module.eval()
+        output = average.module(torch.ones(3, WIDTH)).detach()
+        found.append([output, *(full(value) for value in average.module.state_dict().values())])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", AVERAGES)
+@pytest.mark.parametrize("stage", ALL)
+def test_averages_of_parameters_and_buffers_are_those_of_a_plain_model(ranks: Ranks, stage: str, kind: str) -> None:
+    ranks(2).run(_averaged, stage, kind)

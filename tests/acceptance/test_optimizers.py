@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -400,3 +401,37 @@ def test_whole_gradients_that_are_assigned_are_cut(
     ranks: Ranks, stage: str, optimizer_of: Callable[[Any], Any]
 ) -> None:
     ranks(2).run(_assigned_gradients, stage, optimizer_of)
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As that of timm (arXiv:1907.08610): it never calls `Optimizer.__init__`, and has the hooks of a step alone."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state, self.steps = defaultdict(dict), 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss, self.steps = self.inner.step(closure), self.steps + 1
+        for parameter in self.param_groups[0]["params"] if self.steps % 2 == 0 else ():
+            slow = self.inner.state[parameter].setdefault("slow", torch.empty_like(parameter).copy_(parameter))
+            slow.add_(parameter - slow, alpha=0.5)
+            parameter.copy_(slow)
+        return loss
+
+
+def _looked_ahead(world: World) -> None:
+    model = world.build(Tower)
+    optimizer = Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for step in range(5):
+        if step == 3:
+            optimizer.inner.load_state_dict(optimizer.inner.state_dict())
+        world.step(model, optimizer, model(noise(4, WIDTH, seed=step)).square().mean())
+    world.note_model(model)
+
+
+def test_an_optimizer_that_never_calls_its_base_is_exact(ranks: Ranks) -> None:
+    """A hook of ours looked for what `Optimizer.__init__` makes, also in optimizers over plain models."""
+    for found in ranks(2).run(differences, _looked_ahead, stages=ALL):
+        assert found == []

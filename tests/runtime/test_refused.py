@@ -117,6 +117,8 @@ ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
     *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "add_.Tensor", "sub_.Tensor", "div_.Tensor"),
     *("sqrt_.default", "pow_.Scalar", "reciprocal_.default"),
+    *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "lerp") for end in ("", "_")),
+    *("_foreach_copy_.default", "_foreach_addcmul_", "_foreach_addcdiv_"),
     *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
     *(f"{name}.default" for name in ("max", "min", "argmax", "argmin")),
 }
@@ -392,6 +394,36 @@ def _written_sums() -> None:
         norm = weight.norm()
         with pytest.raises(RuntimeError, match="in-place operations that require placement changes"):
             alias(norm).clamp_(min=100.0)
+
+
+def _mixed_lists() -> None:
+    """Rows of DTensors and of plain tensors in one call; a row of both kinds is an error of torch."""
+    weight: Any = _resting(7, "zero3")[0].detach()
+    ones = torch.ones(3)
+
+    def lists() -> list[list[Any]]:
+        return [[ones.clone(), weight.clone(), ones.clone(), weight.clone()] for _ in range(3)]
+
+    for act in (
+        *(lambda a, b, c: torch._foreach_lerp_(a, b, weight=0.25), lambda a, b, c: torch._foreach_copy_(a, b)),
+        *(lambda a, b, c: torch._foreach_sub_(a, b, alpha=2), lambda a, b, c: torch._foreach_add_(a, [1, 2, 3, 4])),
+        *(lambda a, b, c: torch._foreach_mul_(a, b), lambda a, b, c: torch._foreach_div_(a, 3.0)),
+        *(lambda a, b, c: torch._foreach_addcmul_(a, b, c, 2.0), lambda a, b, c: torch._foreach_addcdiv_(a, b, c)),
+        lambda a, b, c: torch._foreach_add(b, torch._foreach_mul(a, 2.0)),
+        lambda a, b, c: torch._foreach_sub(a, torch._foreach_lerp(b, c, 0.5), alpha=3),
+    ):
+        given, plain = lists(), [[full(tensor) for tensor in one] for one in lists()]
+        for one in (given, plain):
+            torch._foreach_add_(one[1], [1, 2, 3, 4])
+        found, expected = act(*given) or given[0], act(*plain) or plain[0]
+        assert all(torch.equal(full(one), other) for one, other in zip(found, expected, strict=True))
+    with pytest.raises(RuntimeError, match="got mixed"):
+        torch._foreach_add_([ones.clone(), weight.clone()], [ones, full(weight)])
+
+
+def test_lists_of_dtensors_and_plain_tensors_are_done_apart(ranks: Ranks) -> None:
+    """torch refuses them, and has no `_foreach_copy_` of DTensors."""
+    ranks(2).run(_mixed_lists)
 
 
 def _in_text() -> None:

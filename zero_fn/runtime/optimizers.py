@@ -75,7 +75,11 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
         say_if_rounded(optimizer)
         say_if_alone(optimizer, lambda parameter: parameter.grad is not None)
         take_over_states(optimizer)  # loaded before the first step
-        optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
+        optimizer.__dict__[_LOADS] = None
+        if hasattr(
+            optimizer, "_optimizer_load_state_dict_post_hooks"
+        ):  # not without `Optimizer.__init__`: timm's Lookahead
+            optimizer.__dict__[_LOADS] = optimizer.register_load_state_dict_post_hook(take_over_states)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)

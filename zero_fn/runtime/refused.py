@@ -2,7 +2,7 @@
 
 This is the only file that changes what operations of torch do. `ROWS` says which operations, when, and why. A row leaves
 when torch does its operation right; `tests/runtime/test_refused.py` checks that torch alone is still wrong. What torch
-itself refuses has no row, but for one that timm writes. The rows look at DTensors on a mesh that was given to a transform:
+itself refuses has no row, but for what libraries write. The rows look at DTensors on a mesh that was given to a transform:
 parameters, gradients, optimizer states, and what is computed from them. Other tensors pass through, at 3 us for each
 operation in the table.
 
@@ -20,6 +20,9 @@ also inside `module.forward(x)` called in place of `module(x)`, which enters no 
 [Note: files] safetensors writes a tensor from the address of its storage, and a DTensor has none: torch would say "invalid
 python storage". Asked for are `untyped_storage().data_ptr()` and then, as that raises, `storage()`. The first is torch's own
 too, and stays; `storage()` of a DTensor is called by nobody else.
+
+[Note: lists of both kinds] Averages of parameters and buffers (torch's `AveragedModel`, timm's `ModelEmaV3`) take them in one
+call of a `_foreach` operation, which torch refuses. So DTensors and plain tensors get a call each.
 
 [Note: sums that are written] `p.norm().clamp_(min=eps)`: torch refuses, as the value of a sum over ranks is known once it is
 brought together. So the tensor is made whole in its place, if no other tensor has its memory.
@@ -222,6 +225,37 @@ def _written_whole(call: Call, go_on: Callable[..., Any]) -> Any:
     return go_on(*call.args, **call.kwargs)
 
 
+def _are_mixed(call: Call) -> bool:
+    """Whether some rows of a call over lists are of DTensors, and others of plain tensors."""
+    kinds = [[isinstance(tensor, DTensor) for tensor in arg] for arg in call.args if _is_tensors(arg)]
+    return len(set(kinds[0])) > 1 and all(kind == kinds[0] for kind in kinds)
+
+
+def _apart(call: Call, _: Callable[..., Any]) -> Any:
+    """The results of both kinds of rows, in order. [Note: lists of both kinds]"""
+    first = call.args[0]
+    found: list[Any] = [None] * len(first)
+    for kind in (True, False):
+        rows = [row for row, tensor in enumerate(first) if isinstance(tensor, DTensor) is kind]
+        given = [[arg[row] for row in rows] if _is_row_of(arg, first) else arg for arg in call.args]
+        for row, result in zip(rows, call.operation(*given, **call.kwargs) or (), strict=False):
+            found[row] = result
+    return None if call.operation._schema.is_mutable else found
+
+
+def _one_by_one(call: Call, _: Callable[..., Any]) -> None:
+    for tensor, source in zip(*call.args[:2], strict=True):
+        tensor.copy_(source)
+
+
+def _is_tensors(arg: object) -> bool:
+    return isinstance(arg, list | tuple) and bool(arg) and isinstance(arg[0], Tensor)
+
+
+def _is_row_of(arg: object, first: Sequence[object]) -> bool:
+    return isinstance(arg, list | tuple) and len(arg) == len(first)
+
+
 def _is_strided(call: Call) -> bool:
     return any(type(placement).__name__ == "_StridedShard" for placement in call.ours[0].placements)
 
@@ -422,6 +456,14 @@ ROWS = (
         why="parts of a norm along a dim that is cut, and of `any`, are added up",
         mend=_brought_together,
     ),
+    Row(
+        "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_ "
+        "_foreach_lerp _foreach_lerp_ _foreach_copy_.default _foreach_addcmul_ _foreach_addcdiv_",
+        when=_are_mixed,
+        why="torch refuses lists of plain tensors and DTensors, such as buffers and parameters that are averaged",
+        mend=_apart,
+    ),
+    Row("_foreach_copy_.default", when=bool, why="torch has it not", mend=_one_by_one),
     Row(
         "clamp_.default clamp_min_.default clamp_max_.default add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor sqrt_.default "
         "pow_.Scalar reciprocal_.default",
