@@ -88,7 +88,7 @@ def test_the_local_tensor_of_a_parameter_may_be_replaced(mesh: DeviceMesh) -> No
 
 
 def test_modules_apply_a_function_to_their_parameters_and_to_their_children() -> None:
-    """`runtime/in_forward.py` hides some parameters from it."""
+    """`runtime/module_edits.py` hides some parameters from it."""
     calls: list[object] = []
 
     class Counted(nn.Linear):

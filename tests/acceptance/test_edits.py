@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
@@ -637,3 +637,43 @@ def test_a_cast_in_a_forward_is_of_what_the_module_sees(ranks: Ranks) -> None:
 
 def test_parametrizations_that_would_change_a_weight_in_a_forward_are_refused(ranks: Ranks) -> None:
     ranks(2).run(_parametrized_wrongly)
+
+
+# -- pruning -----------------------------------------------------------------------------------------------------------
+
+PRUNINGS: dict[str, Callable[[nn.Module], object]] = {
+    "unstructured": lambda m: prune.l1_unstructured(m, "weight", 0.5),
+    "structured": lambda m: prune.ln_structured(m, "weight", 0.5, n=2, dim=1),
+    "mask": lambda m: prune.custom_from_mask(m, "weight", torch.arange(17 * 7).view(17, 7) % 2),
+    "global": lambda m: prune.global_unstructured([(m, "weight"), (m, "bias")], prune.L1Unstructured, amount=0.4),
+}
+
+
+def _pruned(kind: str, world: World) -> None:
+    """Before the transform the masks stay; after it, once or again, pruning is refused and changes nothing."""
+
+    def make() -> nn.Module:
+        tower: Any = Tower()
+        PRUNINGS[kind](tower.blocks[1].up)
+        return tower  # type: ignore[no-any-return]
+
+    model: Any = world.build(make)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        if not world.is_replica:
+            for module in (model.blocks[1].up, model.blocks[2].up):
+                with pytest.raises(
+                    zf.PlacementError, match=r"'blocks\.[12]\.up\..*' was to be pruned after the transform"
+                ):
+                    PRUNINGS[kind](module)
+        _train(world, model, optimizer, step)
+    world.note_model(model)
+
+
+@pytest.mark.parametrize("kind", PRUNINGS)
+def test_pruning_before_the_transform_is_exact_and_after_it_refused(ranks: Ranks, kind: str) -> None:
+    def trial(world: World) -> None:
+        _pruned(kind, world)
+
+    for found in ranks(2).run(differences, trial, stages=ALL):
+        assert found == []

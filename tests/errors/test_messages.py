@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
@@ -768,6 +768,11 @@ def parametrization_with_an_inverse_in_a_forward() -> object:
             lambda module, args: parametrize.register_parametrization(module, "weight", _Inverse()) and None
         )
         return model(batch())
+
+
+def parameter_is_pruned_after_the_transform() -> object:
+    with alone() as mesh:
+        return prune.l1_unstructured(zf.shard_params(Model(), mesh).head, "weight", 0.5)
 
 
 def resting_parameters_are_shared() -> object:
@@ -1847,7 +1852,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
                 streamed_optimizer_of_whole_matrices, streamed_optimizer_that_counts,
         embedding_is_sparse, gradient_is_sparse, parameter_is_sharded_over_the_axis_already, parameter_is_partial,
         parameter_was_replaced, data_of_a_parameter_was_assigned,
-        data_of_a_parameter_in_a_tier_was_assigned,
+        data_of_a_parameter_in_a_tier_was_assigned, parameter_is_pruned_after_the_transform,
                 forward_changes_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,

@@ -23,9 +23,9 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.entry import Attached, Method, attach, attached_below, detach, methods_of, require_idle, units_of
 from zero_fn.runtime.everywhere import Told
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
-from zero_fn.runtime.in_forward import watch_modules
 from zero_fn.runtime.kind import Shelved
 from zero_fn.runtime.members import forget_members
+from zero_fn.runtime.module_edits import watch_modules
 from zero_fn.runtime.optimizers import watch_optimizers
 from zero_fn.runtime.parcels import Form
 from zero_fn.runtime.refused import note_mesh

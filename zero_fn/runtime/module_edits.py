@@ -1,4 +1,4 @@
-"""What torch does to the modules of a unit while its forward runs: `module.to(dtype)`, and parametrizations for one call.
+"""Functions of torch that edit modules: `module.to(dtype)` and parametrizations in a forward of a unit, and pruning.
 
 Modules see gathered parameters then, under names that hide the resting ones. (shown.py) Routers of transformers cast their
 classifier in each forward (Switch, NLLB-MoE), and PEFT adds its factors to experts by a parametrization that it removes after
@@ -10,13 +10,13 @@ it to itself, which counts as a change. So it gets another tensor on the same me
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.nn.utils import parametrize, prune
 
-from zero_fn.errors import StateError
+from zero_fn.errors import PlacementError, StateError
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.unit import unit_of
 
@@ -29,6 +29,8 @@ _HIDDEN = (
 _apply: Callable[..., nn.Module] = nn.Module._apply
 _register: Callable[..., nn.Module] = parametrize.register_parametrization
 _remove: Callable[..., nn.Module] = parametrize.remove_parametrizations
+_prune: Callable[..., Any] = prune.BasePruningMethod.__dict__["apply"].__func__
+_prune_globally: Callable[..., None] = prune.global_unstructured
 
 
 def watch_modules() -> None:
@@ -37,6 +39,8 @@ def watch_modules() -> None:
         nn.Module._apply = _apply_to_seen  # type: ignore[method-assign]
         parametrize.register_parametrization = _register_on_seen
         parametrize.remove_parametrizations = _remove_from_seen
+        prune.BasePruningMethod.apply = classmethod(_prune_plain)  # type: ignore[assignment]
+        prune.global_unstructured = _prune_plain_globally
 
 
 def _apply_to_seen(self: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -98,6 +102,33 @@ def _remove_from_seen(module: nn.Module, tensor_name: str, leave_parametrized: b
         if unit is not None and (unit.running or unit.shown.backward_entry is not None):
             module.__dict__[tensor_name] = tensor
     return module
+
+
+def _prune_plain(cls: Any, module: nn.Module, name: str, *args: Any, **options: Any) -> Any:
+    """Stands in for `BasePruningMethod.apply`, which makes two names of a parameter."""
+    _require_plain(module, name)
+    return _prune(cls, module, name, *args, **options)
+
+
+def _prune_plain_globally(parameters: Iterable[tuple[nn.Module, str]], *args: Any, **options: Any) -> None:
+    """Stands in for `prune.global_unstructured`, which looks at all values first."""
+    parameters = [*parameters]
+    for module, name in parameters:
+        _require_plain(module, name)
+    _prune_globally(parameters, *args, **options)
+
+
+def _require_plain(module: nn.Module, name: str) -> None:
+    for each in (name, f"{name}_orig"):
+        slot = slot_of(module._parameters.get(each))
+        if slot is not None:
+            raise PlacementError(
+                f"{slot.fqn!r} was to be pruned after the transform.",
+                parameter=slot,
+                why="pruning looks at whole values, and takes the parameter out of its place; nothing was changed",
+                fix="prune before: prune.l1_unstructured(module, 'weight', 0.5); model = zf.shard_params(model, axis). Or "
+                "mask after each step: with torch.no_grad(): p.mul_(distribute_tensor(mask, p.device_mesh, p.placements))",
+            )
 
 
 def _put_back(parameters: dict[str, Any], wanted: dict[str, Any]) -> None:
