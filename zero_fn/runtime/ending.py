@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from contextlib import suppress
 from threading import get_ident
+from types import FrameType
 from typing import Protocol
 
 import torch
@@ -19,9 +20,18 @@ from torch.autograd import Variable
 from zero_fn.errors import LostRankError
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Ended", "Ending", "current_graph_task"]
+__all__ = ["Ended", "Ending", "current_graph_task", "still_runs"]
 
 current_graph_task = torch._C._current_graph_task_id  # -1 outside backward
+
+
+def still_runs(call: FrameType) -> bool:
+    """Whether a call has not ended. The frame must not be one of a generator; if the call has ended, its locals are gone."""
+    try:
+        call.clear()
+    except RuntimeError:  # it is executing
+        return True
+    return False
 
 
 class Ended(Protocol):

@@ -278,7 +278,7 @@ class Forwards:
             return
         try:
             self.call.clear()
-        except RuntimeError:  # the frame is executing
+        except RuntimeError:  # it is executing: see `still_runs`
             if self._module.caller != get_ident() and self.is_elsewhere:
                 raise in_two_threads() from None
             return

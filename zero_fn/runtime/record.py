@@ -216,9 +216,10 @@ class Record:
     def write_parcel(self, parcel: Parcel, memory: Tensor, version: int | None = None) -> Transfer | None:
         """Begins to write a parcel. It has the given version from now on, or the next one."""
         self.drop()  # what was fetched ahead is out of date
-        parcel.is_stored = True
         parcel.version = parcel.version + 1 if version is None else version
-        return self.shelf.write(self.place + parcel.start, memory)
+        writing = self.shelf.write(self.place + parcel.start, memory)
+        parcel.is_stored = True
+        return writing
 
 
 class Stretch:
@@ -278,7 +279,7 @@ class Stretch:
         for each in self.arriving:
             each.finish()
         memory, self._memory = self._memory, _NOTHING
-        record.shelf.give_back(memory, left, self._transfers)
+        record.shelf.give_back(memory, left)
 
     def _begin(self, move: Callable[[Parcel, Tensor], Transfer | None], parcels: Sequence[Parcel]) -> None:
         for parcel in parcels:

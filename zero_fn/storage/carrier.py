@@ -6,9 +6,11 @@ import ctypes
 import os
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Protocol
+
+from torch import Tensor
 
 from zero_fn.storage.request import Request
 from zero_fn.storage.uring import Uring
@@ -27,6 +29,9 @@ class Carrier(Protocol):
     def wait(self, requests: Sequence[Request]) -> None:
         """Waits until all of these are done or have failed."""
 
+    def settle(self, memory: Tensor) -> None:
+        """Waits for what nobody waits for any more after an interrupt, and uses this memory."""
+
 
 class Threads:
     """Carries requests with `os.preadv` and `os.pwritev` in a few threads.
@@ -37,20 +42,28 @@ class Threads:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="zero_fn_storage")
+        self._begun: list[Request] = []
 
     def __str__(self) -> str:
         return f"{_THREADS} threads"
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Begins requests."""
+        self._begun = [request for request in self._begun if not request.is_done]
+        self.wait([other for other in self._begun if any(map(other.meets, requests))])
         for request in requests:
+            self._begun.append(request)
             request.ticket = self._pool.submit(_carry, request)
 
     def wait(self, requests: Sequence[Request]) -> None:
         """Waits until all of these are done or have failed."""
         for request in requests:
-            if isinstance(request.ticket, Future):
-                request.ticket.result()
+            request.ticket = request.ticket or self._pool.submit(_carry, request)
+            request.ticket.result()
+
+    def settle(self, memory: Tensor) -> None:
+        """See `Carrier.settle`."""
+        self.wait([request for request in self._begun if request.uses(memory)])
 
 
 def _carry(request: Request) -> None:

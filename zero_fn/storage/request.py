@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+from typing import Any
 
 from torch import Tensor
 
@@ -36,9 +37,23 @@ class Request:
         is_write: Whether memory is written to the file.
         is_done: Whether nothing is left to do, or the request failed.
         failure: The error, if it failed.
+        answers: How many answers of the kernel were noted.
+        ticket: What the carrier knows it by.
     """
 
-    __slots__ = ("address", "begin", "failure", "file", "is_done", "is_write", "memory", "nbytes", "offset", "ticket")
+    __slots__ = (
+        "address",
+        "answers",
+        "begin",
+        "failure",
+        "file",
+        "is_done",
+        "is_write",
+        "memory",
+        "nbytes",
+        "offset",
+        "ticket",
+    )
 
     def __init__(self, file: SpillFile, offset: int, memory: Tensor, *, is_write: bool) -> None:
         self.file, self.memory, self.is_write = file, memory, is_write
@@ -46,7 +61,8 @@ class Request:
         self.address, self.nbytes = memory.data_ptr(), memory.numel()
         self.is_done = self.nbytes == 0
         self.failure: StorageError | None = None
-        self.ticket: object = None  # for the carrier
+        self.answers = 0
+        self.ticket: Any = None  # for the carrier
 
     def advance(self, result: int) -> None:
         """Notes the answer of the kernel: bytes done, or minus an errno."""
@@ -54,13 +70,30 @@ class Request:
             return
         # What is left begins at a whole sector; only the end of the range may lie within one.
         done = result if result == self.nbytes else result // _SECTOR_NBYTES * _SECTOR_NBYTES
-        if result < 0:
-            self.failure = self._failed(-result)
-        elif not done:
-            self.failure = self._ended(result)
-        else:
-            self.offset, self.address, self.nbytes = self.offset + done, self.address + done, self.nbytes - done
-        self.is_done = self.failure is not None or not self.nbytes
+        failure = self._failed(-result) if result < 0 else self._ended(result) if not done else None
+        done = max(done, 0)
+        left = self.nbytes - done
+        after = (
+            failure,
+            self.offset + done,
+            self.address + done,
+            left,
+            self.answers + 1,
+            failure is not None or not left,
+        )
+        # All or nothing: no interrupt comes between these.
+        self.failure, self.offset, self.address, self.nbytes, self.answers, self.is_done = after
+
+    def meets(self, other: Request) -> bool:
+        """Whether both use the same memory, or the same part of a file that one of them writes."""
+        end, their_end = self.begin + self.memory.numel(), other.begin + other.memory.numel()
+        is_shared = self.file is other.file and self.begin < their_end and other.begin < end
+        return (is_shared and (self.is_write or other.is_write)) or self.uses(other.memory)
+
+    def uses(self, memory: Tensor) -> bool:
+        """Whether it reads or writes this memory."""
+        mine, theirs = self.memory.data_ptr(), memory.data_ptr()
+        return mine < theirs + memory.numel() and theirs < mine + self.memory.numel()
 
     def _failed(self, number: int) -> StorageError:
         fix = "check the disk (dmesg, smartctl -a); start again from the last checkpoint, on another path"

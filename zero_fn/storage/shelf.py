@@ -11,14 +11,11 @@ is freed after it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from zero_fn.errors import StorageError
 from zero_fn.storage.carrier import Carrier, chosen_carrier
 from zero_fn.storage.file import SpillFile
 from zero_fn.storage.forked import Owned
@@ -27,7 +24,7 @@ from zero_fn.storage.request import Request
 from zero_fn.storage.ring import Ring
 from zero_fn.storage.slab import Slab, whole_pages
 from zero_fn.storage.stripes import extents_of, share_of
-from zero_fn.storage.transfer import Block, Transfer, wait_all
+from zero_fn.storage.transfer import Block, Transfer
 from zero_fn.values.tiers import Cpu, Nvme, Tier, is_accelerator
 
 __all__ = ["BLOCK_NBYTES", "Disk", "Shelf", "shelf_of", "stagings_for"]
@@ -99,7 +96,7 @@ class Shelf:
         start, slab = next((start, slab) for start, slab in reversed(self._slabs) if start <= place)
         return slab.memory[place - start : place - start + nbytes]
 
-    def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
+    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
         """Gives back memory from `borrow`. It is used again after a copy of it to the device has ended (`left`), and after
         transfers that nobody waits for."""
 
@@ -146,8 +143,8 @@ class Disk(Owned, Shelf):
         self._carrier = carrier or chosen_carrier()
         self._blocks: dict[int, Block] = {}
         self.stagings = Ring()
-        # Staging buffers to lend, with what must end first: a copy to the device, and transfers.
-        self._free: list[tuple[Tensor, torch.Event | None, Sequence[Transfer]]] = []
+        # Staging buffers to lend, with the copy to the device that must end first.
+        self._free: list[tuple[Tensor, torch.Event | None]] = []
         self._lent: dict[int, Tensor] = {}  # those that are lent, by address
         _disks.add(self)
 
@@ -165,24 +162,23 @@ class Disk(Owned, Shelf):
             self._await_left()
             self._free, self._lent, self.stagings = [], {}, Ring()  # frees the old buffers first
             self.stagings = Ring(count, size, f"buffers of {self._what}")
-            self._free = [(view, None, ()) for view in self.stagings.views]
+            self._free = [(view, None) for view in self.stagings.views]
 
     def borrow(self, place: int, nbytes: int) -> Tensor:
         self.require_own()
         if not self._free or nbytes > self.stagings.size:
             return Slab(nbytes, Cpu(False, None), f"a buffer of {self._what}", forked=False).memory
-        memory, left, under_way = self._free.pop(0)  # the one that was given back longest ago
+        memory, left = self._free.pop(0)  # the one that was given back longest ago
         self._lent[memory.data_ptr()] = memory
         if left is not None:
             left.synchronize()
-        with suppress(StorageError):  # nobody wants to know how these ended
-            wait_all(under_way)
+        self._carrier.settle(memory)
         return memory[: whole_pages(nbytes)]
 
-    def give_back(self, memory: Tensor, left: torch.Event | None = None, under_way: Sequence[Transfer] = ()) -> None:
+    def give_back(self, memory: Tensor, left: torch.Event | None = None) -> None:
         whole = self._lent.pop(memory.data_ptr(), None)
         if whole is not None:
-            self._free.append((whole, left, under_way))
+            self._free.append((whole, left))
         elif left is not None:  # memory of its own, or of staging buffers that were replaced
             left.synchronize()
 
@@ -199,7 +195,7 @@ class Disk(Owned, Shelf):
     def _await_left(self) -> None:
         """Waits for copies to the device, which do not keep the memory alive. Transfers do, and a finalizer cannot wait for
         them."""
-        for _, left, _ in self._free:
+        for _, left in self._free:
             if left is not None:
                 left.synchronize()
 

@@ -136,10 +136,11 @@ class Store:
 
     def keep(self, member: Stored, memory: Tensor) -> Sequence[Transfer | None]:
         """Begins to write a byte string from its memory, which may be read meanwhile."""
-        member.is_stored = True
         if self._shelf is None or not member.nbytes:
+            member.is_stored = True
             return ()
         transfers = [self._shelf.write(member.place, memory)]
+        member.is_stored = True
         self._held[member.place] = memory, transfers
         return transfers
 

@@ -34,13 +34,20 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self._generation = 0  # how often it was written
-        self._digest = self._before = 0  # of the last write, and of the one before
+        self._digest: int | None = (
+            None  # of the last write; None if that was interrupted: it has been done, or it has not
+        )
+        self._before: int | None = None  # of the one before
 
     def note(self, request: Request) -> None:
         """Notes what a request writes."""
         self.nbytes = request.memory.numel()
-        self._before, self._digest = self._digest, _digest(request)
+        self._digest = _digest(request)
         self._generation += 1
+
+    def forget(self) -> None:
+        """A write begins: until it is noted, nothing is known of what the block holds."""
+        self._before, self._digest = self._digest, None
 
     def require_undamaged(self, request: Request) -> None:
         """Compares what a request has read with what was written last.
@@ -49,7 +56,7 @@ class Block:
             StorageError: They differ.
         """
         found = _digest(request)
-        if found == self._digest:
+        if self._digest is None or found == self._digest:
             return
         is_before = self._generation > 1 and found == self._before
         raise StorageError(
@@ -72,6 +79,9 @@ class Transfer(Owned):
         """Begins requests, each for one of the blocks."""
         super().__init__()
         self._carrier, self._requests, self._blocks = carrier, requests, blocks
+        for request, block in zip(requests, blocks, strict=True):
+            if request.is_write:
+                block.forget()
         carrier.submit(requests)
         for request, block in zip(requests, blocks, strict=True):
             if request.is_write:

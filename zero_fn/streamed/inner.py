@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,13 @@ __all__ = [
     "hand_over",
     "kept_by",
     "raw_step",
-    "replaced",
     "require_not_streamed",
     "require_streamable",
     "schema_of",
+    "stand_in",
 ]
+
+O = TypeVar("O", bound=Optimizer)  # noqa: E741
 
 Schema = tuple[tuple[str, torch.dtype], ...]
 """Names and dtypes of the states that have an element for each element of the parameter."""
@@ -77,17 +78,15 @@ def _refusal(
 # -- its step, for other parameters ----------------------------------------------------------------------------------
 
 
-@contextmanager
-def replaced(optimizer: Optimizer, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> Iterator[None]:
-    """Inside, the optimizer has these groups and states. Afterwards it has its own again, and the attributes that it had."""
-    own = dict(vars(optimizer))
+def stand_in(optimizer: O, groups: list[dict[str, Any]], state: Mapping[Any, Any]) -> O:
+    """The same optimizer with other groups and states. The one that was given stays as it is, whatever a step interrupts."""
+    other = object.__new__(type(optimizer))
     # To those who watch optimizers a step of `super()` in its own is one of the streamed optimizer.
-    vars(optimizer).update(param_groups=groups, state=state, takes_from_tiers=True)
-    try:
-        yield
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(own)
+    vars(other).update({**vars(optimizer), "param_groups": groups, "state": state, "takes_from_tiers": True})
+    vars(other).pop(
+        "_init_group", None
+    )  # that of the one that was given: it steps over local tensors anyway (elementwise.py)
+    return other
 
 
 def raw_step(optimizer: Optimizer) -> None:
@@ -160,11 +159,11 @@ def _is_moment(value: object, name: str, parameter: Tensor) -> TypeGuard[Tensor]
 def _stepped(
     optimizer: Optimizer, group: Mapping[str, Any], probe: nn.Parameter, states: dict[str, Any]
 ) -> tuple[Mapping[Any, Any], list[str]]:
-    """All states after a step of one parameter, and the names of attributes and options that the step changed. Those are
-    restored."""
+    """All states after a step of one parameter, and the names of attributes and options that the step changed."""
     state: defaultdict[Any, Any] = defaultdict(dict, {probe: states} if states else {})
     trial = {**group, "params": [probe]}
-    with replaced(optimizer, [trial], state), torch.no_grad():
+    optimizer = stand_in(optimizer, [trial], state)
+    with torch.no_grad():
         for own in (vars(optimizer), trial):  # what a step changes in place is a copy
             own |= {name: copy.copy(own[name]) for name in _shown(own) if isinstance(own[name], list | dict | set)}
             own |= {name: value.clone() for name, value in own.items() if isinstance(value, Tensor)}
@@ -175,7 +174,7 @@ def _stepped(
 
 
 def _shown(own: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes and options as text, without hooks and without those that `replaced` replaces."""
+    """Attributes and options as text, without hooks and without those that a stand-in has of its own."""
     names = (name for name in own if name not in _REPLACED and not name.startswith("_optimizer_"))
     return {name: repr(own[name]) for name in names}
 

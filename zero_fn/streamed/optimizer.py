@@ -22,7 +22,7 @@ from zero_fn.runtime.elementwise import TORCH_ELEMENTWISE
 from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.streamed.inner import hand_over, replaced, require_not_streamed, require_streamable
+from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
 from zero_fn.streamed.one_pass import arithmetic_of
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
 from zero_fn.streamed.places import follow
@@ -218,8 +218,7 @@ class Streamed(Optimizer):
             StorageError: The disk failed on this rank or, of sharded parameters, on another, or does not hold what was
                 written to it.
         """
-        with replaced(self.inner, self.param_groups, self._whole("state_dict")):
-            return self.inner.state_dict()
+        return stand_in(self.inner, self.param_groups, self._whole("state_dict")).state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads states and groups, as `inner` would. An optimizer whose step has failed may step again afterwards.
@@ -274,9 +273,8 @@ class Streamed(Optimizer):
         """Makes room for all parameters, and copies these states there: they stay until all ranks have theirs."""
 
         def make() -> States:
-            with replaced(self.inner, self.param_groups, states):
-                take_over_states(self.inner)
-                return States(self._planner, self._parameters(), states)
+            take_over_states(stand_in(self.inner, self.param_groups, states))
+            return States(self._planner, self._parameters(), states)
 
         self.states = everywhere(self._parameters(), make, doing)
         self._steps.failed = None

@@ -31,13 +31,16 @@ The one-step delayed update of ZeRO-Offload (Ren et al. 2021) overlaps more, and
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from zero_fn.errors import StateError, StorageError
+from zero_fn.runtime.ending import still_runs
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.storage import BUFFERS, Waited, wait_all
@@ -189,18 +192,19 @@ class Waiting(Pass):
         """
         super().__init__(lanes, order, compute)
         self.failure: Exception | None = None
-        self._is_stepping = False
+        self._stepping: FrameType | None = None  # the call in which the step goes on
         self._counts = {record: number for number, each in enumerate(records, start=1) for record in each}
         for record in self._counts:
             record.drop()  # fetched before the step
             record.shelf.may_fail = True
         try:
             self.fetch()
+            for record, count in self._counts.items():
+                record.waited_for = self.reach, count
         except BaseException:
             self.close()
+            self._let_go(self.count)
             raise
-        for record, count in self._counts.items():
-            record.waited_for = self.reach, count
 
     @uncompiled
     def reach(self, count: int) -> None:
@@ -209,14 +213,14 @@ class Waiting(Pass):
         Raises:
             StorageError: The disk failed, now or before.
         """
-        if self._is_stepping:
+        if self._stepping is not None and still_runs(self._stepping):
             return  # what the step itself reads
         if self.failure is not None:
             raise self.failure
         if count <= self.done:
             return
-        self._is_stepping = True
         try:
+            self._stepping = sys._getframe()
             # Whoever reads may be in the midst of anything; what is stepped here is to be stepped again.
             with torch.inference_mode(False), torch.no_grad():
                 super().reach(count)
@@ -229,7 +233,7 @@ class Waiting(Pass):
             count = self.count  # nothing waits any more
             raise
         finally:
-            self._is_stepping = False
+            self._stepping = None
             self._let_go(count)
 
     def finish(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from zero_fn.errors import CheckpointError, PlacementError, StateError
 from zero_fn.resting import local_of, on_spec, spec_on
 from zero_fn.storage import Store, ring_of
-from zero_fn.streamed.inner import replaced
+from zero_fn.streamed.inner import stand_in
 from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece, name_of, rooms_of
 from zero_fn.streamed.pipeline import Pass, Transfers
 from zero_fn.streamed.places import place_of
@@ -210,9 +210,9 @@ def loaded_on_host(
     stand_in_of = {id(parameter): _on_host(parameter) for parameter in own}
     parameter_of = {id(stand_in_of[id(parameter)]): parameter for parameter in own}
     groups = [{**group, "params": [stand_in_of[id(p)] for p in group["params"]]} for group in inner.param_groups]
-    with replaced(inner, groups, defaultdict(dict)):
-        inner.load_state_dict(state_dict)
-        groups, states = inner.param_groups, inner.state
+    loaded = stand_in(inner, groups, defaultdict(dict))
+    loaded.load_state_dict(state_dict)
+    groups, states = loaded.param_groups, loaded.state
     for group, before in zip(groups, inner.param_groups, strict=True):
         group["params"] = before["params"]
     return groups, {parameter_of.get(id(key), key): value for key, value in states.items()}

@@ -26,7 +26,7 @@ from zero_fn.runtime.attributes import attributes_of
 from zero_fn.runtime.everywhere import everywhere, is_shared
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.tier_tensor import TierTensor
-from zero_fn.streamed.inner import raw_step, replaced
+from zero_fn.streamed.inner import raw_step, stand_in
 from zero_fn.streamed.one_pass import steps_in_one_pass
 from zero_fn.streamed.pieces import Chunk, SteppedPiece
 from zero_fn.streamed.pipeline import Pass, Waiting
@@ -179,26 +179,26 @@ class _Step:
         for number, cuts in groupby(sorted(window.values, key=_group), key=_group):
             members = []
             for cut in cuts:
-                stand_in = stepped[cut] = self._stand_in(cut, window, states.device)
-                members.append(stand_in)
+                piece = stepped[cut] = self._stand_in(cut, window, states.device)
+                members.append(piece)
                 own = cut.states(states)
                 if own:
-                    state[stand_in] = own
+                    state[piece] = own
             groups.append({**self._options[number], "params": members})
         rooms = {}
         if window.record is not None and chunk.parcel is not None and window.copy.numel():
             rooms = window.record.begin_copy(chunk.parcel, window.copy)
         sends = _sends(stepped, rooms) if states.device.type == "cpu" else {}
-        with replaced(self._inner, groups, state):
-            if not steps_in_one_pass(self._inner, sends):
-                sends = {}
-                raw_step(self._inner)
-        for cut, stand_in in stepped.items():
-            cut.keep(states, state.get(stand_in, {}))
+        stepping = stand_in(self._inner, groups, state)
+        if not steps_in_one_pass(stepping, sends):
+            sends = {}
+            raw_step(stepping)
+        for cut, piece in stepped.items():
+            cut.keep(states, state.get(piece, {}))
             if window.values[cut].device != states.device:
-                window.values[cut].copy_(stand_in)
+                window.values[cut].copy_(piece)
         if window.record is not None and chunk.parcel is not None and rooms:
-            sent = {cut.in_parcel for cut, stand_in in stepped.items() if stand_in in sends}
+            sent = {cut.in_parcel for cut, piece in stepped.items() if piece in sends}
             left = {begin: room for begin, room in rooms.items() if begin not in sent}
             window.record.fill_copy(chunk.parcel, window.parcel, left)
 
@@ -216,8 +216,8 @@ class _Step:
 def _sends(stepped: Mapping[SteppedPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:
     """The compute copies in bfloat16, which the kernel writes beside the parameters that it steps, by parameter."""
     found: dict[Tensor, Tensor] = {}
-    for cut, stand_in in stepped.items():
+    for cut, piece in stepped.items():
         room = rooms.get(cut.in_parcel) if cut.in_parcel is not None and cut.piece.numel else None
         if room is not None and room.dtype == torch.bfloat16:
-            found[stand_in] = cut.laid(room)
+            found[piece] = cut.laid(room)
     return found
