@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 
@@ -46,6 +48,42 @@ def test_g01_accumulated_microbatches_are_reduced_once(ranks: Ranks, n: int, bat
         return step
 
     assert ranks(n).run(checked, batch, program) == [[]] * n
+
+
+def _of_two_models(stage: str, unshard: bool, breaks: int) -> None:
+    """A block of two models ends for both, also if a hook of one raises when it ends."""
+    torch.manual_seed(0)
+    plain = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    models: list[Any] = [STAGES[stage](model, axis()) for model in plain]
+
+    def broken(_: object) -> None:
+        raise ZeroDivisionError
+
+    hook = models[breaks - 1].weight.register_post_accumulate_grad_hook(broken) if breaks else None
+    with pytest.raises(ZeroDivisionError) if breaks else nullcontext(), zf.accumulate(*models, unshard=unshard):
+        for seed in range(2):
+            models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
+    if hook is not None:
+        hook.remove()
+    for model in models if breaks else ():
+        model.zero_grad()
+    if breaks:  # neither is in a block any more: a backward reduces again
+        for seed in range(2):
+            models[1](models[0](noise(3, 6, seed=seed))).sum().backward()
+    for seed in range(2):
+        plain[1](plain[0](noise(3, 6, seed=seed))).sum().backward()
+    for model, expected in zip(models, plain, strict=True):
+        for parameter, own in zip(model.parameters(), expected.parameters(), strict=True):
+            assert own.grad is not None
+            dist.all_reduce(own.grad)
+            torch.testing.assert_close(full(parameter.grad), own.grad / dist.get_world_size())
+
+
+@pytest.mark.parametrize("breaks", [0, 1, 2])
+@pytest.mark.parametrize("unshard", [False, True])
+@pytest.mark.parametrize("stage", ["replicate", "zero3"])
+def test_g01_a_block_of_two_models_ends_for_both(ranks: Ranks, stage: str, unshard: bool, breaks: int) -> None:
+    ranks(2).run(_of_two_models, stage, unshard, breaks)
 
 
 @pytest.mark.parametrize("n", SIZES)
