@@ -244,7 +244,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "edits-not-compared",
-        "unsharded",
+        "_unsharded",
         "edits that differ between ranks",
         "                _require_equal_edits(unit, wholes)\n",
         "                assert wholes is not None\n",
@@ -406,7 +406,7 @@ BUGS: tuple[Bug, ...] = (
     ),
     Bug(
         "gradients-lost-in-unsharded",
-        "unsharded",
+        "_unsharded",
         "that a gradient into a copy raises",
         "            if whole.requires_grad:",
         "            if False:",

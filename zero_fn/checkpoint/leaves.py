@@ -20,8 +20,10 @@ from zero_fn.checkpoint.boxes import Box, Holding, holding_of, holding_of_state,
 from zero_fn.checkpoint.files import BUFFER_NBYTES, require_dtype
 from zero_fn.errors import CheckpointError
 from zero_fn.resting import local_of
+from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.parcels import Parcel
 from zero_fn.runtime.record import Record, record_of
+from zero_fn.runtime.run import run_of
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Ring, wait_all
 from zero_fn.transforms.selection import Where
@@ -201,6 +203,8 @@ class Named:
         tiles: dict[str, tuple[str, int, Tiled]] = {}
         known: dict[int, str] = {}
         seen: set[int] = set()
+        for unit in units_of(module):
+            run_of(unit).recover()
         keys = set(module.state_dict(keep_vars=True))
         for prefix, child in module.named_modules(remove_duplicate=False):
             if isinstance(child, Tiled):  # [Note: names of tiles]

@@ -160,6 +160,8 @@ class Attached:
         if is_outermost:
             self.run.module.caller = get_ident()
             forwards.call = sys._getframe(self._frames)
+            if self.run.module.blocks:
+                self.run.leave_blocks()
         if unit.shown.leaves is not None and not (in_backward and self.run.module.graphs.uses_of(unit.index)):
             self._begin_with_leaves(is_outermost=is_outermost)
             return (

@@ -8,6 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from zero_fn.runtime.backwards import Backwards
+from zero_fn.runtime.blocks import Block
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards, in_two_threads
 from zero_fn.runtime.statistics import Statistics
@@ -15,6 +16,7 @@ from zero_fn.runtime.transformed import Transformed
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.use import UnitUse
+from zero_fn.runtime.whole_step import end_whole
 from zero_fn.transport.links import Links
 from zero_fn.values.assignment import Assignment
 
@@ -81,6 +83,7 @@ class Run:
     def recover(self) -> None:
         """Puts the module at rest if its last pass raised. Verbs call this first. Ranks that raised alike stay in step."""
         self.forwards.abandon()
+        self.leave_blocks()
         backward = self.backwards.current
         if backward is None or not backward.ending.is_to_come:
             self.backwards.recover()
@@ -99,18 +102,45 @@ class Run:
 
     # -- for blocks in which local gradients are summed over several backwards, and reduced once at the end -------------
 
-    def begin_accumulation(self) -> None:
+    @property
+    def is_accumulating(self) -> bool:
+        """Whether an `accumulate` block is open."""
+        if self.module.blocks:
+            self.leave_blocks()
+        return self.module.accumulating > 0
+
+    def leave_blocks(self) -> None:
+        """Closes what blocks have left open whose end was interrupted. [Note: interrupted blocks] (blocks.py)"""
+        module = self.module
+        still = [block for block in module.blocks if block.is_open]
+        if len(still) == len(module.blocks):
+            return
+        accumulating = sum(block.accumulates for block in still)
+        whole = {unit for block in module.blocks if block not in still for unit in block.units}
+        for unit in module.live_units():
+            if unit in whole:
+                end_whole(unit)
+            if not accumulating:
+                unit.gradients.take()
+            unit.mark_stale()
+        self.backwards.settling.drop()
+        module.control.read()
+        module.blocks, module.accumulating = still, accumulating
+
+    def begin_accumulation(self, block: Block) -> None:
         """A block begins, which may be inside another."""
         if not self.module.accumulating:
             self.recover()  # what a backward before left must not be taken for a part of this sum
             self.forwards.is_fresh = True
+        self.module.blocks.append(block)
         self.module.accumulating += 1
 
-    def end_accumulation(self, *, failed: bool) -> None:
+    def end_accumulation(self, block: Block, *, failed: bool) -> None:
         """Ends an `accumulate` block. The outermost one reduces the sums, or drops them after an exception. A collective."""
         module = self.module
         module.accumulating -= 1
         if module.accumulating:
+            module.blocks.remove(block)
             return
         is_reduced = False
         try:
@@ -126,6 +156,7 @@ class Run:
                     unit.gradients.take()
             for unit in module.live_units():
                 unit.mark_stale()
+        module.blocks.remove(block)
 
     def _reduce(self) -> None:
         """Reduces and settles all local gradients."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zero_fn.runtime.away import Away
+from zero_fn.runtime.blocks import Block
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.unit import Unit
@@ -33,6 +34,7 @@ class Transformed:
         control: The control messages between ranks.
         graphs: The graphs of forwards whose backward may come.
         accumulating: How many `accumulate` blocks are open.
+        blocks: All blocks of the user that are open, or were interrupted while they closed.
         caller: The thread that has begun the last forward. It calls the backward, too.
     """
 
@@ -44,6 +46,7 @@ class Transformed:
         self.control = Control(transport)
         self.graphs = Graphs()
         self.accumulating = self.caller = 0
+        self.blocks: list[Block] = []
 
     def unit(self, index: int) -> Unit:
         """The unit of this number."""

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 from torch import nn
 
+from zero_fn.runtime.blocks import Block, Body, opened
 from zero_fn.runtime.entry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
-from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients
+from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients, register_resting
 
 __all__ = ["accumulate"]
 
 
-@contextmanager
-@uncompiled
-def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
+def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextManager[None]:
     """Sums the gradients of several backwards on each rank, and reduces them over ranks once, when the block ends.
 
         with zf.accumulate(model):
@@ -54,17 +53,23 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
         StateError: A module was not transformed, or `unshard=True` inside a block that has begun. Inside the block:
             `optimizer.step()` and, without `unshard`, any read of `.grad`.
     """
+    return opened(_accumulated, modules, unshard=unshard, accumulates=True)
+
+
+@uncompiled
+def _accumulated(block: Block, modules: Sequence[nn.Module], *, unshard: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:
         require_idle((unit for run in runs for unit in run.module.live_units()), "accumulate(unshard=True)")
     for run in runs:
-        run.begin_accumulation()
+        run.begin_accumulation(block)
     failed = True
     try:
         if unshard:
             for run in runs:
                 run.prepare()
-            begin_whole([unit for run in runs for unit in run.module.live_units()])
+            block.units = [unit for run in runs for unit in run.module.live_units()]
+            begin_whole(block.units)
         yield
         failed = False
     finally:
@@ -73,7 +78,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> Iterator[None]:
                 _take_over(run, failed=failed)
         with ExitStack() as ends:  # every module's, should a hook of the user raise in one
             for run in reversed(runs):
-                ends.callback(run.end_accumulation, failed=failed)
+                ends.callback(run.end_accumulation, block, failed=failed)
 
 
 def _take_over(run: Run, *, failed: bool) -> None:
@@ -81,7 +86,8 @@ def _take_over(run: Run, *, failed: bool) -> None:
     run.forwards.statistics.note()
     for unit in run.module.live_units():
         if unit.shown.leaves is None:
-            continue  # an error came before it was gathered
+            register_resting(unit)  # an error came before it was gathered, or an interrupt while it was registered
+            continue
         leaves = end_whole(unit)
         changed = {slot: leaf for slot, leaf in zip(unit.slots, leaves, strict=True) if leaf._version}
         if changed:  # they had version 0 when they were registered

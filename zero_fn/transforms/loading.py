@@ -43,6 +43,7 @@ def _before_load(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *_: object
 ) -> None:
     for unit in units_of(module):
+        run_of(unit).recover()
         unit.follow_moved()  # of a deep copy that did not run yet
     for name, child in module.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
         if isinstance(child, Tiled):

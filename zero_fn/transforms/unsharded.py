@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 from torch import Tensor, nn
 
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
+from zero_fn.runtime.blocks import Block, Body, opened
 from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_parameters
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -20,9 +21,7 @@ from zero_fn.transport.agreement import agree_along, content_digest
 __all__ = ["refresh", "unsharded"]
 
 
-@contextmanager
-@uncompiled
-def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
+def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
     """Makes the parameters of modules whole, plain tensors inside the block (as FSDP's `summon_full_params`).
 
         with zf.unsharded(model.head):
@@ -49,6 +48,11 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
             a gradient reached a whole parameter.
         DisagreementError: With `writeback`, the edits differ between ranks; nothing is written.
     """
+    return opened(_unsharded, modules, writeback=writeback)
+
+
+@uncompiled
+def _unsharded(block: Block, modules: Sequence[nn.Module], *, writeback: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="unsharded")
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     require_idle(units, "unsharded")
@@ -56,6 +60,9 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
         unit.follow_moved()
     for unit in units:
         unit.mark_stale()
+    block.units = units
+    for run in runs:
+        run.module.blocks.append(block)
     begin_whole(units)
     for unit in units:
         for slot, whole in zip(unit.slots, unit.shown.leaves or (), strict=True):
@@ -76,6 +83,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> Iterator[None]:
                 unit.at_rest.scatter(dict(zip(unit.slots, wholes, strict=True)))
                 for slot in unit.slots:
                     slot.initial = None
+        for run in runs:
+            run.module.blocks.remove(block)
 
 
 def _refuse_gradient(slot: Slot, whole: Tensor) -> None:

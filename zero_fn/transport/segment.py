@@ -208,7 +208,7 @@ class Pending:
 
     def __del__(self) -> None:
         # The model failed and was dropped. If a receive were freed now, the next receive would get its message.
-        if self._works:
+        if getattr(self, "_works", ()):  # an interrupt may have come before it was made
             keep_dropped((self._works, self._finish, self.kept))
 
     def wait(self) -> None:
