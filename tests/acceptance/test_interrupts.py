@@ -396,3 +396,25 @@ def test_a_module_that_runs_in_one_thread_is_refused_in_another() -> None:
         assert torch.equal(model(_batch(0)), plain(_batch(0)))
         other()  # one after the other, any thread may call it
     assert found == ["A transformed module was called while another thread runs it."]
+
+
+@pytest.mark.parametrize("stage", ["stage 1", "stage 3"])
+def test_parameters_that_are_taken_over_after_a_move_survive_an_interrupt(stage: str) -> None:
+    folder = _shared_folder()
+    with alone() as mesh:
+        patient = Patient(stage, folder, mesh)
+
+        def moved() -> None:
+            patient.model.to(torch.float64).to(torch.float32)
+            patient.evaluate()
+
+        patient.evaluate()
+        wanted = patient.model(_batch(5)).detach()
+        clean = _Tracer()
+        clean.run(moved)
+        moments = [moment for moment in _shared_moments(clean.counts) if moment[0][0] == "runtime/at_rest.py"]
+        for moment in random.Random(0).sample(moments, 10):
+            with pytest.raises(KeyboardInterrupt):
+                _Tracer(moment).run(moved)
+            assert torch.equal(patient.model.to(torch.float32)(_batch(5)), wanted), moment
+    shutil.rmtree(folder)

@@ -205,6 +205,8 @@ class Named:
         seen: set[int] = set()
         for unit in units_of(module):
             run_of(unit).recover()
+            if unit.at_rest.moving is not None:
+                unit.follow_moved()
         keys = set(module.state_dict(keep_vars=True))
         for prefix, child in module.named_modules(remove_duplicate=False):
             if isinstance(child, Tiled):  # [Note: names of tiles]

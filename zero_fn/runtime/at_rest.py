@@ -33,6 +33,8 @@ class AtRest:
         slots: The parameters.
         groups: The groups of parameters by kind, with their buffers.
         is_evicted: Whether `evict` has moved the parameters to another tier, so that they cannot be used.
+        moving: While moved parameters are taken over: each, and its values where it was moved to. An interrupt in the midst
+            leaves them here, and the next `follow_moved` takes them over.
     """
 
     def __init__(self, unit: str, slots: Sequence[Slot], transport: Links, away: Away, owner: object) -> None:
@@ -40,6 +42,7 @@ class AtRest:
         self._unit, self._transport, self._away = unit, transport, away
         self.groups = Groups()
         self.is_evicted = False
+        self.moving: list[tuple[nn.Parameter, Tensor]] | None = None
         self._owner: Callable[[], object] = weakref.ref(owner)
         self._known: list[Record] = []  # records of the earlier groups, which new groups may take over
 
@@ -61,7 +64,7 @@ class AtRest:
     def is_current(self) -> bool:
         """Whether modules still hold the same parameters, on the same memory."""
         with as_plain():
-            return all(map(Slot.is_current, self.slots))
+            return self.moving is None and all(map(Slot.is_current, self.slots))
 
     def require_in_memory(self, unit: str) -> None:
         """Raises where the parameters were evicted."""
@@ -79,12 +82,12 @@ class AtRest:
             PlacementError: A parameter was replaced by one that is not sharded as the unit is.
         """
         with torch.inference_mode(False), torch.no_grad():  # memory made in inference mode could never be trained
-            moved = [_successor(slot) for slot in self.slots]
-            locals_ = [local_of(parameter) for parameter in moved]
-            self.form_groups([parameter.dtype for parameter in moved], [local.device for local in locals_])
+            if self.moving is None:
+                self.moving = [(parameter, local_of(parameter)) for parameter in map(_successor, self.slots)]
+            self.form_groups([local.dtype for _, local in self.moving], [local.device for _, local in self.moving])
             self._lay_out()
             values: dict[Slot, Tensor] = {}
-            for slot, parameter, local in zip(self.slots, moved, locals_, strict=True):
+            for slot, (parameter, local) in zip(self.slots, self.moving, strict=True):
                 if not same_place(local, slot.flat):
                     values[slot] = local
                     parameter = _on_other_memory(parameter, slot.resting_local(), slot)

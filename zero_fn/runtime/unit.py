@@ -128,6 +128,7 @@ class Unit:
         self.reshard()
         self.at_rest.follow_moved()
         self.note_moved()
+        self.at_rest.moving = None
 
     # -- gathered ---------------------------------------------------------------------------------------------------
 
