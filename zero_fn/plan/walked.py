@@ -44,7 +44,8 @@ def walk(run: Run, *, backwards: int) -> Walk:
     """
     units = {unit.index: unit for unit in run.module.live_units()}
     trained = frozenset(index for index, unit in units.items() if unit.gradients.are_wanted)
-    trace = run.forwards.recorded_trace() or _nested_trace({index: unit.name for index, unit in units.items()})
+    recorded = (trace for (_, grad), (trace, _) in run.forwards.recorded.items() if grad)
+    trace = max(recorded, key=len, default=None) or _nested_trace({index: unit.name for index, unit in units.items()})
     forward = run.module.ahead(forward_schedule(trace, keeps_last=True))
     reduced = trained if backwards == 1 else frozenset()
     backward = Script(_way_back(trace, trained), reduced, ahead=run.module.ahead).events

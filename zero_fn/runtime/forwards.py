@@ -67,6 +67,7 @@ class Forwards:
         statistics: The module's buffers (running statistics).
         has_agreed: Whether ranks have compared layouts and values since the transform, or since values were loaded.
         is_fresh: Whether nothing was gathered yet in this `accumulate` block.
+        recorded: The last forward that began at a unit, with gradients or without: its brackets, and its schedule.
     """
 
     def __init__(self, module: Transformed, statistics: Statistics) -> None:
@@ -75,13 +76,8 @@ class Forwards:
         self.call: FrameType | None = None
         self.era = self.packed = 0
         self.has_agreed, self.is_fresh = False, True
-        self._recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
+        self.recorded: dict[tuple[tuple[int, str], bool], tuple[Trace, tuple[Leg, ...]]] = {}
         self._present = 0  # how many units had their modules in the model in the last forward
-
-    def recorded_trace(self) -> Trace | None:
-        """The longest forward that was recorded for training, if any."""
-        traces = [trace for (_, grad), (trace, _) in self._recorded.items() if grad]
-        return max(traces, key=len, default=None)
 
     @property
     def are_open(self) -> bool:
@@ -175,7 +171,7 @@ class Forwards:
         self._module.graphs.limit()
         grad = torch.is_grad_enabled()
         begun_at = (unit.index, entry.attribute)
-        recorded = self._recorded.get((begun_at, grad)) if not is_swapped else None
+        recorded = self.recorded.get((begun_at, grad)) if not is_swapped else None
         offsets = self._module.graphs.offsets()
         self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
         self.current.is_swapped = is_swapped
@@ -198,22 +194,13 @@ class Forwards:
             unit.follow_moved()
             is_swapped |= bool(unit.shown.swapped)
         refuse_new(self._module)
-        if present != self._present:
-            self._forget_gone(present)
+        if present != self._present:  # layers may be taken out of a model
+            self._present = present
+            self.recorded.clear()
         self.agree()
         if self.statistics.is_active and not is_swapped:
             self._broadcast_statistics()
         return is_swapped
-
-    def _forget_gone(self, present: int) -> None:
-        """Forgets recorded schedules of units that are gone: layers may be taken out of a model."""
-        self._present = present
-        gone = {i for i, unit in enumerate(self._module.units) if (found := unit()) is None or found.at_rest.is_gone}
-        self._recorded = {
-            key: recorded
-            for key, recorded in self._recorded.items()
-            if gone.isdisjoint(bracket.use.unit for bracket in recorded[0])
-        }
 
     def agree(self) -> None:
         """Compares over ranks what they hold: once, and again after loading."""
@@ -252,9 +239,9 @@ class Forwards:
             return
         trace = forward.relative_trace()
         key = (forward.entry, forward.grad)
-        recorded = self._recorded.get(key)
+        recorded = self.recorded.get(key)
         if not forward.is_swapped and (recorded is None or recorded[0] != trace):
-            self._recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
+            self.recorded[key] = (trace, legs(module.ahead(forward_schedule(trace, keeps_last=forward.grad))))
         kept = forward.kept_units() if forward.grad else set()
         for unit in module.live_units():
             if unit.in_flight.phase is Phase.AT_REST and not unit.groups.is_away:
