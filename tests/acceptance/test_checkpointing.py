@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as checkpoint_by_hooks  # type: ignore[attr-defined]
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -127,6 +128,45 @@ def test_g22_a_recomputed_model_trains(ranks: Ranks, n: int, build: Callable[[],
                 backward(model, run, number + 20)
 
     assert ranks(n).run(differences, build, program) == [[]] * n
+
+
+PLACES = {
+    "units": ["layers.0", "layers.1", "layers.2"],
+    "inside units": ["layers.0.first", "layers.0.second", "layers.2.first"],
+    "the whole": [""],
+    "all at once": ["", "layers.0", "layers.1", "layers.1.second"],
+}
+
+
+def by_hooks(places: str, model: Any) -> Any:
+    """Puts torch's composable checkpoints at modules of a model: two hooks at each."""
+    for name in PLACES[places]:
+        checkpoint_by_hooks(model.get_submodule(name))
+    return model
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("is_first", [True, False], ids=["before the transform", "after it"])
+@pytest.mark.parametrize("places", PLACES)
+def test_g22_composable_checkpoints_train(ranks: Ranks, n: int, places: str, is_first: bool) -> None:
+    def build() -> nn.Module:
+        model = (Both if places == "all at once" else Stack)()
+        return by_hooks(places, model) if is_first else model
+
+    def program(model: Any, run: Run, number: int) -> None:
+        backward(model, run, number)
+        with run.accumulate():
+            backward(model, run, number + 10)
+            backward(model, run, number + 20)
+
+    def found() -> list[str]:
+        transform = (lambda model: model) if is_first else partial(by_hooks, places)
+        kept = {"reshard_after": "backward"}
+        return differences(build, program, transform=transform) + differences(
+            build, program, transform=transform, stages=["zero3"], options=kept
+        )
+
+    assert ranks(n).run(found) == [[]] * n
 
 
 @pytest.mark.parametrize("n", SIZES)

@@ -28,7 +28,7 @@ from zero_fn.runtime.call_hooks import ATTACHED, cast, drop_hooks, put_hooks, pu
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.gather import gather
 from zero_fn.runtime.run import Run, run_of
-from zero_fn.runtime.saved import begin_packing, end_packing
+from zero_fn.runtime.saved import begin_packing, end_packing, is_run_again_by_hooks
 from zero_fn.runtime.selective import outside_selection
 from zero_fn.runtime.swapped import called_outside, is_transforming
 from zero_fn.runtime.uncompiled import left_alone, uncompiled
@@ -182,7 +182,8 @@ class Attached:
             and not begun.is_transforming
         )
         # What is kept between uses may be kept by autograd as well.
-        begun.is_packing = begun.has_backward and unit.groups.is_transient and begin_packing()
+        packs = begun.has_backward and unit.groups.is_transient
+        begun.is_packing = packs and not (in_backward and is_run_again_by_hooks(self.module)) and begin_packing()
         forwards.packed += begun.is_packing
         return True
 

@@ -8,6 +8,10 @@ gathers it. A unit whose gathered parameters are kept between uses needs no pack
 `torch.utils.checkpoint` or `save_on_cpu`. So tensors that are not ours are handed to the hooks that were on top when the unit
 was entered.
 
+[Note: a checkpoint by hooks] torch's composable `checkpoint(module)` is two hooks at the module, and ours stand around them.
+In the forward its saved-tensor hooks are the innermost, and it counts gathered parameters. So it must when it runs the module
+again, where ours would be pushed inside. It holds them then until their nodes have run, which is before they are freed.
+
 [Note: changed after it was saved] Without hooks, autograd raises in backward if a saved tensor was changed in place since.
 With hooks it does not look (torch 2.13), so it is done here: the version is packed with the tensor. Tensors that are handed
 to hooks around the unit are theirs to check, as without a unit; a change of a gathered parameter is refused in any case.
@@ -15,6 +19,7 @@ to hooks around the unit are theirs to check, as without a unit; a change of a g
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,7 +34,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from zero_fn.resting import on_spec
 from zero_fn.runtime.uncompiled import uncompiled
 
-__all__ = ["Source", "begin_packing", "drop_packing", "end_packing", "remember_buffer"]
+__all__ = ["Source", "begin_packing", "drop_packing", "end_packing", "is_run_again_by_hooks", "remember_buffer"]
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _push = torch._C._autograd._push_saved_tensors_default_hooks
@@ -177,6 +182,13 @@ def drop_packing(count: int) -> None:
     while (top := _top_hooks(False)) is not None and (count > 0 or _is_ours(top)):
         _pop()
         count -= 1
+
+
+def is_run_again_by_hooks(module: nn.Module) -> bool:
+    """Whether the composable checkpoint of a module runs it, in backward. [Note: a checkpoint by hooks]"""
+    composable = sys.modules.get("torch.distributed._composable.checkpoint_activation")  # nobody uses it before
+    state = composable.checkpoint.state(module) if composable is not None else None
+    return state is not None and not state.enable_hook
 
 
 def _is_ours(top: tuple[object, object]) -> bool:
