@@ -14,13 +14,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 from zero_fn.runtime.unit import Unit
 
-__all__ = ["Block", "Body", "opened"]
+__all__ = ["Body", "UserBlock", "opened"]
 
 Body = Generator[None, None, None]
 """What a block does, up to `yield`, and after it."""
 
 
-class Block:
+class UserBlock:
     """One block.
 
     Attributes:
@@ -44,7 +44,7 @@ def opened(
     body: Callable[..., Body], *args: object, accumulates: bool = False, **kwargs: object
 ) -> AbstractContextManager[None]:
     """The context manager of a block. `body` is called with the block, and with the arguments."""
-    block = Block(accumulates=accumulates)
+    block = UserBlock(accumulates=accumulates)
     context = contextmanager(body)(block, *args, **kwargs)
     block.body = weakref.ref(context.gen)
     return context

@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import Any
 
 from zero_fn.runtime.backwards import Backwards
-from zero_fn.runtime.blocks import Block
+from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.forwards import Door, Forwards, in_two_threads
 from zero_fn.runtime.statistics import Statistics
@@ -127,7 +127,7 @@ class Run:
         module.control.read()
         module.blocks, module.accumulating = still, accumulating
 
-    def begin_accumulation(self, block: Block) -> None:
+    def begin_accumulation(self, block: UserBlock) -> None:
         """A block begins, which may be inside another."""
         if not self.module.accumulating:
             self.recover()  # what a backward before left must not be taken for a part of this sum
@@ -135,7 +135,7 @@ class Run:
         self.module.blocks.append(block)
         self.module.accumulating += 1
 
-    def end_accumulation(self, block: Block, *, failed: bool) -> None:
+    def end_accumulation(self, block: UserBlock, *, failed: bool) -> None:
         """Ends an `accumulate` block. The outermost one reduces the sums, or drops them after an exception. A collective."""
         module = self.module
         module.accumulating -= 1

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from zero_fn.runtime.away import Away
-from zero_fn.runtime.blocks import Block
+from zero_fn.runtime.blocks import UserBlock
 from zero_fn.runtime.control import Control
 from zero_fn.runtime.graphs import Graphs
 from zero_fn.runtime.unit import Unit
@@ -46,7 +46,7 @@ class Transformed:
         self.control = Control(transport)
         self.graphs = Graphs()
         self.accumulating = self.caller = 0
-        self.blocks: list[Block] = []
+        self.blocks: list[UserBlock] = []
 
     def unit(self, index: int) -> Unit:
         """The unit of this number."""

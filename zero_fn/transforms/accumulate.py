@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 
 from torch import nn
 
-from zero_fn.runtime.blocks import Block, Body, opened
+from zero_fn.runtime.blocks import Body, UserBlock, opened
 from zero_fn.runtime.entry import require_idle, runs_of, with_parameters
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.uncompiled import uncompiled
@@ -16,6 +16,7 @@ from zero_fn.runtime.whole_step import begin_whole, end_whole, local_gradients, 
 __all__ = ["accumulate"]
 
 
+@uncompiled
 def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextManager[None]:
     """Sums the gradients of several backwards on each rank, and reduces them over ranks once, when the block ends.
 
@@ -57,7 +58,7 @@ def accumulate(*modules: nn.Module, unshard: bool = False) -> AbstractContextMan
 
 
 @uncompiled
-def _accumulated(block: Block, modules: Sequence[nn.Module], *, unshard: bool) -> Body:
+def _accumulated(block: UserBlock, modules: Sequence[nn.Module], *, unshard: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="accumulate")
     if unshard:
         require_idle((unit for run in runs for unit in run.module.live_units()), "accumulate(unshard=True)")

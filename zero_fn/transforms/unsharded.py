@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import StateError
 from zero_fn.resting import local_of
-from zero_fn.runtime.blocks import Block, Body, opened
+from zero_fn.runtime.blocks import Body, UserBlock, opened
 from zero_fn.runtime.entry import require_idle, runs_of, units_of, with_parameters
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
@@ -21,6 +21,7 @@ from zero_fn.transport.agreement import agree_along, content_digest
 __all__ = ["refresh", "unsharded"]
 
 
+@uncompiled
 def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextManager[None]:
     """Makes the parameters of modules whole, plain tensors inside the block (as FSDP's `summon_full_params`).
 
@@ -52,7 +53,7 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
 
 
 @uncompiled
-def _unsharded(block: Block, modules: Sequence[nn.Module], *, writeback: bool) -> Body:
+def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: bool) -> Body:
     runs = runs_of(*with_parameters(modules), verb="unsharded")
     units = list({id(unit): unit for module in modules for unit in units_of(module)}.values())
     require_idle(units, "unsharded")
