@@ -27,6 +27,7 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "largest": lambda model: sum(p.abs().max() for p in model.parameters()) / 32,
     "rows": lambda model: (model.enter.weight[1:] - model.enter.weight[:-1]).square().sum(),
     "last rows": lambda model: sum(p[-1].square().sum() for p in model.parameters()),
+    "flat": lambda model: nn.utils.parameters_to_vector(model.parameters()).square().sum() / 64,
 }
 
 

@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
-from tests.fsdp2.models import DIM, Stacked, run_all
+from tests.fsdp2.models import DIM, Mlp, Stacked, run_all
 from tests.ranks import Ranks
-from tests.worlds import World, noise
+from tests.worlds import ALL, World, differences, noise
+
+
+class Narrow(nn.Module):
+    """Ends in a head of one row, as a regression does; no number of ranks divides its rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Mlp(7), nn.Linear(DIM, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.head(self.body(x))
+        return y
 
 
 def steps_take_a_closure(world: World) -> None:
-    """LBFGS calls it several times."""
+    """LBFGS calls it several times, and flattens gradients and directions, whose rows the ranks do not divide."""
     for make in (torch.optim.SGD, torch.optim.LBFGS):
-        model = world.build(Stacked).double()
+        model = world.build(Narrow).double()
         optimizer = make(model.parameters(), lr=0.1)
 
         def closure(model: Any = model, optimizer: Any = optimizer) -> Tensor:
@@ -37,10 +49,9 @@ def steps_take_a_closure(world: World) -> None:
             dist.all_reduce(value := loss.detach().clone())
             return value / dist.get_world_size()
 
-        if make is torch.optim.SGD:
-            for _ in range(2):
-                optimizer.step(closure)
-            world.note_model(model)
+        for _ in range(2):
+            world.note("loss", optimizer.step(closure))
+        world.note_model(model)
 
 
 def ranks_have_other_numbers_of_batches(world: World) -> None:
@@ -59,6 +70,11 @@ def ranks_have_other_numbers_of_batches(world: World) -> None:
 
 def test_optimizers_step_as_for_replicas(ranks: Ranks) -> None:
     assert ranks(2).run(run_all, (steps_take_a_closure, ranks_have_other_numbers_of_batches)) == [[], []]
+
+
+def test_lbfgs_steps_as_for_replicas_on_three_ranks(ranks: Ranks) -> None:
+    """Of rows of one and of seven a rank may hold nothing."""
+    assert ranks(3).run(differences, steps_take_a_closure, stages=ALL) == [[]] * 3
 
 
 def _some_ranks() -> list[float]:

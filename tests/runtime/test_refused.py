@@ -116,7 +116,7 @@ MENDED |= {"any.default", "any.dim", "any.dims"}
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
     *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "add_.Tensor", "sub_.Tensor", "div_.Tensor"),
-    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default"),
+    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default", "_unsafe_view.default", "copy_.default"),
     *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "lerp") for end in ("", "_")),
     *("_foreach_copy_.default", "_foreach_addcmul_", "_foreach_addcdiv_"),
     *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
@@ -424,6 +424,73 @@ def _mixed_lists() -> None:
 def test_lists_of_dtensors_and_plain_tensors_are_done_apart(ranks: Ranks) -> None:
     """torch refuses them, and has no `_foreach_copy_` of DTensors."""
     ranks(2).run(_mixed_lists)
+
+
+FLAT: tuple[Callable[[Any], Any], ...] = (
+    *(lambda t: t.view(-1), lambda t: t.flatten(), lambda t: t.reshape(-1), lambda t: t.t().reshape(-1)),
+    *(lambda t: t.view(1, -1), lambda t: torch.cat([t.flatten(), t.view(-1)]), lambda t: t.detach().ravel()),
+    lambda t: nn.utils.parameters_to_vector([t, t]),
+)
+
+
+def _flattened() -> None:
+    """Views as one row, of rows that the ranks do not divide and of a single one; their gradients; sums with shards."""
+    for shape in ((7, 6), (1, 6), (5,), (1,)):
+        plain = nn.Parameter(torch.randn(shape))
+        weight: Any = zf.zero3(Holder(nn.Parameter(plain.detach().clone())), axis()).weight
+        for flat in FLAT:
+            found, expected = flat(weight), flat(plain)
+            assert torch.equal(full(found.detach()), expected)
+            if not expected.requires_grad:
+                continue
+            found.square().sum().backward()
+            expected.square().sum().backward()
+            assert torch.equal(full(weight.grad), plain.grad)  # type: ignore[arg-type]
+            weight.grad = plain.grad = None
+        for p in (weight, plain):
+            with torch.no_grad():
+                other = 1 + p.detach().square().view(-1).view_as(p)
+                p.copy_(other).add_(other, alpha=2).mul_(other).sub_(other).div_(other)
+            nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([p]) + 1, [p])
+        assert torch.equal(full(weight.detach()), plain)
+        if plain.ndim > 1:  # else the view is of the shard
+            with pytest.raises(zf.ShardedAccessError, match=r"zero_ of a view"):
+                weight.detach().view(-1).zero_()
+
+
+def _surgery(composition: str) -> list[Tensor]:
+    """The gradients that PCGrad leaves of two tasks (arXiv:2001.06782), as its loops flatten, project and write back."""
+    torch.manual_seed(3)
+    model: nn.Module = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 1))
+    if composition:
+        model = getattr(zf, composition)(model, axis())
+    tasks = []
+    for task in range(2):
+        model.zero_grad()
+        (model(torch.randn(4, 6)) - 3 * task).square().mean().backward()
+        tasks.append(torch.cat([p.grad.detach().flatten() for p in model.parameters() if p.grad is not None]))
+    first, second = tasks
+    if (product := first.dot(second)) < 0:
+        first = first - product / second.norm() ** 2 * second
+    for p, values in zip(model.parameters(), first.split([p.numel() for p in model.parameters()]), strict=True):
+        p.grad.data.copy_(values.view_as(p))  # type: ignore[union-attr]
+    return [full(p.grad) for p in model.parameters()]  # type: ignore[arg-type]
+
+
+def _surgeries(composition: str) -> None:
+    for found, expected in zip(_surgery(composition), _surgery(""), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks: Ranks) -> None:
+    """torch refuses, also to add a row of a whole tensor to the only row of a cut one."""
+    for n in (2, 3):
+        ranks(n).run(_flattened)
+
+
+@pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
+def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(ranks: Ranks, composition: str) -> None:
+    ranks(2).run(_surgeries, composition)
 
 
 def _in_text() -> None:

@@ -305,6 +305,33 @@ def _read_only(call: Call, go_on: Callable[..., Any]) -> Any:
     return tree_map(marked, go_on(*call.args, **call.kwargs))
 
 
+def _may_not_flatten(call: Call) -> bool:
+    return bool(_cut(call.ours[0])) and TracingContext.try_get() is None
+
+
+def _viewed_whole(call: Call, go_on: Callable[..., Any]) -> Any:
+    """The view, of the tensor made whole where torch has no view of the shards."""
+    try:
+        return go_on(*call.args, **call.kwargs)
+    except RuntimeError:  # on every rank, before anything is sent, unless the view is none of a plain tensor either
+        tensor, size = call.args
+        torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(size)
+        return go_on(_whole(tensor, _cut(tensor)), size)
+
+
+def _is_thin_beside_other(call: Call) -> bool:
+    """Whether a tensor that is cut along a dim of one element is written with one of its shape that lies elsewhere."""
+    tensor, other = call.args[:2]
+    if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or other.placements == tensor.placements:
+        return False
+    return other.shape == tensor.shape and any(tensor.shape[dim] == 1 for dim in _dims_cut(tensor))
+
+
+def _with_other_alike(call: Call, go_on: Callable[..., Any]) -> Any:
+    tensor, other = call.args[:2]
+    return go_on(tensor, detached(other).redistribute(placements=tensor.placements), *call.args[2:], **call.kwargs)
+
+
 def _is_in_tiers(call: Call) -> bool:
     return any(isinstance(local_of(tensor), TierTensor) for tensor in call.ours)
 
@@ -493,6 +520,18 @@ ROWS = (
         mend=_of_wholes,
     ),
     _VIEWS,
+    Row(
+        "view.default _unsafe_view.default",
+        when=_may_not_flatten,
+        why="torch refuses p.view(-1) of rows that the ranks do not divide, as L-BFGS and parameters_to_vector write",
+        mend=_viewed_whole,
+    ),
+    Row(
+        "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor copy_.default",
+        when=_is_thin_beside_other,
+        why="torch takes a dim of one element for one that is broadcast, and refuses: L-BFGS adds parts of a flat tensor",
+        mend=_with_other_alike,
+    ),
     Row(
         "_foreach_norm.Scalar linalg_vector_norm.default _foreach_mul_.Tensor _foreach_mul_.Scalar mul_.Tensor",
         when=_is_in_tiers,
