@@ -194,6 +194,31 @@ def test_an_entry_that_reaches_into_another_is_found(
         zf.load(copy, _built(5))
 
 
+@pytest.mark.parametrize("table", ["planner_data", "state_dict_metadata", "storage_data", "all"])
+def test_a_state_whose_name_was_damaged_is_not_lost(
+    table: str, saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
+) -> None:
+    """It was taken for `extra`, or for nothing, and the other states of its parameter were loaded."""
+    copy = Path(shutil.copytree(saved[0] / "nested", tmp_path / "copy"))
+    said = dcp.FileSystemReader(copy).read_metadata()
+    name = "optimizer.state.0.weight.step"
+    raw = pickle.dumps(said)
+    if table == "all":  # a name stands once in a pickle
+        raw = raw.replace(name.encode(), name.encode().replace(b"0", b"2"))
+    elif table == "planner_data":
+        said.planner_data[name] = ("nptimizer", *said.planner_data[name][1:])
+    else:
+        found = getattr(said, table)
+        for key in [key for key in found if name in (key, getattr(key, "fqn", ""))]:
+            del found[key]
+    (copy / ".metadata").write_bytes(raw if table == "all" else pickle.dumps(said))
+    model = _built(5)
+    before = {name: value.tolist() for name, value in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"metadata(.|\n)*what torch does not say"):
+        zf.load(copy, model, _adamw(model, 0.1))
+    assert {name: value.tolist() for name, value in model.state_dict().items()} == before
+
+
 def test_every_flipped_bit_is_found_or_harmless(
     saved: tuple[Path, dict[str, Any], dict[str, Any]], tmp_path: Path
 ) -> None:

@@ -59,8 +59,15 @@ class DcpFolder(Foreign):
             self._tensors: dict[str, dict[str, Any]] = {
                 n: each.state for n, each in said["state_dict_metadata"].items()
             }
-            paths = said.get("planner_data") or {}
-            self._list({name: tuple(paths.get(name, (name,))) for name in self._tensors})
+            # Nothing in `.metadata` has a checksum, but all of it names the same things, and a name is its path, joined.
+            paths = {name: tuple(path) for name, path in (said["planner_data"] or {}).items()}
+            paths = paths or {name: (name,) for name in self._tensors}  # it was saved without paths
+            names = {name for name, _ in self._entries}
+            if not paths.keys() == self._tensors.keys() == names or len(self._entries) != len(said["storage_data"]):
+                raise ValueError("its tables have different names")
+            if any(".".join(map(str, path)) != name for name, path in paths.items()):
+                raise ValueError("a name is not its path")
+            self._list({name: paths[name] for name in self._tensors})
 
     def _entry(self, info: dict[str, Any]) -> _Entry:
         file = info["relative_path"]
