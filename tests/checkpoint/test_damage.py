@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -314,32 +315,232 @@ def test_nan_comes_back(tmp_path: Path) -> None:
 # -- made by hand ------------------------------------------------------------------------------------------------------
 
 
-def _forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a JSON file, with a digest that is right."""
-    body = json.loads(path.read_text())["body"]
-    change(body)
-    path.write_bytes(files._signed(json.dumps(body)))
+PART = "rank-00000.json"
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def _first(body: dict[str, Any], kind: str = "model") -> dict[str, Any]:
+    found: dict[str, Any] = body["files"][kind][0]
+    return found
+
+
+def _box(body: dict[str, Any], kind: str = "model", name: str = "0.bias") -> dict[str, Any]:
+    found: dict[str, Any] = _first(body, kind)["tensors"][name]
+    return found
+
+
+def _refused(parent: Path, raw: bytes, file: str) -> None:
+    """A file of `step-1` is replaced: a load says what is wrong, changes nothing, takes no memory, and `step-0` is listed."""
+    whole = (parent / "step-1" / file).read_bytes()
+    (parent / "step-1" / file).write_bytes(raw)
+    model, optimizer = run_of(2.5)
+    before = [value.clone() for value in values_of(model, optimizer)]
+    tracemalloc.start()
+    try:
+        with pytest.raises((zf.CheckpointError, zf.StorageError)):
+            zf.load(parent / "step-1", model, optimizer)
+        assert [found.path.name for found in zf.checkpoints(parent) if found.is_complete][:1] == ["step-0"]
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+        (parent / "step-1" / file).write_bytes(whole)
+    assert all(torch.equal(one, other) for one, other in zip(before, values_of(model, optimizer), strict=True))
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("made_by_hand")
+    zf.save(folder / "step-0", *run_of(1.5))
+    saved(folder)
+    return folder
 
 
 @pytest.mark.parametrize(
     ("file", "change"),
     [
-        ("rank-00000.json", lambda body: body.pop("files")),
-        ("rank-00000.json", lambda body: body["files"]["model"][0]["tensors"].popitem()),
-        ("rank-00000.json", lambda body: body["files"].update({"../../etc": body["files"].pop("model")})),
-        ("rank-00000.json", lambda body: body["files"]["model"][0].update(tensors=[1])),
-        ("rank-00000.json", lambda body: body["files"]["model"][0]["tensors"]["0.bias"].update(sizes=[4])),
-        ("rank-00000.json", lambda body: body["files"]["model"][0]["tensors"]["0.bias"].update(offset=10**9)),
-        ("rank-00000.json", lambda body: body["files"]["model"][0]["tensors"]["0.bias"].update(xxh3="")),
+        (PART, lambda body: body.pop("files")),
+        (PART, lambda body: body.update(id=1)),
+        (PART, lambda body: body.update(rank="0")),
+        (PART, lambda body: body.update(files=[])),
+        (PART, lambda body: body["files"].update(model={})),
+        (PART, lambda body: body["files"].update({"../../etc": body["files"].pop("model")})),
+        (PART, lambda body: _first(body).update(tensors=[1])),
+        (PART, lambda body: _first(body)["tensors"].popitem()),
+        (PART, lambda body: _first(body).update(begin=1 << 40)),
+        (PART, lambda body: _first(body).update(begin=-8)),
+        (PART, lambda body: _first(body).update(nbytes=None)),
+        (PART, lambda body: _first(body).update(xxh3=5)),
+        (PART, lambda body: _box(body).update(sizes=[4])),
+        (PART, lambda body: _box(body).update(sizes=[5, 1])),
+        (PART, lambda body: _box(body).update(starts=[1])),
+        (PART, lambda body: _box(body).update(shape=[1 << 62])),
+        (PART, lambda body: _box(body).update(shape=[0, 1 << 62], starts=[0, 0], sizes=[0, 1 << 62], xxh3="")),
+        (PART, lambda body: _box(body).update(shape=5)),
+        (PART, lambda body: _box(body).update(dtype="X")),
+        (PART, lambda body: _box(body).update(dtype=["F32"])),
+        (PART, lambda body: _box(body).update(offset=10**9)),
+        (PART, lambda body: _box(body).update(offset=10**30)),
+        (PART, lambda body: _box(body).update(offset=1.5)),
+        (PART, lambda body: _box(body).update(offset=True)),
+        (PART, lambda body: _box(body).update(xxh3="")),
+        (PART, lambda body: _box(body).update(xxh3=None)),
+        (PART, lambda body: _box(body, "optimizer", "0.bias/momentum_buffer").update(shape=[1 << 62])),
+        (PART, lambda body: _box(body, "extra", "extra['noise']").update(shape=[1 << 45])),
+        (PART, lambda body: body.update(extra=[1])),
+        (PART, lambda body: body["extra"].update(step={"$tensor": "x"})),
+        (PART, lambda body: body["extra"].update(step={"$tensor": []})),
+        (PART, lambda body: body["extra"].update(step={"$number": "zz"})),
+        (PART, lambda body: body["extra"].update(step={"$number": "0x1p99999"})),
+        (PART, lambda body: body["extra"].update(step={"$bytes": 5})),
+        (PART, lambda body: body["extra"].update(step={"$tuple": 5})),
+        (PART, lambda body: body["extra"].update(step={"$items": [[[1], 2]]})),
+        (PART, lambda body: body["extra"].update(step={"$counter": [1]})),
+        (PART, lambda body: body["extra"].update(step=_nested(700))),
+        (PART, lambda body: body.update(groups={})),
+        (PART, lambda body: body["groups"][0].update(params=5)),
+        (PART, lambda body: body["groups"][0].update(options=[])),
+        (PART, lambda body: body["groups"][0].update(options={"$number": "0x1p0"})),
+        (PART, lambda body: body["groups"][0]["options"].update(params=[])),
+        (PART, lambda body: body.update(values={"0.bias": 5})),
+        (PART, lambda body: body.update(aliases={"0.bias": 5})),
+        (PART, lambda body: body.update(buffers={"1.running_mean": 5})),
+        (PART, lambda body: body.update(buffers={"1.running_mean": {"$tensor": "extra['noise']"}})),
+        ("manifest.json", lambda body: body.pop("id")),
         ("manifest.json", lambda body: body.update(version=99)),
+        ("manifest.json", lambda body: body.update(version="x")),
         ("manifest.json", lambda body: body.update(format="other")),
         ("manifest.json", lambda body: body.update(ranks=2)),
+        ("manifest.json", lambda body: body.update(ranks=3_000_000)),
+        ("manifest.json", lambda body: body.update(ranks=10**12)),
+        ("manifest.json", lambda body: body.update(ranks=10**30)),
+        ("manifest.json", lambda body: body.update(ranks="abc")),
+        ("manifest.json", lambda body: body.update(ranks=-1)),
+        ("manifest.json", lambda body: body.update(ranks=0)),
+        ("manifest.json", lambda body: body.update(names=5)),
+        ("manifest.json", lambda body: body.update(names={"model": "x"})),
+        ("manifest.json", lambda body: body.update(saved_at_ns="x")),
+        ("manifest.json", lambda body: body.update(made_by=[1])),
     ],
 )
-def test_what_was_made_by_hand_is_a_typed_error(file: str, change: Callable[..., object], tmp_path: Path) -> None:
-    saved(tmp_path)
-    _forged(tmp_path / "step-1" / file, change)
-    model, optimizer = run_of(2.5)
+def test_what_was_made_by_hand_is_a_typed_error(file: str, change: Callable[..., object], parent: Path) -> None:
+    """Its digest is right, since whoever makes a file can sign it."""
+    body = json.loads((parent / "step-1" / file).read_text())["body"]
+    change(body)
+    _refused(parent, files._signed(json.dumps(body)), file)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", PART])
+@pytest.mark.parametrize("text", ["[1]", "5", "null", "{}", "[" * 100_000 + "]" * 100_000])
+def test_what_is_no_manifest_at_all_is_a_typed_error(text: str, file: str, parent: Path) -> None:
+    _refused(parent, files._signed(text), file)
+
+
+def _nodes(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Everything in JSON, each with what holds it."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        yield value, key
+        if isinstance(item, dict | list):
+            yield from _nodes(item)
+
+
+def test_whatever_a_manifest_says_is_loaded_or_a_typed_error(parent: Path) -> None:
+    choose = random.Random(0)
+    instead = [
+        None,
+        True,
+        -1,
+        0,
+        7,
+        1 << 40,
+        1 << 62,
+        1 << 70,
+        1.5,
+        "",
+        "x",
+        [],
+        {},
+        [[1]],
+        {"$tensor": "x"},
+        {"a": {}},
+    ]
+    for number in range(CUTS):
+        file = parent / "step-1" / (PART if number % 4 else "manifest.json")
+        whole = file.read_bytes()
+        body = json.loads(whole)["body"]
+        holder, key = choose.choice(list(_nodes(body)))
+        holder[key] = choose.choice(instead)
+        file.write_bytes(files._signed(json.dumps(body)))
+        model, optimizer = run_of(2.5)
+        try:
+            zf.load(parent / "step-1", model, optimizer)
+        except (zf.CheckpointError, zf.StorageError):
+            assert torch.equal(model[0].weight, torch.full((5, 3), 2.5)), (holder, key)
+        else:
+            assert torch.equal(model[0].weight, torch.full((5, 3), 1.5)), (holder, key)
+        finally:
+            assert len(zf.checkpoints(parent)) == 2
+            file.write_bytes(whole)
+
+
+WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        [1],
+        {"weight": 1},
+        {"weight": {}},
+        {"weight": {**WEIGHT, "shape": [2, 2.0]}},
+        {"weight": {**WEIGHT, "shape": [-2, -2]}},
+        {"weight": {**WEIGHT, "shape": [True, 4]}},
+        {"weight": {**WEIGHT, "shape": 4}},
+        {"weight": {**WEIGHT, "shape": [0, 1 << 62, 1 << 62], "data_offsets": [0, 0]}},
+        {"weight": {**WEIGHT, "shape": [1 << 40, 1 << 40]}},
+        {"weight": {**WEIGHT, "data_offsets": [0]}},
+        {"weight": {**WEIGHT, "data_offsets": [0.0, 16.0]}},
+        {"weight": {**WEIGHT, "data_offsets": [16, 32]}},
+        {"weight": {**WEIGHT, "data_offsets": [-16, 0]}},
+        {"weight": {**WEIGHT, "dtype": "X"}},
+        {"weight": {**WEIGHT, "dtype": ["F32"]}},
+        {"weight": WEIGHT, "x": _nested(700)},
+        1 << 40,
+        -1,
+    ],
+)
+def test_headers_of_safetensors_that_were_made_by_hand_are_typed_errors(header: Any, tmp_path: Path) -> None:
+    text = b"" if isinstance(header, int) else json.dumps(header).encode()
+    length = header % (1 << 64) if isinstance(header, int) else len(text)
+    (tmp_path / "model.safetensors").write_bytes(length.to_bytes(8, "little") + text + bytes(16))
+    model = nn.Linear(2, 2, bias=False)
+    before = model.weight.detach().clone()
+    with pytest.raises(zf.CheckpointError):
+        zf.load_pretrained(model, tmp_path)
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "[1]",
+        "5",
+        "{}",
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {"weight": 5}}',
+        '{"weight_map": {"weight": ["a"]}}',
+        '{"weight_map": {"weight": "a\\u0000b"}}',
+        '{"weight_map": {"weight": ""}}',
+        '{"weight_map": {"weight": "../../../../etc/passwd"}}',
+        "[" * 100_000,
+    ],
+)
+def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises((zf.CheckpointError, zf.StorageError)):
-        zf.load(tmp_path / "step-1", model, optimizer)
-    assert torch.equal(model[0].weight, torch.full((5, 3), 2.5))
+        zf.load_pretrained(nn.Linear(2, 2), tmp_path)

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from zero_fn.checkpoint.boxes import DEALT_RANKS
 from zero_fn.checkpoint.contents import Contents
 from zero_fn.checkpoint.files import StoredBox, TensorReader, damaged, read_json, understood
-from zero_fn.checkpoint.folders import MANIFEST, VERSION, part_name, tensors_name
+from zero_fn.checkpoint.folders import KINDS, part_name, read_manifest, tensors_name
 from zero_fn.checkpoint.values import decoded
 from zero_fn.errors import CheckpointError
 
 __all__ = ["Catalog"]
+
+_BOX = {"dtype": str, "shape": [int], "starts": [int], "sizes": [int], "offset": int, "xxh3": str}
+_FORM = {
+    "id": str,
+    "rank": int,
+    "files": {str: [{"nbytes": int, "begin": int, "xxh3": str, "tensors": {str: _BOX}}]},
+    "aliases?": {str: str},
+    "groups?": [{"params": [str], "options": dict}],
+    "values?": {str: dict},
+    "buffers?": dict,
+    "extra?": dict,
+}
 
 
 class Catalog(Contents):
@@ -40,22 +54,14 @@ class Catalog(Contents):
             StorageError: The disk refused.
         """
         super().__init__(path, rename)
-        manifest = read_json(path / MANIFEST)
-        if manifest.get("format") != "zero_fn checkpoint" or manifest.get("version", 0) > VERSION:
-            raise CheckpointError(
-                "This is a checkpoint of another format, or of a later version of it.",
-                path=path,
-                version=manifest.get("version"),
-                read_here=f"up to version {VERSION}",
-                fix="install the version of zero_fn that has written it, or a later one",
-            )
-        self.ranks, self._id = int(manifest["ranks"]), manifest["id"]
+        manifest = read_manifest(path)
+        self.ranks, self._id = manifest["ranks"], manifest["id"]
         self._parts: dict[int, dict[str, Any]] = {}
         number, readers = reader
-        for rank in (
-            *range(min(self.ranks, DEALT_RANKS)),
-            *range(number * self.ranks // readers, -(-(number + 1) * self.ranks // readers)),
-            *range(number, self.ranks, readers),
+        for rank in chain(
+            range(min(self.ranks, DEALT_RANKS)),
+            range(number * self.ranks // readers, -(-(number + 1) * self.ranks // readers)),
+            range(number, self.ranks, readers),
         ):
             self._read_part(rank)
         heard, expected = Counter(kind for kind, _ in self.pieces), manifest.get("names")
@@ -71,18 +77,23 @@ class Catalog(Contents):
     def _read_part(self, rank: int) -> None:
         if rank in self._parts:
             return
-        part = self._parts[rank] = read_json(self.path / part_name(rank))
-        if (part.get("id"), part.get("rank")) != (self._id, rank):
+        part = self._parts[rank] = read_json(self.path / part_name(rank), _FORM)
+        if (part["id"], part["rank"]) != (self._id, rank):
             raise damaged(self.path / part_name(rank), why="it belongs to another checkpoint")
-        with understood(self.path / part_name(rank), "it says what no version has said"):
-            for kind, files in part["files"].items():
-                for number, info in enumerate(files):
-                    path = self.path / tensors_name(kind, rank, number)
-                    opened = partial(TensorReader, path, info["begin"], info["nbytes"], info["xxh3"])
-                    for name, entry in info["tensors"].items():
-                        self._add(kind, StoredBox.of_entry(name, entry, rank, opened))
+        with self._understood(rank):
+            for kind, number, info in ((k, *each) for k in KINDS for each in enumerate(part["files"].get(k, ()))):
+                path = self.path / tensors_name(kind, rank, number)
+                opened = partial(TensorReader, path, info["begin"], info["nbytes"], info["xxh3"])
+                pieces = [StoredBox.of_entry(name, entry, rank, opened) for name, entry in info["tensors"].items()]
+                room = sum(piece.nbytes for piece in pieces)
+                if info["begin"] + room != info["nbytes"] or any(p.offset + p.nbytes > room for p in pieces):
+                    raise ValueError(f"tensors do not make up {path.name}")
+                for piece in pieces:
+                    self._add(kind, piece)
             self.aliases |= {self.rename(alias): self.rename(name) for alias, name in part.get("aliases", {}).items()}
             for group in part.get("groups", ()):
+                if not isinstance(options := decoded(group["options"], str), dict) or "params" in options:
+                    raise ValueError("options of a group are no options")
                 for name in group["params"]:
                     self.options.setdefault(self.rename(name), (rank, group["options"]))
             for name, value in part.get("values", {}).items():
@@ -108,7 +119,8 @@ class Catalog(Contents):
 
     def value(self, rank: int, encoded: Any) -> Any:
         """A value that a rank has saved."""
-        return decoded(encoded, lambda path: self.whole((f"extra of rank {rank}", path)))
+        with self._understood(rank):
+            return decoded(encoded, lambda path: self.whole((f"extra of rank {rank}", path)))
 
     def is_parted(self, what: str, name: str) -> bool:
         """Whether ranks, of those that were read, have saved different values of `extra` or `buffers` under a name."""
@@ -117,4 +129,8 @@ class Catalog(Contents):
 
     def _told(self, rank: int, encoded: Any) -> Any:
         """A value that a rank has saved, with the digests of tensors in place of tensors."""
-        return decoded(encoded, lambda path: self.first((f"extra of rank {rank}", path)).digests)
+        with self._understood(rank):
+            return decoded(encoded, lambda path: self.first((f"extra of rank {rank}", path)).digests)
+
+    def _understood(self, rank: int) -> AbstractContextManager[None]:
+        return understood(self.path / part_name(rank), "it says what no version has said")

@@ -100,8 +100,8 @@ class Contents:
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
         first = self.first(key)
+        self.require_whole(key)
         out = torch.empty(first.shape, dtype=first.dtype)
-        self.require_all(key, whole_box(first.shape))
         self.fill(key, whole_box(first.shape), 0, out.view(-1))
         return out
 
@@ -116,6 +116,17 @@ class Contents:
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
+
+    def require_whole(self, key: Key) -> None:
+        """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it.
+
+        Raises:
+            CheckpointError: They are not.
+            StorageError: The disk refused.
+        """
+        self.require_all(key, whole_box(self.first(key).shape))
+        for piece in self.pieces[key].values():
+            self._reader_of(piece)
 
     def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first element, and the values."""
@@ -162,12 +173,7 @@ class Contents:
 
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads elements of a piece into a view of their shape; None: only compares digests."""
-        assert piece.open is not None, "it is being written"
-        if piece.open not in self._readers:
-            if len(self._readers) == _OPEN_FILES:
-                self._readers.pop(next(iter(self._readers))).close()
-            self._readers[piece.open] = piece.open()
-        reader, inside = self._readers[piece.open], box.within(piece.box)
+        reader, inside = self._reader_of(piece), box.within(piece.box)
         leaves_gaps = not piece.digests  # blocks with a digest are read whole
         for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
             target = None if room is None else part.within(inside).of(room)
@@ -177,6 +183,14 @@ class Contents:
             read = torch.empty(last - first, dtype=piece.dtype)
             reader.read(piece, first, last, read)
             target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
+
+    def _reader_of(self, piece: StoredBox) -> TensorReader:
+        assert piece.open is not None, "it is being written"
+        if piece.open not in self._readers:
+            if len(self._readers) == _OPEN_FILES:
+                self._readers.pop(next(iter(self._readers))).close()
+            self._readers[piece.open] = piece.open()
+        return self._readers[piece.open]
 
 
 def _meeting(pieces: Iterable[StoredBox], box: Box) -> Iterator[tuple[StoredBox, Box]]:

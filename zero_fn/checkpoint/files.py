@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from zero_fn.checkpoint.boxes import Box
+from zero_fn.checkpoint.boxes import Box, whole_box
 from zero_fn.errors import CheckpointError, StorageError
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "disk",
     "read_json",
     "require_dtype",
+    "require_form",
     "sync_folder",
     "understood",
     "write_json",
@@ -124,9 +125,11 @@ class StoredBox:
     def of_entry(name: str, entry: Mapping[str, Any], rank: int, open: Callable[[], TensorReader]) -> StoredBox:
         """The box of which a manifest says this; the reverse of `entry`."""
         digests = entry["xxh3"]
-        box = Box(tuple(entry["starts"]), tuple(entry["sizes"]))
+        box, shape = Box(tuple(entry["starts"]), tuple(entry["sizes"])), tuple(entry["shape"])
         each = [digests[at : at + 16] for at in range(0, len(digests), 16)]
-        found = StoredBox(name, DTYPES[entry["dtype"]], tuple(entry["shape"]), box, entry["offset"], each, rank, open)
+        found = StoredBox(name, DTYPES[entry["dtype"]], shape, box, entry["offset"], each, rank, open)
+        if box.meet(whole_box(shape)) not in (box, None) or prod(max(size, 1) for size in shape) > _MOST >> 4:
+            raise ValueError(f"{name} of {shape} has no such box")
         if len(each) != -(-found.nbytes // BLOCK_NBYTES):
             raise ValueError(f"{name} has {len(each)} digests")
         return found
@@ -364,6 +367,7 @@ def read_header(path: Path) -> tuple[int, int, dict[str, Any]]:
     try:
         table: dict[str, Any] = json.loads(text)
         table.pop("__metadata__", None)
+        require_form(table, {str: {"dtype": str, "shape": [int], "data_offsets": [int]}})
         for name, entry in table.items():
             first, last = entry["data_offsets"]
             if last - first != DTYPES[entry["dtype"]].itemsize * prod(entry["shape"]) or not 0 <= first <= last:
@@ -400,8 +404,37 @@ def understood(path: Path, why: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise damaged(path, why=f"{why}: {error!r}") from error
+
+
+_MOST = 1 << 63
+"""Numbers in files are smaller."""
+
+
+def require_form(value: object, form: Any, name: str = "it") -> None:
+    """Requires that a value of JSON is made up as its writer makes it up.
+
+    Args:
+        value: Any value.
+        form: A class, where `int` means a number that is not negative; `[form]`: a list of such; `{str: form}`: such by
+            name; or the form of each entry by its name: one that ends in "?" may be missing, and there may be others.
+        name: What to call it in errors.
+
+    Raises:
+        ValueError: It is made up in another way.
+    """
+    kind = form if isinstance(form, type) else type(form)
+    if not isinstance(value, kind) or (kind is int and (type(value) is not int or not 0 <= value < _MOST)):
+        raise ValueError(f"{name} is no {kind.__name__}, or out of bounds")
+    if isinstance(value, list) and isinstance(form, list):
+        for item in value:
+            require_form(item, form[0], name)
+    elif isinstance(value, dict) and isinstance(form, dict):
+        entries = dict.fromkeys(value, form[str]) if str in form else form
+        for key, each in entries.items():
+            if key.rstrip("?") in value or not key.endswith("?"):
+                require_form(value[key.rstrip("?")], each, key)
 
 
 def write_json(path: Path, body: object) -> None:
@@ -420,8 +453,8 @@ def write_json(path: Path, body: object) -> None:
             os.close(fd)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Reads the values that `write_json` has written.
+def read_json(path: Path, form: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads the values that `write_json` has written; `form` is what they are made up of, see `require_form`.
 
     Raises:
         StorageError: The disk refused.
@@ -436,6 +469,8 @@ def read_json(path: Path) -> dict[str, Any]:
         is_whole = False
     if not is_whole:
         raise damaged(path, why="its digest is not that of its text")
+    with understood(path, "it says what no version has said"):
+        require_form(body, form)
     return body
 
 

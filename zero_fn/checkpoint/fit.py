@@ -100,8 +100,16 @@ class Fit:
         if source.ranks == together.size:
             own = source.said(together.rank, "buffers")
             values = {name: source.value(together.rank, value) for name, value in own.items()}
-            pairs = [(leaf.local, values[leaf.name]) for leaf in self.named.leaves if leaf.name in values]
-            self.then += [partial(local.copy_, value) for local, value in pairs if local is not None]
+            for leaf in self.named.leaves:
+                value = values.get(leaf.name)
+                if leaf.local is None or leaf.name not in values:
+                    continue
+                if not isinstance(value, Tensor) or value.shape != leaf.local.shape:
+                    self.wrong.append(
+                        f"{leaf.name}: another value of this rank in the checkpoint, and none of its shape"
+                    )
+                else:
+                    self.then.append(partial(leaf.local.copy_, value))
             return
         units = [] if self.model is None else units_of(self.model)
         if not any(run_of(unit).module.assignment.buffers == "local" for unit in units):
@@ -158,6 +166,7 @@ class Fit:
             elif follows:
                 found[name] = torch.empty_like(parameter.detach(), dtype=piece.dtype)
             else:
+                source.require_whole(key)
                 is_there = group.get("fused") or group.get("capturable")
                 device = parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
                 found[name] = torch.empty(piece.shape, dtype=piece.dtype, device=device)

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zero_fn.checkpoint.files import disk, read_json, sync_folder, write_json
+from zero_fn.checkpoint.files import disk, read_json, require_form, sync_folder, understood, write_json
 from zero_fn.errors import CheckpointError, ZeroError
 from zero_fn.values.tiers import bytes_text
 
@@ -36,6 +36,7 @@ __all__ = [
     "newest",
     "part_name",
     "prune",
+    "read_manifest",
     "tensors_name",
     "write_manifest",
 ]
@@ -75,6 +76,30 @@ def write_manifest(folder: Path, save_id: str, ranks: int, names: Mapping[str, i
     made_by = {"torch": torch.__version__, "python": platform.python_version()}
     counted = {} if names is None else {"names": names}
     write_json(folder / MANIFEST, {**body, **counted, "saved_at_ns": time.time_ns(), "made_by": made_by})
+
+
+_FORM = {"id": str, "ranks": int, "names?": {str: int}, "saved_at_ns": int, "made_by": {str: str}}
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Reads the manifest of a checkpoint.
+
+    Raises:
+        CheckpointError: It is damaged, or of a later version.
+        StorageError: The disk refused.
+    """
+    manifest = read_json(folder / MANIFEST, {"format": str, "version": int})
+    if manifest["format"] != "zero_fn checkpoint" or manifest["version"] > VERSION:
+        raise CheckpointError(
+            "This is a checkpoint of another format, or of a later version of it.",
+            path=folder,
+            version=manifest["version"],
+            read_here=f"up to version {VERSION}",
+            fix="install the version of zero_fn that has written it, or a later one",
+        )
+    with understood(folder / MANIFEST, "it says what no version has said"):
+        require_form(manifest, _FORM)
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -129,14 +154,14 @@ def _described(path: Path) -> Checkpoint:
     manifest: dict[str, Any] = {}
     if not path.name.endswith(_LEFT):
         with suppress(ZeroError):
-            manifest = read_json(path / MANIFEST)
-    ranks = int(manifest.get("ranks", 0))
+            manifest = read_manifest(path)
+    ranks = manifest.get("ranks", 0)
     is_complete = bool(ranks) and all((path / part_name(rank)).exists() for rank in range(ranks))
     nbytes = 0
     for file in path.rglob("*"):
         with suppress(OSError):
             nbytes += file.stat().st_size if file.is_file() else 0
-    saved_at = int(manifest.get("saved_at_ns", 0))
+    saved_at = manifest.get("saved_at_ns", 0)
     return Checkpoint(path, _number(path.name)[1], nbytes, is_complete, saved_at, ranks, manifest.get("made_by", {}))
 
 
@@ -156,8 +181,8 @@ def newest(folder: Path) -> Path:
     found = checkpoints(folder)
     for checkpoint in found:
         if not checkpoint.is_complete and not checkpoint.path.name.endswith(_LEFT):
-            for file in (MANIFEST, *map(part_name, range(checkpoint.ranks))):
-                read_json(checkpoint.path / file)
+            for rank in range(read_manifest(checkpoint.path)["ranks"]):
+                read_json(checkpoint.path / part_name(rank), {})
     complete = [checkpoint for checkpoint in found if checkpoint.is_complete]
     if not complete:
         raise CheckpointError(

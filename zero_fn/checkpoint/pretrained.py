@@ -19,7 +19,16 @@ from torch import Tensor, nn
 
 from zero_fn.checkpoint.boxes import whole_box
 from zero_fn.checkpoint.contents import Contents
-from zero_fn.checkpoint.files import DTYPES, StoredBox, TensorReader, damaged, disk, read_header, understood
+from zero_fn.checkpoint.files import (
+    DTYPES,
+    StoredBox,
+    TensorReader,
+    damaged,
+    disk,
+    read_header,
+    require_form,
+    understood,
+)
 from zero_fn.checkpoint.fit import Fit
 from zero_fn.checkpoint.folders import MANIFEST
 from zero_fn.checkpoint.leaves import Named
@@ -185,7 +194,11 @@ def _paths_of(path: Path) -> list[Path]:
         with disk(index, "Reading a checkpoint"):
             text = index.read_bytes()
         with understood(index, "it is no index"):
-            names = set(json.loads(text)["weight_map"].values())
+            said = json.loads(text)
+            require_form(said, {"weight_map": {str: str}})
+            names = set(said["weight_map"].values())
+            if any("\0" in name for name in names):
+                raise ValueError("it names no files")
             return sorted(path / Path(name).name for name in names)
     found = [file for file in inside if file.suffix == ".safetensors"]
     if not found:
