@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.acceptance.models import Layer, Stack, batches, several
 from tests.acceptance.oracle import Run, differences, noise
 from tests.profiles import SIZES, UNEVEN
 from tests.ranks import Ranks
+from tests.worlds import World
+from tests.worlds import differences as differences_of_trials
 
 
 class Nested(nn.Module):
@@ -196,3 +201,92 @@ def test_g19_a_retained_graph_is_backed_through_again(ranks: Ranks, n: int, orde
             run.backward(losses[i], retain_graph=True)
 
     assert ranks(n).run(differences, Heads, program) == [[]] * n
+
+
+class InChunks(torch.autograd.Function):
+    """A loss whose chunks are backed through at once, so that one chunk of outputs exists at a time."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, head: nn.Module) -> Tensor:
+        leaf, total = hidden.detach().requires_grad_(), hidden.new_zeros(())
+        with torch.enable_grad():
+            for chunk in leaf.chunk(3):
+                loss = head(chunk).square().sum() / len(hidden)
+                loss.backward()
+                total += loss.detach()
+        ctx.save_for_backward(leaf.grad)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.saved_tensors[0] * grads[0], None
+
+
+class BacksInside(Stack):
+    """Forwards that back through a part of their graph, and go on."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.layers[1].requires_grad_("frozen" not in kind)
+        self.double()
+
+    def run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(layer, x, use_reentrant=False) if "checkpointed" in self.kind else layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind.startswith("forces"):
+            energy = super().forward(x.requires_grad_()).square().sum()
+            (force,) = torch.autograd.grad(energy, x, create_graph=True)
+            return (self.enter(force) - self.layers[0](force)).square().mean()
+        hidden = first = self.enter(x.requires_grad_())
+        for layer in self.layers:
+            hidden = self.run(layer, hidden)
+        if self.kind == "a head":
+            return InChunks.apply(hidden, self.leave)  # type: ignore[no-any-return]
+        if self.kind == "a unit":
+            return InChunks.apply(self.layers[0](hidden), self.layers[2])  # type: ignore[no-any-return]
+        if self.kind == "raises":
+            first.register_hook(_fail_once())
+            with suppress(ZeroDivisionError):
+                torch.autograd.grad(hidden.sum(), x, retain_graph=True)
+        else:
+            hidden.abs().mean().backward(retain_graph=True)
+        return self.leave(self.layers[1](hidden)).square().mean()
+
+
+def _fail_once() -> Callable[[Tensor], None]:
+    still = [ZeroDivisionError]
+
+    def fail(_grad: Tensor) -> None:
+        if still:
+            raise still.pop()
+
+    return fail
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["a head", "a unit", "all so far", "frozen", "checkpointed", "forces", "forces, checkpointed", "raises"]
+)
+def test_g19_a_forward_may_back_through_what_it_has_computed(
+    ranks: Ranks, n: int, kind: str, accumulates: bool
+) -> None:
+    """To the bit where each parameter has one sum. Where backwards are reduced one by one, their sum over ranks has another
+    order than that of replicas."""
+
+    def trial(world: World) -> None:
+        model = world.build(lambda: BacksInside(kind))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for number in range(3):
+            with world.accumulate(model) if accumulates else nullcontext():
+                loss = model(noise(6, 6, seed=number, dtype=torch.float64))
+                loss.backward()
+            world.reduce(model)
+            world.note("loss", loss)
+            world.note_model(model)
+            optimizer.step()
+            model.zero_grad()
+
+    assert ranks(n).run(differences_of_trials, trial, tolerance=1e-13) == [[]] * n

@@ -13,6 +13,11 @@ parameters again, through one autograd node of their own; the modules inside ste
 they gather on demand, and a unit is reduced as soon as none of its nodes is left. The outer backward settles them. The
 backward around it may still recompute other checkpoints of the unit, and hooks there read parameters before a module is
 called: the unit is resharded when the backward that needed it goes on.
+
+[Note: backward inside a forward] A forward may back through a part of its graph before it goes on: a loss in chunks, or
+forces as gradients of an energy. The uses of that forward are in no schedule yet: they gather on demand, as those of a nested
+backward do. Units that run stay gathered, and their modules see what the forward sees. Another backward may pass through the
+same uses.
 """
 
 from __future__ import annotations
@@ -76,7 +81,7 @@ class Backwards:
         unit.require_gathered()
         shown = unit.shown
         began_at = use.began_at if use is not None else shown.last_entry()
-        if began_at is not None and backward is not None and shown.backward_entry is None:
+        if began_at is not None and backward is not None and shown.backward_entry is None and not unit.running:
             shown.show_in_backward(gather_again(unit), began_at)  # [Note: recomputation in a unit]
             shown.needed_in = current_graph_task()
 
@@ -241,7 +246,11 @@ class Backwards:
         module.graphs.leave(backward)
         module.control.read()
         self._nested.left = []
+        if self._forwards.current is not None:
+            self._forwards.current.go_on()
         for unit in module.live_units():
+            if unit.running:
+                continue  # [Note: backward inside a forward]
             if unit.groups.is_transient or not module.accumulating:
                 unit.reshard()
             else:
@@ -290,6 +299,8 @@ class Backwards:
             if self._forwards.call is None:
                 self._forwards.start_over()
             else:  # it ran inside a forward, which goes on
+                if self._forwards.current is not None:
+                    self._forwards.current.go_on()
                 for unit in module.live_units():
                     unit.mark_stale()
             self.is_open = False
@@ -310,7 +321,7 @@ class _Nested:
         if unit.shown.backward_entry is not None and current_graph_task() > unit.shown.needed_in:
             self.left.append(unit)
             unit.shown.is_left = True
-        else:
+        elif not unit.running:
             unit.reshard()
 
     def reshard(self) -> None:

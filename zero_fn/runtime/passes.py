@@ -82,6 +82,11 @@ class ForwardPass:
         self._at = at + 1
         return self._legs[at]
 
+    def go_on(self) -> None:
+        """After a backward inside it: another one may pass through what has arrived."""
+        for use in self.uses.values():
+            use.has_arrived = False
+
     @property
     def is_on_schedule(self) -> bool:
         """Whether the pass has done what the schedule foresaw."""

@@ -184,7 +184,8 @@ class Unit:
 
     def buffer_for_backward(self, group: int) -> Tensor:
         """The gathered buffer that a packed tensor lies in, gathered again if it was freed."""
-        if self.in_flight.phase is not Phase.GATHERED or self.shown.backward_entry is None:
+        is_seen = self.running or self.shown.backward_entry is not None
+        if self.in_flight.phase is not Phase.GATHERED or not is_seen:
             self.run.need_in_backward(self)
         memory = self.in_flight.memory
         assert memory is not None and self.in_flight.phase is Phase.GATHERED, f"{self} is at rest"
