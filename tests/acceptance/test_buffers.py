@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.ao.quantization import FusedMovingAvgObsFakeQuantize
 from torch.nn.parallel import DistributedDataParallel
 
 import zero_fn as zf
@@ -72,6 +73,24 @@ class Still(nn.Module):
         return x * table.mean(0)  # type: ignore[operator]
 
 
+class Unseen(nn.Module):
+    """Its buffers change in ways that count no version, from the forward `begins` on."""
+
+    def __init__(self, begins: int = 0) -> None:
+        super().__init__()
+        self.linear, self.counted, self.begins = nn.Linear(6, 6), 0, begins
+        self.register_buffer("mean", torch.zeros(6))
+        self.observed = FusedMovingAvgObsFakeQuantize()  # type: ignore[no-untyped-call]
+        self.observed.fake_quant_enabled[0] = 0
+        self.observed.observer_enabled[0] = begins == 0  # later it would be seen: the buffer that says so changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counted += 1
+        if self.training and self.counted > self.begins:
+            self.mean.data.lerp_(x.detach().mean(0), 0.5)  # type: ignore[operator]
+        return self.linear(self.observed(x - self.mean))  # type: ignore[operator, no-any-return]
+
+
 def buffers_of(model: Any) -> dict[str, Tensor]:
     return {name.removeprefix("module."): buffer.clone() for name, buffer in model.named_buffers()}
 
@@ -99,7 +118,7 @@ def stepped(
     return history
 
 
-def compared_with_ddp(microbatches: int, evaluates: bool) -> list[str]:
+def compared_with_ddp(microbatches: int, evaluates: bool, module: Callable[[], nn.Module] = Normed) -> list[str]:
     def no_sync(model: Any, i: int) -> object:
         return model.no_sync() if i < microbatches - 1 else nullcontext()
 
@@ -107,12 +126,12 @@ def compared_with_ddp(microbatches: int, evaluates: bool) -> list[str]:
         return nullcontext()
 
     torch.manual_seed(0)
-    reference = DistributedDataParallel(Normed(), broadcast_buffers=True)
+    reference = DistributedDataParallel(module(), broadcast_buffers=True)
     expected = stepped(reference, 4, microbatches, no_sync, evaluates)
     found = []
     for stage in STAGES:
         torch.manual_seed(0)
-        model: Any = STAGES[stage](Normed(), axis())
+        model: Any = STAGES[stage](module(), axis())
         for step, (one, other) in enumerate(
             zip(expected, stepped(model, 4, microbatches, nothing, evaluates), strict=True)
         ):
@@ -121,9 +140,40 @@ def compared_with_ddp(microbatches: int, evaluates: bool) -> list[str]:
     return found
 
 
+@pytest.mark.parametrize("module", [Normed, Unseen])
 @pytest.mark.parametrize(("microbatches", "evaluates"), [(1, True), (3, False)])
-def test_g15_buffers_are_those_of_ddp_on_every_rank(ranks: Ranks, microbatches: int, evaluates: bool) -> None:
-    assert ranks(2).run(compared_with_ddp, microbatches, evaluates) == [[]] * 2
+def test_g15_buffers_are_those_of_ddp_on_every_rank(
+    ranks: Ranks, microbatches: int, evaluates: bool, module: type[nn.Module]
+) -> None:
+    assert ranks(2).run(compared_with_ddp, microbatches, evaluates, module) == [[]] * 2
+
+
+@pytest.mark.parametrize("how", ["after steps", "in other modes", "later"])
+def test_g15_changes_that_no_version_counts_are_found_when_they_begin_later(ranks: Ranks, how: str) -> None:
+    """The values of constants are compared again and again, ever more rarely, and at once if a module changes its mode."""
+
+    def case() -> list[bool]:
+        torch.manual_seed(0)
+        model: Any = zf.shard_params(Unseen(begins={"after steps": 5, "in other modes": 0, "later": 1}[how]), axis())
+        if how == "in other modes":
+            model.eval()
+        found = []
+        for number in range(10):
+            if number == 5:
+                model.train()
+            with torch.no_grad() if how == "later" else nullcontext():  # then a message asks, and no backward tells
+                loss = model(noise(5, 6, seed=number)).square().mean()
+            found.append(same_on_all_ranks([model.mean]))
+            if loss.requires_grad:
+                loss.backward()
+        with torch.no_grad():
+            model.eval()(torch.ones(5, 6))
+        return [*found, same_on_all_ranks([model.mean])]
+
+    # Of ten forwards, the 1st, 2nd, 4th and 8th compare; here buffers differ after each forward that changes them.
+    for found in ranks(2).run(case):
+        assert found[-1]
+        assert not found[-2], "it has changed"
 
 
 def compared_with_ddp_after_loading() -> list[str]:
@@ -188,6 +238,37 @@ def test_g15_evaluation_gives_the_same_on_all_ranks(ranks: Ranks, stage: str, tr
     ranks(3).run(case)
 
 
+@pytest.mark.parametrize("began", ["trained", "new", "frozen"])
+def test_g15_statistics_of_forwards_whose_graph_was_dropped_are_sent(ranks: Ranks, began: str) -> None:
+    """BatchNorm is calibrated anew by forwards in training mode whose outputs nobody wants, here with gradients enabled."""
+
+    def case() -> None:
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.BatchNorm1d(6).eval())
+        model = zf.shard_params(model, axis())
+        if began == "frozen":
+            model[1].eval()
+        if began != "new":
+            model(noise(5, 6, seed=0)).sum().backward()
+        model[1].train()
+        held = [model(noise(5, 6, seed=number)) for number in (1, 2)]
+
+        def evaluated() -> Tensor:
+            model[1].eval()
+            with torch.no_grad():
+                return model(torch.ones(5, 6))  # type: ignore[no-any-return]
+
+        if dist.get_rank() == 1:
+            held.clear()
+        dist.barrier()
+        assert not same_on_all_ranks([evaluated()]), "rank 0 may yet run a backward, which needs the values"
+        held.clear()
+        dist.barrier()
+        assert same_on_all_ranks([evaluated(), *model.buffers()])
+
+    ranks(2).run(case)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_g15_local_buffers_stay_those_of_each_rank(ranks: Ranks, stage: str) -> None:
     def case() -> None:
@@ -221,6 +302,7 @@ def test_g15_buffers_that_never_change_are_never_sent(ranks: Ranks, stage: str) 
                     with torch.no_grad():
                         model(noise(2, 6, seed=number))
                     model.train()
+                    (model(noise(2, 6, seed=1)) + model(noise(2, 6, seed=2))).sum().backward()
             sent.append((counted.calls, counted.nbytes))
         assert sent[0] == sent[1]
 

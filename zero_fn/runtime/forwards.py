@@ -219,11 +219,16 @@ class Forwards:
         module, statistics = self._module, self.statistics
         for notes in module.control.take_notes():
             statistics.told(notes)
-        if module.graphs.is_waiting or (module.accumulating and not self.is_fresh):
+        if module.accumulating and not self.is_fresh:
             return
-        if statistics.must_ask:
-            statistics.told(module.control.any(statistics.bits(), "which buffers changed"))
-        statistics.broadcast()
+        waits = module.graphs.is_waiting
+        if statistics.must_ask(waits=waits):
+            bits = [module.graphs.is_held, *statistics.bits()]
+            is_held, *union = module.control.any(bits, "which buffers changed")
+            statistics.told(union)
+            waits &= is_held  # else the outputs of those forwards were dropped, and no backward can come
+        if not waits:
+            statistics.broadcast()
 
     def _end(self, forward: ForwardPass) -> None:
         self.current = None

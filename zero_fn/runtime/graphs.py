@@ -55,6 +55,11 @@ class Graphs:
         """Whether any forward has had no backward yet."""
         return any(bracket.use not in self._retained for bracket in self.trace)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank still holds the graph of a forward that has had no backward yet."""
+        return any(use not in self._retained and self.use(use) is not None for use in self._uses)
+
     def offsets(self) -> dict[int, int]:
         """For each unit, the number of its next use: one above the highest that is remembered."""
         offsets: dict[int, int] = {}

@@ -5,8 +5,13 @@ only if an earlier forward has changed a buffer on any rank. Each rank notes whe
 with the control message that begins every backward. A forward in training mode that no backward followed is asked about by a
 message of its own. So a model whose buffers never change sends nothing.
 
-Nothing is broadcast while graphs of earlier forwards wait for their backward, which may need the values; nor inside
+Nothing is broadcast while some rank holds a graph that waits for its backward, which may need the values; nor inside
 `accumulate` after its first forward; nor while `functional_call` has other tensors in place.
+
+[Note: changes that no version counts] Writes through `.data`, and some kernels, leave a buffer's version as it is. They are
+found by values. To read all values in every forward would cost time, and on an accelerator a wait, for constants such as
+masks. So they are compared in the 1st, 2nd, 4th, 8th... forward in training mode since anything visible has changed: a
+version, or the mode of a module. Once a change was found so, every forward in training mode counts as one.
 """
 
 from __future__ import annotations
@@ -17,9 +22,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
+from xxhash import xxh3_128_hexdigest
 
-from zero_fn.transport.agreement import agree, content_digest, differ
+from zero_fn.transport.agreement import agree, differ
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Segment
 
@@ -38,9 +43,14 @@ class Statistics:
         self._anchors: list[Callable[[], nn.Module | None]] = []
         self._owners: list[Callable[[], nn.Module | None]] = []
         self._seen: list[tuple[Tensor, int]] = []  # all buffers, with their versions
+        self._modes: list[bool] = []  # whether each owner was in training mode in the last forward
+        self._values: str | None = None  # a digest of all buffers as they should be; None: not known
+        self._quiet = 0  # forwards in training mode since anything visible has changed
+        self._changes_unseen = False  # [Note: changes that no version counts]
         self._has_changed = False  # on this rank, since the ranks last told one another
         self._is_due = False  # a buffer has changed on some rank since the last broadcast
         self._asked = True  # nothing can have changed since the ranks told one another
+        self._rests_in: list[bool] = []  # the modes in which the ranks last told one another that nothing had changed
         self._agreed: tuple[str, ...] = ()
         self.is_active = False
 
@@ -64,20 +74,37 @@ class Statistics:
                 found.update((id(module), module) for module in anchor.modules() if _buffers(module))
         self._owners = [weakref.ref(module) for module in found.values()]
         self._seen = self._now()
-        self._has_changed = self._is_due = False
+        self._has_changed = self._is_due = self._changes_unseen = False
+        self._rests_in, self._quiet = [], 0
         self.is_active = bool(self._owners) and self._has_peers
         if self.is_active:
             self._agree()
-            self._is_due = differ(self._transport.exchange, [f"{content_digest(buffer)}" for buffer, _ in self._seen])
+            self._values = self._digest()
+            self._is_due = differ(self._transport.exchange, [self._values])
 
     def note(self) -> None:
         """A forward has ended: notes whether a buffer has changed since the last time."""
-        owners = self._live_owners()
-        now = _versions(owners)
-        if not _are_same(now, self._seen) or any(map(_updates_unseen, owners)):
-            self._seen, self._has_changed = now, True
-        if any(owner.training for owner in owners):
+        if not self.is_active:
+            return
+        now, modes = self._now(), [owner.training for owner in self._live_owners()]
+        trains = any(modes)
+        if modes != self._modes:
+            self._modes, self._quiet = modes, 0
+        if not _are_same(now, self._seen):
+            self._seen, self._values, self._quiet, self._has_changed = now, None, 0, True
+        elif trains:
+            self._has_changed |= self._changes_unseen or self._has_other_values()
+        if trains:
             self._asked = False
+
+    def _has_other_values(self) -> bool:
+        """Whether values may have changed, although no version has. [Note: changes that no version counts]"""
+        self._quiet += 1
+        if self._quiet.bit_count() > 1:
+            return False
+        before, self._values = self._values, self._digest()
+        self._changes_unseen = before not in (None, self._values)
+        return before != self._values
 
     def bits(self) -> list[bool]:
         """What this rank tells the others: whether a buffer has changed, and whether one has another shape or dtype."""
@@ -88,14 +115,19 @@ class Statistics:
         if self.is_active:
             has_changed, has_other_layout = union
             self._asked, self._has_changed = True, False
+            self._rests_in = [] if has_changed else self._modes
             self._is_due |= has_changed
             if has_other_layout:
                 self._agreed = ()
 
-    @property
-    def must_ask(self) -> bool:
-        """Whether a forward in training mode ran and no backward has carried the notes since."""
-        return self.is_active and not self._asked
+    def must_ask(self, *, waits: bool) -> bool:
+        """Whether a forward in training mode ran and no backward has carried the notes since.
+
+        If forwards wait for their backward: whether something could be sent, were their graphs gone.
+        """
+        if waits:
+            return self._is_due or (not self._asked and self._rests_in != self._modes)
+        return not self._asked
 
     def broadcast(self) -> None:
         """Sends rank 0's buffers if any has changed on any rank. A collective.
@@ -110,13 +142,15 @@ class Statistics:
         self._is_due = False
         if not self._agreed:
             self._agree()
-        buffers = [buffer for buffer, _ in self._now() if buffer.numel()]
-        if buffers:
-            self._send(buffers)
+        if any(buffer.numel() for buffer, _ in self._now()):
+            self._send()
         self._seen = self._now()
+        if self._values is not None:
+            self._values = self._digest()
 
     @torch.no_grad()
-    def _send(self, buffers: list[Tensor]) -> None:
+    def _send(self) -> None:
+        buffers = [buffer for buffer, _ in self._now()]
         sent = torch.cat([_bytes(buffer) for buffer in buffers])
         whole = sent.new_empty(sent.numel() * (self._transport.size if self._transport.pads else 1))
         whole[: sent.numel()] = sent
@@ -145,13 +179,13 @@ class Statistics:
         return [owner for reference in self._owners if (owner := reference()) is not None]
 
     def _now(self) -> list[tuple[Tensor, int]]:
-        return _versions(self._live_owners())
+        """The buffers, with the versions that they have now."""
+        buffers = (buffer for owner in self._live_owners() for buffer in _buffers(owner))
+        return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
 
-
-def _versions(owners: Sequence[nn.Module]) -> list[tuple[Tensor, int]]:
-    """The buffers of modules, with the versions that they have now."""
-    buffers = (buffer for owner in owners for buffer in _buffers(owner))
-    return [(buffer, -1 if buffer.is_inference() else buffer._version) for buffer in buffers]
+    def _digest(self) -> str:
+        parts = [_bytes(buffer).cpu() for buffer, _ in self._now()]
+        return xxh3_128_hexdigest(torch.cat(parts).numpy().data) if parts else ""
 
 
 def _buffers(module: nn.Module) -> list[Tensor]:
@@ -166,16 +200,6 @@ def _is_plain(buffer: Tensor) -> bool:
 def _are_same(some: Sequence[tuple[Tensor, int]], others: Sequence[tuple[Tensor, int]]) -> bool:
     """Whether these are the same tensors at the same versions."""
     return len(some) == len(others) and all(a is b and i == j for (a, i), (b, j) in zip(some, others, strict=True))
-
-
-def _updates_unseen(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm without a counter, whose kernel writes the statistics and leaves their version (2.13)."""
-    return (
-        isinstance(module, _NormBase)
-        and module.training
-        and module.track_running_stats
-        and module.num_batches_tracked is None
-    )
 
 
 def _bytes(buffer: Tensor) -> Tensor:
