@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 
 import zero_fn as zf
 from tests.distributed.training import STAGES
+from tests.groups import alone
 from tests.ranks import Ranks, axis
 from tests.wholes import named_fulls
 from tests.worlds import WIDTH, Tower, noise
@@ -113,6 +114,19 @@ def test_a_run_resumed_in_fresh_processes_is_the_uninterrupted_one(
         assert one.keys() == other.keys()
         apart = {name: (value.double() - other[name].double()).abs().max().item() for name, value in one.items()}
         assert {name: most for name, most in apart.items() if most != 0} == {}
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_backward_of_a_forward_before_a_load_is_refused(tmp_path: Path, is_sharded: bool) -> None:
+    """It would compute gradients with the weights that were loaded: torch refuses it, too, after `load_state_dict`."""
+    with alone() as mesh:
+        model: nn.Module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model = zf.zero3(model, mesh) if is_sharded else model
+        zf.save(tmp_path / "a", model)
+        output = model(torch.ones(1, 3))
+        zf.load(tmp_path / "a", model)
+        with pytest.raises(zf.StateError if is_sharded else RuntimeError, match=r"stepped|inplace operation"):
+            output.sum().backward()
 
 
 SCHEDULES: dict[str, dict[str, Any]] = {

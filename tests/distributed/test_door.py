@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
+from tests.groups import alone
 from tests.models import Block
 from tests.ranks import Ranks, axis
+from tests.wholes import full
 from tests.worlds import WIDTH, Tower, World, differences, noise
 
 _packing = torch._C._autograd._top_saved_tensors_default_hooks
@@ -96,6 +100,29 @@ def _interrupted(world: World, *, then: str) -> None:
 @pytest.mark.parametrize("then", ["a backward of before", "a step", "a verb", "a child"])
 def test_whatever_comes_after_an_interrupt_finds_the_model_at_rest(ranks: Ranks, then: str) -> None:
     assert ranks(2).run(differences, partial(_interrupted, then=then), stages=["zero1", "zero3"]) == [[]] * 2
+
+
+def test_an_interrupt_of_what_is_computed_again_leaves_nothing() -> None:
+    """torch calls no hook after it: the unit seemed to run on, and was not entered again."""
+
+    def loss(module: nn.Module) -> Tensor:
+        x = torch.ones(4, WIDTH, requires_grad=True)
+        output: Tensor = checkpoint(module, x, use_reentrant=False)
+        return output.square().mean()
+
+    with alone() as mesh:
+        plain = Tower()
+        model: Any = zf.zero3(copy.deepcopy(plain), mesh)
+        interrupted = loss(model)
+        handle = model.blocks[1].register_forward_hook(partial(_raise, KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.backward()
+        handle.remove()
+        model.zero_grad()
+        for module in (plain, model):
+            loss(module).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(full(one.grad), other.grad)
 
 
 class Recursive(nn.Module):

@@ -12,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, loss_of, parameters
+from tests.groups import alone
 from tests.models import Odd
 from tests.ranks import Ranks, axis
-from tests.wholes import held, means, wholes
+from tests.wholes import full, held, means, wholes
 
 
 def _noise(seed: int) -> Tensor:
@@ -185,6 +186,14 @@ def _weight_gradients(stage: str) -> bool:
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_may_be_taken_in_any_way(ranks: Ranks, stage: str) -> None:
     assert ranks(2).run(_weight_gradients, stage) == [True] * 2
+
+
+def test_a_single_edit_of_a_whole_parameter_stays() -> None:
+    with alone() as mesh:
+        model = zf.zero3(nn.Linear(3, 2), mesh)
+        with zf.accumulate(model, unshard=True), torch.no_grad():
+            model.weight.fill_(2.0)
+        assert torch.equal(full(model.weight), torch.full((2, 3), 2.0))
 
 
 def _inside(stage: str) -> list[str]:

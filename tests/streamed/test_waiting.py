@@ -116,7 +116,12 @@ def test_whoever_reads_finds_it_stepped(pair: Pair, reads: str) -> None:
     pair.require_same()
 
 
-def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(pair: Pair) -> None:
+@pytest.mark.parametrize("rate", [float, torch.tensor])
+def test_edits_and_gradients_after_a_step_are_those_of_one_that_was_finished(
+    pair: Pair, rate: Callable[[float], Any]
+) -> None:
+    for group in (*pair.optimizer.param_groups, *pair.stock.param_groups):
+        group["lr"] = rate(0.01)
     pair.backward(1)
     for optimizer in (pair.optimizer, pair.stock):
         optimizer.step()  # gradients stay, are added to, scaled, and cleared in place
