@@ -10,6 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -30,6 +31,7 @@ from tests.integrations.worlds import (
     zero_trainer,
 )
 from tests.ranks import Ranks, axis
+from zero_fn.integrations.placing import place_module
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
@@ -236,6 +238,33 @@ def _seq2seq(folder: str) -> None:
 
 def test_a_seq2seq_trainer_generates_on_all_ranks(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_seq2seq, str(tmp_path))
+
+
+def _skips_layers() -> None:
+    """A model that skips layers at random, on ranks with random numbers of their own."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    start()
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 16}
+    front = {"conv_dim": (16,), "conv_stride": (2,), "conv_kernel": (4,), "num_conv_pos_embeddings": 4}
+    config = Wav2Vec2Config(layerdrop=0.5, num_conv_pos_embedding_groups=2, mask_time_prob=0.0, **heads, **front)
+    torch.manual_seed(0)
+    model, _ = place_module(place("zero3"), Wav2Vec2Model(config).train())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1 + dist.get_rank())
+    losses = []
+    for _ in range(6):
+        loss = model(torch.ones(2, 64)).last_hidden_state.square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_ranks_skip_no_layers_at_random(prepared: Ranks) -> None:
+    """Modules of transformers ask each for itself whether ranks must run the same: `layerdrop` is 0.1 by default."""
+    prepared(2).run(_skips_layers)
 
 
 def _stopped(folder: str) -> None:

@@ -20,7 +20,7 @@ import zero_fn as zf
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.slot import slot_of
 
-__all__ = ["Place", "exchange_parameters", "generate_together", "place_module", "plain_trained", "refuse_stale"]
+__all__ = ["Place", "exchange_parameters", "place_module", "plain_trained", "refuse_stale", "run_together"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -58,18 +58,20 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
     tensors = (*transformed.parameters(), *transformed.buffers())
     if device is not None and any(tensor.device.type != device.type for tensor in tensors):
         transformed = transformed.to(device)
-    generate_together(transformed)
+    run_together(transformed)
     new = dict(transformed.named_parameters())
     return transformed, {id(parameter): new[name] for name, parameter in old.items() if name in new}
 
 
-def generate_together(module: nn.Module) -> None:
-    """Sets the default of `synced_gpus` in `generate` of models of transformers: ranks go on until all of them are done.
+def run_together(module: nn.Module) -> None:
+    """Tells modules of transformers that ranks must run the same layers: they skip none at random (`layerdrop`), and
+    generate until all ranks are done (the default of `synced_gpus` in `generate`).
 
     A rank that needs no more tokens must still take part in the all-gathers of the others. Inside `zf.unsharded` nothing is
     gathered, and a rank may generate alone.
     """
     for child in module.modules():
+        child.__dict__["_is_fsdp_managed_module"] = True  # which each module asks of itself, encoders as models
         own = getattr(type(child), "generate", None)
         if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
             child.__dict__["generate"] = MethodType(_generate, child)

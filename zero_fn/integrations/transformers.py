@@ -36,10 +36,10 @@ from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, requi
 from zero_fn.integrations.placing import (
     Place,
     exchange_parameters,
-    generate_together,
     place_module,
     plain_trained,
     refuse_stale,
+    run_together,
 )
 from zero_fn.integrations.pretrained import placed
 from zero_fn.integrations.states import load_states, load_weights, save_states, whole_state
@@ -144,8 +144,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
         require_own_samples(self.model, self.args.world_size)
-        generate_together(self.model)
-        self.model.__dict__["_is_fsdp_managed_module"] = True  # what Seq2SeqTrainer asks: ranks generate together
+        run_together(self.model)
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
 
