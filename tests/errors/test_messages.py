@@ -1674,9 +1674,9 @@ def checkpoints_of_two_kinds() -> object:
 def checkpoint_of_two_tensors_of_one_name() -> object:
     def twice(path: Path) -> None:
         def add(body: dict[str, Any]) -> None:
-            entry = body["files"]["model"][0]["tensors"]["bias"]
-            other = {**entry, "shape": [3], "sizes": [3]}
-            body["files"]["model"].append({**body["files"]["model"][0], "tensors": {"bias": other}})
+            file = body["files"]["model"][0]
+            other = {**file["tensors"]["bias"], "shape": [3], "sizes": [3], "offset": 0}
+            body["files"]["model"].append({**file, "nbytes": file["begin"] + 12, "tensors": {"bias": other}})
 
         forged(path / "rank-00000.json", add)
 
