@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.mutations.bugs import BUGS, Bug, planted
+from tests.mutations.sample import EQUIVALENTS
 
 PACKAGE = Path(__file__).resolve().parents[1] / "zero_fn"
 
@@ -33,3 +35,10 @@ def test_a_bug_without_its_place_is_told(where: str, old: str, complaint: str) -
 
 def test_bugs_have_names_of_their_own_and_are_many() -> None:
     assert len({bug.name for bug in BUGS}) == len(BUGS) >= 36
+
+
+def test_mutants_that_change_nothing_stand_in_the_code_and_have_a_reason() -> None:
+    for row in json.loads(EQUIVALENTS.read_text()):
+        lines = (PACKAGE.parent / row["file"]).read_text().splitlines()
+        assert {line[2:] for line in row["diff"] if line[0] == "-"} <= set(lines), row
+        assert row["reason"]

@@ -716,6 +716,14 @@ BUGS: tuple[Bug, ...] = (
         "pass",
         "tests/distributed/test_door.py",
     ),
+    Bug(
+        "interrupted-units-keep-running",
+        "Unit.start_over",
+        "a unit that an interrupt has left is entered again",
+        "self.running = 0",
+        "pass",
+        "tests/distributed/test_door.py",
+    ),
     # -- tiers ---------------------------------------------------------------------------------------------------------
     Bug(
         "read-before-it-is-written",
@@ -740,6 +748,22 @@ BUGS: tuple[Bug, ...] = (
         "self._let_go(member.place)  # the memory of what was there before",
         "pass",
         "tests/storage/test_store.py",
+    ),
+    Bug(
+        "limit-of-the-host-for-each-growth",
+        "Shelf._grow",
+        "the limit of host memory bounds all that was taken of it",
+        "None if limit is None else limit - self.nbytes",
+        "limit",
+        "tests/storage/test_slab.py",
+    ),
+    Bug(
+        "staging-lent-while-it-is-written",
+        "Disk.borrow",
+        "staging buffers have nothing under way when they are lent again",
+        "        self._carrier.settle(memory)\n",
+        "",
+        "tests/storage/test_disk.py",
     ),
     Bug(
         "windows-share-a-buffer",

@@ -99,6 +99,31 @@ def test_memory_on_its_way_goes_to_nobody_else_when_those_who_wait_are_gone(tmp_
     assert buffers.take().data_ptr() == taken
 
 
+class Late(Threads):
+    """Begins to write when somebody waits."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        if requests[0].is_write:
+            self._begun.extend(requests)
+        else:
+            super().submit(requests)
+
+
+def test_a_staging_buffer_is_lent_once_what_was_written_from_it_has_left(tmp_path: Path) -> None:
+    """An interrupt may come before anybody waits: the disk would get the bytes of whoever borrows it next."""
+    disk = Disk(nvme(tmp_path), "states", Late())
+    place, other = reserved(disk, BLOCK_NBYTES), reserved(disk, BLOCK_NBYTES)
+    disk.stage(BLOCK_NBYTES, 1)
+    for place_of_it, value in ((place, 1), (other, 2)):
+        memory = disk.borrow(place_of_it, BLOCK_NBYTES).fill_(value)
+        disk.write(place_of_it, memory)
+        disk.give_back(memory)
+    for place_of_it, value in ((place, 1), (other, 2)):
+        found = filled(BLOCK_NBYTES)
+        disk.read(place_of_it, found.memory).wait()
+        assert torch.equal(found.memory, torch.full_like(found.memory, value))
+
+
 @given(
     writes=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), min_size=1, max_size=30),
     pages=st.lists(st.integers(1, 5), min_size=8, max_size=8),

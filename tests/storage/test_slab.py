@@ -13,8 +13,9 @@ import torch
 
 from zero_fn.errors import TierError
 from zero_fn.storage.memory import Available, _cgroups
+from zero_fn.storage.shelf import shelf_of
 from zero_fn.storage.slab import PAGE_NBYTES, Slab
-from zero_fn.values.tiers import cpu
+from zero_fn.values.tiers import cpu, nvme
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what became of memory and files")
 
@@ -58,6 +59,19 @@ def test_a_slab_above_the_limit_of_its_tier_is_refused_with_both_numbers() -> No
     with pytest.raises(TierError, match=r"(?s)states need 8\.00 KiB.*4\.00 KiB can be taken.*limit of the tier"):
         Slab(2 * PAGE_NBYTES, cpu(limit="4KiB"), "states")
     Slab(2 * PAGE_NBYTES, cpu(limit="8KiB"), "states")
+
+
+def test_the_limit_of_a_tier_is_for_all_that_was_reserved_there(tmp_path: Path) -> None:
+    """It was counted for each time anew: 16 KiB were taken of 8."""
+    for tier in (cpu(limit="8KiB"), nvme(tmp_path, limit="8KiB")):
+        shelf = shelf_of(tier, "states")
+        assert shelf.reserve([1]) == [0]
+        with pytest.raises(TierError, match=r"(?s)can be taken.*limit of the tier"):
+            shelf.reserve([PAGE_NBYTES, 1])
+        assert shelf.reserve([1]) == [PAGE_NBYTES]
+        with pytest.raises(TierError, match=r"(?s)can be taken.*limit of the tier"):
+            shelf.reserve([1])
+        assert shelf.nbytes == 2 * PAGE_NBYTES
 
 
 def test_a_slab_larger_than_the_machine_is_refused_before_it_is_made() -> None:
