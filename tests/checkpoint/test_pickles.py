@@ -6,6 +6,7 @@ import builtins
 import io
 import os
 import pickle
+import tracemalloc
 import zipfile
 from collections import OrderedDict
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 import zero_fn as zf
 from tests.checkpoint.made_by_deepspeed import HERE
 from zero_fn.checkpoint.foreign import Foreign
-from zero_fn.checkpoint.pickles import Inert, PlacedTensor, read_pickle
+from zero_fn.checkpoint.pickles import Inert, PlacedTensor, read_lone_pickle, read_pickle
 from zero_fn.errors import CheckpointError
 
 CALLED: list[object] = []
@@ -166,6 +167,17 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     for name in ("old.pt", "legacy.pt", "compressed.pt", "big.pt"):
         with pytest.raises(CheckpointError, match="damaged"):
             read_pickle(tmp_path / name)
+
+
+def test_a_number_in_a_pickle_takes_no_memory(tmp_path: Path) -> None:
+    """A flipped bit makes LONG_BINPUT of SETITEM, and a number of the 4 bytes that follow."""
+    (tmp_path / "a").write_bytes(b"\x80\x04Nr" + (1 << 24).to_bytes(4, "little") + b".")
+    tracemalloc.start()
+    try:
+        assert read_lone_pickle(tmp_path / "a") is None
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_damaged_storage_is_found_before_it_is_read(tmp_path: Path) -> None:
