@@ -533,6 +533,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/runtime/test_gradients.py",
     ),
     Bug(
+        "gradients-owned-after-they-were-taken",
+        "Gradients.take",
+        "a gradient that two parameters share is added to both, after a step in which the unit had several uses",
+        "self._is_owned = [False] * len(self._slots)",
+        "pass",
+        "tests/runtime/test_gradients.py",
+    ),
+    Bug(
         "what-travelled-not-remembered",
         "Gathered._add",
         "autograd keeps what a class has gathered until backward",

@@ -16,6 +16,8 @@ def test_a_gradient_that_two_parameters_share_is_not_summed_in_place() -> None:
         model = zf.shard_params(nn.LayerNorm(3), axis)
         (unit,) = units_of(model)
         shared = torch.ones(3)
+        unit.gradients.add([shared, shared], exact=True)  # a sum of the unit's own, as where it has several uses
+        unit.gradients.take()
         for _ in range(2):
             unit.gradients.add([shared, shared], exact=False)
         assert torch.equal(shared, torch.ones(3))
