@@ -85,6 +85,11 @@ def _unsharded(stage: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _step(model, optimizer, 0)
     assert not _equal(parameters(model), before)
+    for writeback in (False, True):  # an adapter freezes its base so
+        with zf.unsharded(model, writeback=writeback):
+            model.norm.requires_grad_(False)  # type: ignore[union-attr, operator]
+        assert model.norm.weight.requires_grad is not writeback  # type: ignore[union-attr]
+    assert model.head.weight.requires_grad  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("stage", ALL)

@@ -858,6 +858,13 @@ def step_over_whole_tensors() -> object:
         return torch.optim.Adafactor(model.parameters()).step()
 
 
+def step_of_bitsandbytes() -> object:
+    kind = type("AdamW8bit", (torch.optim.AdamW,), {"__module__": "bitsandbytes.optim.adamw"})
+    with pretended(2) as mesh:
+        model = zf.replicate(Model(), mesh)
+        return kind(model.parameters()).step()
+
+
 def clip_over_a_plain_model_too() -> object:
     with alone() as mesh:
         models = zf.shard_params(Model(), mesh), Model()
@@ -1201,6 +1208,16 @@ def resting_parameter_is_drawn() -> None:
 def row_of_a_resting_parameter_is_written() -> None:
     with pretended(2) as mesh, torch.no_grad():
         zf.shard_params(nn.Linear(4, 4), mesh).weight[1:3].zero_()
+
+
+def resting_parameter_is_read_at_positions() -> None:
+    with pretended(2) as mesh:
+        zf.shard_params(nn.Linear(4, 4), mesh).weight[[1, 3]]
+
+
+def plain_data_was_assigned_a_resting_tensor() -> None:
+    with pretended(2) as mesh:
+        nn.Parameter(torch.empty(4, 4)).data = zf.shard_params(nn.Linear(4, 4), mesh).weight.data
 
 
 class Shifted(nn.Module):
@@ -1855,6 +1872,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         data_of_a_parameter_in_a_tier_was_assigned, parameter_is_pruned_after_the_transform,
                 forward_changes_a_weight,
         parameter_was_replaced_by_nothing, parameter_is_late, clip_over_a_plain_model_too, step_over_whole_tensors,
+        step_of_bitsandbytes, plain_data_was_assigned_a_resting_tensor,
         functional_call_with_another_shape, functional_call_unties, streamed_lbfgs, streamed_matrix_is_cut,
         streamed_gradient_is_sparse, streamed_gradient_rests_elsewhere,
     ),
@@ -1923,7 +1941,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     LostRankError: (checkpoint_lost_a_rank,),
     ShardedAccessError: (
         weight_is_asked_for_its_storage, weight_is_made_whole_in_a_forward, resting_parameters_are_shared,
-        resting_parameter_is_drawn, row_of_a_resting_parameter_is_written,
+        resting_parameter_is_drawn, row_of_a_resting_parameter_is_written, resting_parameter_is_read_at_positions,
         gradient_of_a_plain_loss_in_shards,
     ),
     StaleError: (

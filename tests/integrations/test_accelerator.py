@@ -73,6 +73,24 @@ def test_prepared_models_have_the_numbers_of_replicas(prepared: Ranks) -> None:
     assert prepared(2).run(_compare, 2)[0] * 2 == each, "two microbatches are reduced once"
 
 
+def _in_two_calls() -> None:
+    """The optimizer is built for the plain model, and prepared after it, as accelerate allows."""
+
+    def trained(ours: bool) -> list[float]:
+        accelerator, model = _accelerator(ours), llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
+        loader = torch.utils.data.DataLoader(Counting(), batch_size=2)
+        model = accelerator.prepare(model)
+        return _train((accelerator, model, *accelerator.prepare(optimizer, loader, scheduler)), 3)
+
+    torch.testing.assert_close(trained(True), trained(False), atol=2e-5, rtol=2e-5)
+
+
+def test_a_model_and_its_optimizer_may_be_prepared_in_two_calls(prepared: Ranks) -> None:
+    prepared(2).run(_in_two_calls)
+
+
 def _resumed(folder: str) -> None:
     parts = _parts(_accelerator(True), llama())
     _train(parts, 2)
@@ -239,6 +257,10 @@ def _refused(folder: str) -> None:
     optimizer.step()
     with pytest.raises(zf.StateError, match="took steps before its model was transformed"):
         accelerator.prepare(model, optimizer)
+    for place_of, message in ((lambda _: None, "returned nothing"), (lambda m: m, "that no transform has made")):
+        accelerator.place = place_of
+        with pytest.raises(zf.StateError, match=message):
+            accelerator.prepare(llama())
     accelerator = _accelerator(True)
     one, other = accelerator.prepare(nn.Linear(8, 8), nn.Linear(8, 8))
     accelerator.prepare(torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))

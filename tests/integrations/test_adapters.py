@@ -217,3 +217,47 @@ def _over_a_placed_base(folder: str) -> None:
 
 def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2).run(_over_a_placed_base, str(tmp_path))
+
+
+_READ = {
+    "dora": {"use_dora": True},
+    "olora": {"init_lora_weights": "olora"},
+    "pissa": {"init_lora_weights": "pissa"},
+    "rows": {"trainable_token_indices": {"embed_tokens": [3, 5]}},
+    "copies": {"modules_to_save": ["lm_head"]},
+}
+"""Adapters whose initial values are made of the base."""
+
+
+def _computed_from_a_placed_base() -> None:
+    """They are refused over shards, and are those of replicas where the base is whole, which freezes it for good, too."""
+    import peft
+
+    start()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+
+    def adapters(model: nn.Module, kind: str) -> nn.Module:
+        torch.manual_seed(1)
+        adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"], **_READ[kind]))
+        return adapted
+
+    def trained(model: nn.Module, *, averaged: bool) -> list[float]:
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return _steps(model, optimizer, averaged=averaged)
+
+    for kind in _READ:
+        wanted = trained(adapters(llama(), kind), averaged=True)
+        with pytest.raises((zf.PlacementError, zf.ShardedAccessError), match="before the transform"):
+            zf.zero3(adapters(zf.zero3(llama(), mesh), kind), mesh)
+        if kind != "copies":
+            base = zf.zero3(llama(), mesh)
+            with zf.unsharded(base, writeback=True):
+                model = adapters(base, kind)
+            found = trained(zf.zero3(model, mesh), averaged=False)
+            torch.testing.assert_close(
+                found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
+            )  # type: ignore[misc]
+
+
+def test_adapters_that_are_computed_from_a_placed_base_want_it_whole(prepared: Ranks) -> None:
+    prepared(2).run(_computed_from_a_placed_base)

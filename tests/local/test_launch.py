@@ -197,6 +197,18 @@ def test_a_function_of_a_script_may_use_operations_by_name() -> None:
     assert pickle.loads(dumps(script["ones"]))() == 2
 
 
+def test_a_function_of_a_script_may_use_compiled_classes() -> None:
+    """They say that they are of `builtins`, and cloudpickle sends them by value, which no rank can build."""
+    safetensors = pytest.importorskip("safetensors")
+    script: dict[str, Any] = {"safe_open": safetensors.safe_open, "__name__": "__main__"}
+    exec("def opener(): return safe_open", script)
+    assert pickle.loads(dumps(script["opener"]))() is safetensors.safe_open
+    for cls in (int, type(None), type(lambda: None)):
+        assert pickle.loads(dumps(cls)) is cls
+    with pytest.raises(SendError, match="the class 'callable_iterator' is compiled, and no module has it"):
+        dumps(type(iter(int, 1)))
+
+
 def test_functions_that_are_sent_know_their_file() -> None:
     """cloudpickle 3.1.3 sends code as `<dynamic-code>`: tracebacks of ranks would show no lines, and stacks no files."""
 

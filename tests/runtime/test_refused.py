@@ -116,7 +116,7 @@ MENDED |= {"any.default", "any.dim", "any.dims"}
 ELSEWHERE = {
     *("add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "stack.default", "view.default", "_foreach_norm.Scalar"),
     *("clamp_.default", "clamp_min_.default", "clamp_max_.default", "add_.Tensor", "sub_.Tensor", "div_.Tensor"),
-    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default", "_unsafe_view.default", "copy_.default"),
+    *("sqrt_.default", "pow_.Scalar", "reciprocal_.default", "_unsafe_view.default", "copy_.default", "index.Tensor"),
     *(f"_foreach_{name}{end}" for name in ("add", "sub", "mul", "div", "lerp") for end in ("", "_")),
     *("_foreach_copy_.default", "_foreach_addcmul_", "_foreach_addcdiv_"),
     *("mul_.Tensor", "_foreach_mul_.Tensor", "_foreach_mul_.Scalar"),
@@ -491,6 +491,24 @@ def test_what_is_flattened_is_whole_where_the_ranks_do_not_divide_its_rows(ranks
 @pytest.mark.parametrize("composition", ["replicate", "zero1", "zero2", "zero3"])
 def test_gradients_that_a_loop_flattens_and_projects_are_those_of_a_plain_model(ranks: Ranks, composition: str) -> None:
     ranks(2).run(_surgeries, composition)
+
+
+def _given_away() -> None:
+    """What libraries write that make new parameters of those at rest, as PEFT does; torch dies of SIGSEGV at the first."""
+    weight = zf.shard_params(nn.Linear(4, 4), axis()).weight
+    plain = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(zf.PlacementError, match="plain parameter was assigned a resting tensor"):
+        plain.data = weight.data
+    assert torch.equal(plain, torch.zeros(4, 4))
+    plain.data = weight.full_tensor().data
+    assert torch.equal(plain, full(weight))
+    with pytest.raises(zf.ShardedAccessError, match="read at plain positions"):
+        weight[[1, 3]]
+    assert torch.equal(weight.full_tensor()[[1, 3]], plain[[1, 3]])
+
+
+def test_parameters_are_not_made_of_resting_ones(ranks: Ranks) -> None:
+    ranks(2).run(_given_away)
 
 
 def _in_text() -> None:

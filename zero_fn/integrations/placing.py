@@ -45,10 +45,16 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
         The transformed module, and its parameters by the id of the plain parameters that they replace.
 
     Raises:
-        StateError: `place` returned a module that no transform has made.
+        StateError: `place` returned nothing, or a module that no transform has made.
     """
     old = dict(module.named_parameters())
     transformed = place(module)
+    if transformed is None:
+        raise zf.StateError(
+            "place= returned nothing.",
+            why="a transform leaves its argument as it is, and returns another module",
+            fix="place=lambda model: zf.zero3(model, mesh['dp']); in a def: return model",
+        )
     if not zf.is_transformed(transformed):
         raise zf.StateError(
             "place= returned a module that no transform has made.",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import builtins
 import importlib
 import io
 import pickle
 import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import EXTENSION_SUFFIXES
 from types import CodeType, ModuleType
 
 import cloudpickle  # type: ignore[import-untyped]
@@ -34,7 +37,30 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return importlib.import_module, (value.__name__,)  # `torch.ops`, which cloudpickle pickles by value
         if isinstance(value, CodeType):  # cloudpickle 3.1.3 drops the file name, by which tracebacks find source lines
             return _code_of, (value.co_filename, *self.dispatch_table[CodeType](value))
+        if isinstance(value, type) and value.__module__ == "builtins" and not _is_of_python(value):
+            return _imported, (_module_with(value), value.__name__)  # a compiled class, which does not say where it is
         return super().reducer_override(value)
+
+
+def _is_of_python(cls: type) -> bool:
+    return vars(builtins).get(cls.__name__) is cls or any(cls is other for other in vars(types).values())
+
+
+def _module_with(cls: type) -> str:
+    """The module from which a class can be imported: the compiled one that makes it, if there is one.
+
+    Raises:
+        PicklingError: There is none. cloudpickle would send the class by value, and the ranks could not build it.
+    """
+    holders = {name: vars(module) for name, module in sys.modules.copy().items() if isinstance(module, ModuleType)}
+    names = [name for name, held in holders.items() if name != "__main__" and held.get(cls.__name__) is cls]
+    if not names:
+        raise pickle.PicklingError(f"the class {cls.__name__!r} is compiled, and no module has it under this name")
+    return max(names, key=lambda name: str(holders[name].get("__file__")).endswith(tuple(EXTENSION_SUFFIXES)))
+
+
+def _imported(module: str, name: str) -> object:
+    return vars(importlib.import_module(module))[name]
 
 
 def _rebuild(cls: type[BaseException], args: tuple[object, ...], attributes: dict[str, object]) -> BaseException:

@@ -59,13 +59,13 @@ def looks_at_whole_tensors(optimizer: Optimizer) -> bool:
     known = _known.get(kind)
     if known is None:
         names = [base.__name__.lower().replace("_", "") for base in kind.__mro__]
-        known = any(name in _NAMES or any(word in name for word in _WORDS) for name in names)
+        known = _is_of_bitsandbytes(kind) or any(name in _NAMES or any(w in name for w in _WORDS) for name in names)
         _known[kind] = known
     return known
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
-    """Refuses an optimizer that looks at whole tensors if it holds a sharded parameter.
+    """Refuses an optimizer that looks at whole tensors if it holds a sharded parameter, or one of bitsandbytes at all.
 
     Raises:
         PlacementError: It does. Nothing was updated.
@@ -75,6 +75,14 @@ def require_elementwise(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             slot = slot_of(parameter)
+            if slot is not None and _is_of_bitsandbytes(type(optimizer)):
+                raise PlacementError(
+                    f"{type(optimizer).__name__} of bitsandbytes cannot step transformed parameters.",
+                    parameter=slot,
+                    why="its kernels take plain tensors alone, and scale states by blocks of whole ones; nothing was updated",
+                    fix="torch.optim.AdamW(model.parameters(), fused=True), in a Trainer optim='adamw_torch_fused': a rank "
+                    "holds its share of the states; zf.streamed(optimizer, zf.cpu()) keeps them off the device",
+                )
             if slot is not None and slot.path.is_spread:
                 raise PlacementError(
                     f"{type(optimizer).__name__} looks at whole tensors, and {slot.fqn!r} is sharded.",
@@ -83,6 +91,10 @@ def require_elementwise(optimizer: Optimizer) -> None:
                     fix="keep these parameters replicated: zf.replicate(model, mesh['dp']), or where= in the sharding "
                     "transforms; shard the others under an elementwise optimizer",
                 )
+
+
+def _is_of_bitsandbytes(kind: type) -> bool:
+    return any(base.__module__.startswith("bitsandbytes.") for base in kind.__mro__)
 
 
 def steps_locally(optimizer: Optimizer) -> None:

@@ -148,7 +148,8 @@ def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
         parameter=slot,
         tiers=slot.home.tiers,
         why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
-        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.streamed(optimizer, zf.cpu())",
+        fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.streamed(optimizer, zf.cpu()); in a trainer "
+        "ZeroTrainer(..., place=place, finish=zf.streamed)",
     )
 
 

@@ -69,6 +69,7 @@ _aten = torch.ops.aten
 _MEAN = 1  # the number of reduction="mean" in losses of aten
 _ALONE = 2  # references to a storage that one tensor has, while it is asked for
 _EDIT_WHOLES = "edit whole parameters: with zf.unsharded(model, writeback=True), torch.no_grad(): ..."
+_ADAPTERS = "before the transform, or with zf.unsharded(base, writeback=True): model = get_peft_model(base, config)"
 
 
 class Call(NamedTuple):
@@ -168,6 +169,17 @@ def _refuse_mixed(call: Call, _: Callable[..., Any]) -> NoReturn:
 
 def _meets_plain(call: Call) -> bool:
     return any(isinstance(arg, Tensor) and not isinstance(arg, DTensor) and arg.requires_grad for arg in call.args)
+
+
+def _has_plain_positions(call: Call) -> bool:
+    return any(isinstance(at, Tensor) and not isinstance(at, DTensor) for at in call.args[1])
+
+
+def _refuse_positions(call: Call, go_on: Callable[..., Any]) -> NoReturn:
+    tensor = f"{list(call.ours[0].shape)}  {', '.join(map(str, call.ours[0].placements))}"
+    raise ShardedAccessError(
+        "A resting tensor was read at plain positions.", tensor=tensor, why=_POSITIONS.why, fix=_POSITIONS.fix
+    )
 
 
 def _is_from_the_end(call: Call) -> bool:
@@ -415,6 +427,14 @@ _VIEWS = Row(
     mend=_read_only,
 )
 
+_POSITIONS = Row(
+    "index.Tensor",
+    when=_has_plain_positions,
+    why="torch takes positions that are placed as it is, and plain ones are not",
+    fix=f"p.full_tensor()[positions]; adapters that copy rows of their base (trainable_token_indices): {_ADAPTERS}",
+    mend=_refuse_positions,
+)
+
 _NORMS = Row(
     "stack.default _foreach_norm.Scalar",
     when=_stacks_plain,
@@ -456,8 +476,10 @@ ROWS = (
         "add.Tensor sub.Tensor mul.Tensor div.Tensor",
         when=_meets_plain,
         why="in backward the plain tensor beside it would be given a gradient in shards",
-        fix="loss + penalty.full_tensor(), or two backwards: loss.backward(); penalty.backward()",
+        fix="loss + penalty.full_tensor(), or two backwards: loss.backward(); penalty.backward(); adapters that read their "
+        f"base (DoRA): {_ADAPTERS}",
     ),
+    _POSITIONS,
     _NORMS,
     Row(
         "cumsum.default cumprod.default logcumsumexp.default stack.default",
@@ -556,6 +578,7 @@ def note_mesh(mesh: DeviceMesh) -> None:
         DTensor.storage = _no_storage  # type: ignore[method-assign, assignment]
         DTensor.share_memory_ = _share_nothing  # type: ignore[method-assign, assignment]
         DTensor.data = property(_data.__get__, _assign_data)  # type: ignore[assignment]
+        nn.Parameter.data = property(_data.__get__, _assign_plain_data)  # type: ignore[assignment]
         DTensor.__format__ = _format  # type: ignore[method-assign, assignment]
         _redistribute.redistribute_local_tensor = _redistributed
         _dispatch.redistribute_local_tensor = _redistributed  # type: ignore[attr-defined]
@@ -744,6 +767,19 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
         values = local_of(detached(value).redistribute(placements=self.placements))
         room = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=values.device)
         self._local_tensor = room.copy_(in_memory(values))
+
+
+def _assign_plain_data(self: nn.Parameter, value: Tensor) -> None:
+    """`plain.data = resting`: the parameter would be a tensor without memory, and whoever reads it die of SIGSEGV."""
+    if _is_ours(value):
+        raise PlacementError(
+            "`.data` of a plain parameter was assigned a resting tensor.",
+            parameter=f"{_short(self.dtype)}{list(self.shape)}",
+            value=f"{list(value.shape)}  {', '.join(map(str, value.placements))}",
+            why="it would have no memory; nothing was changed",
+            fix=f"p.data = value.full_tensor(); adapters that begin as parts of their base (OLoRA, PiSSA): {_ADAPTERS}",
+        )
+    _data.__set__(self, value)
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -74,9 +74,10 @@ class Place:
         module = self._module()
         if module is None:
             raise PlacementError(
-                f"The module that held {self.attribute!r} was taken out of its unit.",
+                f"The module that held {self.attribute!r} was taken out of its unit, or others of it were copied without it.",
                 why="the rest of the unit is gathered, and its gradients are reduced, together with it",
-                fix="take out whole units, or parts before the transform: units= chooses what a unit is",
+                fix="take out, or copy, whole units, or parts before the transform: units= chooses what a unit is; adapters "
+                "with modules_to_save, for which PEFT copies modules, before the transform",
             )
         return module._parameters.get(self.attribute)
 

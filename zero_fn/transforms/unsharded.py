@@ -39,7 +39,8 @@ def unsharded(*modules: nn.Module, writeback: bool = False) -> AbstractContextMa
     Args:
         *modules: Transformed modules, or modules inside them. The whole unit of each is gathered. Parts without parameters
             are passed over.
-        writeback: Put edits back into the shards at the end. Every rank must have made the same edits.
+        writeback: Put edits back into the shards at the end. Every rank must have made the same edits. Whether a parameter is
+            trained (`requires_grad`) is kept, too.
 
     Returns:
         A context manager.
@@ -76,14 +77,17 @@ def _unsharded(block: UserBlock, modules: Sequence[nn.Module], *, writeback: boo
     finally:
         for run in runs:
             run.forwards.statistics.note()
-        edited = [_close(unit) for unit in units]
+        closed = [_close(unit) for unit in units]
         if writeback and finished:
+            edited = [list(map(local_of, wholes)) for wholes in closed]
             for unit, wholes in zip(units, edited, strict=True):
                 _require_equal_edits(unit, wholes)
             for unit, wholes in zip(units, edited, strict=True):
                 unit.at_rest.scatter(dict(zip(unit.slots, wholes, strict=True)))
-                for slot in unit.slots:
+            for unit, left in zip(units, closed, strict=True):
+                for slot, own in zip(unit.slots, left, strict=True):
                     slot.initial = None
+                    slot.parameter.requires_grad_(own.requires_grad)
         for run in runs:
             run.module.blocks.remove(block)
 
@@ -104,7 +108,7 @@ def _close(unit: Unit) -> list[Tensor]:
     """Registers the resting parameters again; returns the whole ones, as the user left them."""
     registered = [slot.places[0].registered for slot in unit.slots]
     leaves = end_whole(unit)
-    return [local_of(own if own is not None else leaf) for own, leaf in zip(registered, leaves, strict=True)]
+    return [own if own is not None else leaf for own, leaf in zip(registered, leaves, strict=True)]
 
 
 def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
