@@ -172,6 +172,30 @@ def _saved(folder: str, kind: str) -> None:
     assert torch.equal(_logits(again), wanted)
 
 
+def _mixed_up(folder: str) -> None:
+    """Checkpoints of adapters and of whole models that are taken for one another; a merge that takes modules out."""
+    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+
+    def trainer(kind: str, build: Callable[[], nn.Module]) -> Any:
+        return zero_trainer(f"{folder}/{kind}", build, "zero3", **options)
+
+    numbers(trainer("adapters", lambda: adapted("lora")))
+    numbers(trainer("whole", llama))
+    for build, kind, fix in (
+        (llama, "adapters", "PeftModel.from_pretrained"),
+        (lambda: adapted("lora"), "whole", "get_peft_model"),
+    ):
+        with pytest.raises(zf.CheckpointError, match=fix):
+            trainer("other", build).train(resume_from_checkpoint=f"{folder}/{kind}/checkpoint-1")
+    merged = place()(adapted("lora")).merge_and_unload()  # type: ignore[operator]
+    with pytest.raises(zf.PlacementError, match=r"merge_adapter\(\)"):
+        merged(input_ids=Counting(4).tokens)
+
+
+def test_what_was_made_for_another_kind_of_model_is_refused_with_the_way(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_mixed_up, str(tmp_path))
+
+
 @pytest.mark.parametrize("kind", ["dora", "prompts", "head beside"])
 def test_an_adapter_is_saved_alone_and_loaded(prepared: Ranks, tmp_path: Path, kind: str) -> None:
     prepared(2).run(_saved, str(tmp_path), kind)
@@ -219,7 +243,7 @@ def test_adapters_come_after_a_base_that_was_read_into_shards(prepared: Ranks, t
     prepared(2).run(_over_a_placed_base, str(tmp_path))
 
 
-_READ = {
+_READ: dict[str, dict[str, Any]] = {
     "dora": {"use_dora": True},
     "olora": {"init_lora_weights": "olora"},
     "pissa": {"init_lora_weights": "pissa"},
@@ -254,9 +278,7 @@ def _computed_from_a_placed_base() -> None:
             with zf.unsharded(base, writeback=True):
                 model = adapters(base, kind)
             found = trained(zf.zero3(model, mesh), averaged=False)
-            torch.testing.assert_close(
-                found, wanted, atol=1e-5, rtol=1e-5, msg=lambda text, kind=kind: f"{kind}: {text}"
-            )  # type: ignore[misc]
+            torch.testing.assert_close({kind: found}, {kind: wanted}, atol=1e-5, rtol=1e-5)
 
 
 def test_adapters_that_are_computed_from_a_placed_base_want_it_whole(prepared: Ranks) -> None:

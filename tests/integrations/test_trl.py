@@ -101,7 +101,9 @@ def _written(folder: str, trainer: str) -> None:
     dist.barrier()
 
 
-def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **more: Any) -> Any:
+def _trainer(
+    folder: str, trainer: str, kind: str, options: dict[str, Any], *, stage: str = "zero3", **more: Any
+) -> Any:
     """A trainer over replicas ("replicas"), one that transforms its model ("mixin"), over a transformed one ("before"), or
     over one that was read straight into shards, to which it adds adapters ("placed")."""
     import trl
@@ -129,7 +131,7 @@ def _trainer(folder: str, trainer: str, kind: str, options: dict[str, Any], **mo
     if kind == "replicas":
         return theirs(model=model, **arguments)
     if kind == "mixin":
-        return ours(model=model, place=place(), **arguments)
+        return ours(model=model, place=place(stage), **arguments)
     if kind == "placed":
         return ours(model=model, place=into_shards, **arguments)
     return ours(model=place()(model), **arguments)
@@ -221,3 +223,24 @@ def _reference(folder: str) -> None:
 
 def test_a_reference_model_is_placed_and_evicted_by_itself(prepared: Ranks, tmp_path: Path) -> None:
     prepared(2, deadline_s=240).run(_reference, str(tmp_path))
+
+
+def _moved(folder: str, trainer: str) -> None:
+    """The reference moves towards the policy after each step, as that of replicas does; it was not placed by hand."""
+    _written(folder, trainer)
+    options = {**CASES[trainer], "beta": 0.5, "max_steps": 3, "sync_ref_model": True, "ref_model_sync_steps": 1}
+    theirs = _trainer(folder, trainer, "replicas", options)
+    wanted = numbers(theirs)
+    for stage in ("zero1", "zero3"):
+        ours = _trainer(folder, trainer, "mixin", options, stage=stage)
+        require_close(numbers(ours), wanted, 5e-5)
+        moved = dict(ours.ref_model.named_parameters())
+        for name, parameter in theirs.ref_model.named_parameters():
+            torch.testing.assert_close(moved[name].full_tensor(), parameter, atol=1e-5, rtol=1e-5)
+    with pytest.raises(zf.ConfigError, match="whole reference model"):
+        _trainer(folder, trainer, "before", options)
+
+
+@pytest.mark.parametrize("trainer", ["DPOTrainer", "GRPOTrainer"])
+def test_a_reference_model_moves_towards_the_policy(prepared: Ranks, tmp_path: Path, trainer: str) -> None:
+    prepared(2, deadline_s=240).run(_moved, str(tmp_path), trainer)

@@ -67,7 +67,8 @@ class ZeroTrainerMixin(_AnyTrainer):
     Args:
         *args: Those of the Trainer.
         place: Any chain of transforms, applied to the model after the Trainer's `__init__`; None if `model` is transformed
-            already. It is applied once more if a transformed model has adapters that were added since.
+            already. It is applied once more if a transformed model has adapters that were added since, and to the reference
+            model of a trainer of trl with `sync_ref_model=True`.
         finish: A function applied to the optimizer, such as `zf.streamed`; None applies none.
         deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and `finish`. `args` decide where
             it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
@@ -79,8 +80,8 @@ class ZeroTrainerMixin(_AnyTrainer):
         StateError: There is neither `place` nor a transformed model, or an optimizer has stepped before the transform.
         StaleError: An optimizer was built before the model was transformed elsewhere.
         MeshError: The model is transformed over fewer ranks than there are processes, as with tensor parallelism.
-        ConfigError: An argument of the Trainer asks for something that a transformed model cannot do, or an entry of the
-            DeepSpeed config cannot be followed or contradicts an argument.
+        ConfigError: An argument of the Trainer asks for something that a transformed model cannot do (`sync_ref_model=True`
+            without `place`), or an entry of the DeepSpeed config cannot be followed or contradicts an argument.
 
     Attributes:
         settings: What the DeepSpeed config asks for; None without one.
@@ -89,6 +90,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     model: nn.Module
     optimizer: Any
     lr_scheduler: Any
+    ref_model: Any
     settings: Settings | None = None
     _place: Place[nn.Module] | None = None
     _finish: Any = None
@@ -147,6 +149,26 @@ class ZeroTrainerMixin(_AnyTrainer):
         run_together(self.model)
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
+        if getattr(self.args, "sync_ref_model", False):
+            self._place_reference()
+
+    def _place_reference(self) -> None:
+        """Transforms the reference model of trl as the policy, towards which it is moved parameter by parameter."""
+        plain: Any = getattr(self, "ref_model", None)
+        if plain is None or zf.is_transformed(plain):
+            return
+        if self._place is None:
+            raise zf.ConfigError(
+                "sync_ref_model=True would mix a policy in shards with a whole reference model.",
+                reference=type(plain).__name__,
+                fix=f"a plain policy, and {type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp'])), which "
+                "places both; or ref_model= transformed in the same way, where the trainer takes one",
+            )
+        device = self.args.device if self.place_model_on_device else None
+        self.ref_model, _ = place_module(self._place, plain.requires_grad_(False), device)
+        for callback in self.callback_handler.callbacks:
+            if getattr(callback, "ref_model", None) is plain:
+                callback.ref_model = self.ref_model
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.
@@ -202,8 +224,9 @@ class ZeroTrainerMixin(_AnyTrainer):
         in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
 
         Raises:
-            CheckpointError: The folder lacks parameters of the model.
+            CheckpointError: The folder lacks parameters of the model, or one of both is of adapters and the other is not.
         """
+        _require_same_kind(Path(folder), self.model)
         if not isinstance(self.model, PreTrainedModel):
             return False
         if (Path(folder) / STATES).is_dir():
@@ -247,6 +270,25 @@ class ZeroTrainerMixin(_AnyTrainer):
             return
         load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+def _require_same_kind(folder: Path, model: nn.Module) -> None:
+    """Refuses a checkpoint of adapters alone for a model without, and one of a whole model for a model with adapters."""
+    has_adapters, is_peft = any(folder.rglob("adapter_config.json")), _peft_of(model) is not None
+    if has_adapters and isinstance(model, PreTrainedModel) and not hasattr(model, "peft_config"):
+        raise zf.CheckpointError(
+            "The checkpoint holds adapters alone, and the model has none.",
+            folder=folder,
+            fix="resume with adapters: ZeroTrainer(model=get_peft_model(base, config), ...); or begin another run from them: "
+            "PeftModel.from_pretrained(base, folder, is_trainable=True)",
+        )
+    if is_peft and not has_adapters and (folder / "config.json").is_file():
+        raise zf.CheckpointError(
+            "The checkpoint holds a whole model, and the model has adapters.",
+            folder=folder,
+            fix="resume with the model that was saved; or begin another run from its weights: "
+            "get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config)",
+        )
 
 
 class ZeroTrainer(ZeroTrainerMixin, Trainer):

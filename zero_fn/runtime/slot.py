@@ -77,7 +77,8 @@ class Place:
                 f"The module that held {self.attribute!r} was taken out of its unit, or others of it were copied without it.",
                 why="the rest of the unit is gathered, and its gradients are reduced, together with it",
                 fix="take out, or copy, whole units, or parts before the transform: units= chooses what a unit is; adapters "
-                "with modules_to_save, for which PEFT copies modules, before the transform",
+                "with modules_to_save, which PEFT copies, before the transform; in place of merge_and_unload(): "
+                "with zf.unsharded(model, writeback=True): model.merge_adapter()",
             )
         return module._parameters.get(self.attribute)
 
