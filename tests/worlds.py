@@ -123,15 +123,18 @@ class World:
 Trial = Callable[[World], object]
 
 
-def differences(trial: Trial, *, stages: Sequence[str] = DAILY, tolerance: float = 0.0) -> list[str]:
+def differences(
+    trial: Trial, *, stages: Sequence[str] = DAILY, tolerance: float = 0.0, beside: str | None = None
+) -> list[str]:
     """Where a stage differs from plain replicas, as lines of text; empty when none does. To be called on the ranks.
 
     Args:
         trial: What to run in every world.
         stages: Names in `STAGES`.
         tolerance: By how much an element may be off, for trials in float64 whose sums have several legal orders.
+        beside: The stage to compare with; None: plain replicas.
     """
-    expected = _history(trial, None)
+    expected = _history(trial, beside)
     assert expected, "the trial noted nothing"
     found = []
     for stage in stages:
