@@ -146,6 +146,42 @@ def test_a_process_that_is_killed_leaves_what_the_next_save_takes_over(tmp_path:
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.parametrize("how", ["sync", "async"])
+def test_all_is_on_the_disk_before_the_rename_and_the_rename_after_it(how: str, tmp_path: Path) -> None:
+    """A file system may keep a rename and lose what was written before it, where nobody asked for the bytes."""
+    folder = tmp_path / "runs"
+    saved(folder, 1)
+    log: list[tuple[str, Path]] = []
+    real_sync, real_write, real_rename = os.fsync, os.pwrite, os.rename
+
+    def path_of(fd: int) -> Path:
+        return Path(os.readlink(f"/proc/self/fd/{fd}"))
+
+    def sync(fd: int) -> None:
+        real_sync(fd)
+        log.append(("fsync", path_of(fd)))
+
+    def write(fd: int, *rest: Any) -> int:
+        log.append(("write", path_of(fd)))
+        return real_write(fd, *rest)
+
+    def rename(source: Any, target: Any) -> None:
+        log.extend(("there", path) for path in (Path(source), *Path(source).rglob("*")))
+        real_rename(source, target)
+        log.append(("rename", Path(target)))
+
+    with patch.object(os, "fsync", sync), patch.object(os, "pwrite", write), patch.object(os, "rename", rename):
+        saved(folder, 2, how)
+    at = log.index(("rename", folder / "step-2"))
+    there = {path for event, path in log[:at] if event == "there"}
+    last = {path: number for number, (event, path) in enumerate(log[:at]) if event != "there"}
+    assert len(there) == 1 + 3 + 2 + 2, "a folder, three in it, two files of tensors, and two of JSON"
+    for path in there:
+        assert log[last[path]][0] == "fsync", path
+        assert path.parent not in there or last[path.parent] > last[path], "a name is on the disk with its folder"
+    assert ("fsync", folder) in log[at:]
+
+
 SINGLE, SHARDS = "1GB", 40
 
 

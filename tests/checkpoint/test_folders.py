@@ -57,6 +57,12 @@ def test_keep_leaves_the_newest_and_some_others(tmp_path: Path) -> None:
     assert _steps(tmp_path) == [1, 70]
 
 
+def test_nothing_is_removed_before_there_are_as_many_as_are_kept(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        zf.save(tmp_path / f"step-{step}", nn.Linear(2, 2), keep=3)
+        assert _steps(tmp_path) == list(range(max(step - 2, 1), step + 1))
+
+
 def test_what_cannot_be_pruned_stays_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zf.save(tmp_path / "step-1", nn.Linear(2, 2))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,15 @@ def edited_whole(pair: Pair) -> None:
         pair.plain.blocks[1].up.weight.mul_(0.5)
 
 
+def saved(pair: Pair) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        zf.save(f"{folder}/step-1", pair.model)
+        read = Language(blocks=4)
+        zf.load(folder, read)
+    for one, other in zip(read.parameters(), pair.plain.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 READS: dict[str, Callable[[Pair], object]] = {
     "a parameter": lambda pair: pair.model.blocks[3].down.weight.detach().clone(),
     "state_dict": lambda pair: {name: value.clone() for name, value in pair.model.state_dict().items()},
@@ -104,6 +114,7 @@ READS: dict[str, Callable[[Pair], object]] = {
     "an edit of whole parameters": edited_whole,
     "another transform": lambda pair: zf.precision(pair.model, compute=torch.bfloat16),
     "eviction": lambda pair: zf.evict(pair.model, pair.optimizer, to=zf.cpu()).restore(),
+    "a checkpoint of the weights": saved,
     "the next step": lambda pair: pair.step(7),
 }
 
@@ -113,6 +124,17 @@ def test_whoever_reads_finds_it_stepped(pair: Pair, reads: str) -> None:
     pair.step(1)
     pair.step(2)
     READS[reads](pair)
+    pair.require_same()
+
+
+def test_states_that_are_loaded_come_after_the_step_that_waits(pair: Pair, tmp_path: Path) -> None:
+    pair.step(1)
+    zf.save(tmp_path / "step-1", pair.model, pair.optimizer)
+    states = copy.deepcopy(pair.stock.state_dict())
+    pair.step(2)
+    assert pair.waiting is not None
+    zf.load(tmp_path, pair.model, pair.optimizer, only="optimizer")
+    pair.stock.load_state_dict(states)
     pair.require_same()
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.composition.grids import grid
 from tests.ranks import Ranks, axis
 from zero_fn.errors import DisagreementError
 from zero_fn.transport.agreement import agree, content_digest, digest
@@ -60,6 +61,15 @@ def test_rank_0_itself_may_be_the_odd_one(ranks: Ranks) -> None:
     messages = ranks(3).run(message, {0: ["z", ROWS[1]]}, ROWS)
     assert len(set(messages)) == 1
     assert "rank_0 : z" in messages[0]
+
+
+def _over_two_axes() -> tuple[int, list[int]]:
+    links = Links([mesh_axis(grid("outer", "inner")[name], verb="test") for name in ("inner", "outer")])
+    return links.rank, links.exchange(torch.tensor([dist.get_rank()], dtype=torch.uint8)).view(-1).tolist()
+
+
+def test_ranks_of_two_axes_have_the_numbers_that_errors_give_them(ranks: Ranks) -> None:
+    assert ranks(4).run(_over_two_axes) == [(rank, [0, 1, 2, 3]) for rank in range(4)]
 
 
 @pytest.mark.parametrize(
