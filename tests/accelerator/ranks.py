@@ -172,14 +172,15 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
         torch.manual_seed(0)
         model = place(Rotary(), mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if "host" not in name else None
-        for step in range(5):
+        for step in range(6):
             device.waits()
             model(tokens).float().square().mean().backward()
             if optimizer is not None:
                 optimizer.step()
             model.zero_grad()
             count = device.waits()
-            assert not count or step < 2, (name, step, count)  # the first forwards compare ranks, and record
+            # The first forwards compare ranks, and record; the 4th compares buffers, as the 8th will. (statistics.py)
+            assert not count or step < 2 or step == 3, (name, step, count)
     return []
 
 
