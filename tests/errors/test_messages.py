@@ -1552,6 +1552,11 @@ def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(files._signed(json.dumps(body)))
 
 
+def guard_of_no_time() -> object:
+    with zf.guard(deadline_s=0):
+        return None
+
+
 def checkpoint_is_nowhere() -> object:
     with a_folder() as folder:
         return zf.load(folder, nn.Linear(2, 2))
@@ -1847,6 +1852,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
+        guard_of_no_time,
         closure_over_a_module,
         streamed_until_no_moment, checkpoint_loads_nothing,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,

@@ -6,6 +6,7 @@ How many cases run is decided by the profile of Hypothesis (`tests/conftest.py`)
 from __future__ import annotations
 
 import re
+import runpy
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.faults import ASTRAY, Fault, FreshRanks, Said
 from tests.profiles import examples
 from tests.ranks import Ranks, axis, sent_by_value
 from zero_fn.local.ranks import LocalRanks
+from zero_fn.transport import waiting
 from zero_fn.transport.waiting import deadline
 
 DEADLINE_S = 1.0
@@ -181,7 +183,13 @@ def test_guard_holds_inside_its_block_only() -> None:
     assert deadline() == 300
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_guard_refuses_a_deadline_that_is_no_time(seconds: float) -> None:
-    with pytest.raises(ValueError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e20, "soon", ""])
+def test_a_deadline_that_is_no_time_is_refused(seconds: float | str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(zf.LayoutError, match="deadline_s must be positive"), zf.guard(deadline_s=seconds):  # type: ignore[arg-type]
         pass
+    assert deadline() == 300
+    monkeypatch.setenv("ZERO_FN_DEADLINE_S", str(seconds))
+    with pytest.raises(zf.LayoutError, match="ZERO_FN_DEADLINE_S must be positive"):
+        runpy.run_path(waiting.__file__)
+    monkeypatch.setenv("ZERO_FN_DEADLINE_S", "2.5")
+    assert runpy.run_path(waiting.__file__)["deadline"]() == 2.5

@@ -39,8 +39,6 @@ REMEMBERED_EVENTS = 256
 
 _compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
 _is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
-if _is_deadline_asked:
-    set_deadline(float(os.environ["ZERO_FN_DEADLINE_S"]))
 _on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # axes of accelerators, by group
 
 
@@ -66,17 +64,15 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
         A context manager.
 
     Raises:
-        ValueError: `deadline_s` is not positive.
+        LayoutError: `deadline_s` is no number of seconds, or not positive.
     """
     global _compares, _is_deadline_asked
-    if deadline_s is not None and not deadline_s > 0:
-        raise ValueError(f"deadline_s must be positive, got {deadline_s!r}")
     before = deadline(), _compares, _is_deadline_asked
-    _is_deadline_asked |= deadline_s is not None
-    _say_where_no_deadline_acts()
     set_deadline(before[0] if deadline_s is None else deadline_s)
-    _compares = before[1] if compare is None else compare
     try:
+        _is_deadline_asked |= deadline_s is not None
+        _say_where_no_deadline_acts()
+        _compares = before[1] if compare is None else compare
         yield
     finally:
         set_deadline(before[0])

@@ -8,13 +8,16 @@ A wait that fails raises one of two internal exceptions, which `zero_fn.transpor
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from zero_fn.errors import LayoutError
+
 __all__ = ["Failure", "OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
 
-DEFAULT_DEADLINE_S = 300.0
+DEFAULT_DEADLINE_S, LONGEST_DEADLINE_S = 300.0, 1e9
 
 _limit = timedelta(seconds=DEFAULT_DEADLINE_S)
 
@@ -53,10 +56,28 @@ def deadline() -> float:
     return _limit.total_seconds()
 
 
-def set_deadline(seconds: float) -> None:
-    """Sets the seconds that any wait may take."""
+def set_deadline(seconds: float | str, name: str = "deadline_s") -> None:
+    """Sets the seconds that any wait may take; `name` is what the user has set them by.
+
+    Raises:
+        LayoutError: These are no seconds.
+    """
     global _limit
-    _limit = timedelta(seconds=seconds)
+    try:
+        found = float(seconds)
+    except (TypeError, ValueError):
+        found = 0.0
+    if not 0 < found <= LONGEST_DEADLINE_S:
+        raise LayoutError(
+            f"{name} must be positive, a number of seconds.",
+            got=repr(seconds),
+            fix=f"{DEFAULT_DEADLINE_S:g}, as without it; {LONGEST_DEADLINE_S:.0f} for no deadline",
+        )
+    _limit = timedelta(seconds=found)
+
+
+if "ZERO_FN_DEADLINE_S" in os.environ:
+    set_deadline(os.environ["ZERO_FN_DEADLINE_S"], "ZERO_FN_DEADLINE_S")
 
 
 def wait_for(work: Any, peer: int | None) -> None:
