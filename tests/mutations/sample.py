@@ -100,10 +100,26 @@ def _judge_all(out: Path, given: argparse.Namespace, *, is_loaded: bool) -> None
             continue
         met = before["met"] if before is not None else []
         tests = [row for row in rows(out / "noted.jsonl") if "hits" in row and row["test"] not in met]
-        found = _meeting(mutant, statements, tests, given.budget_s)
-        if found or before is None:
+        while True:
+            fits = [row for row in tests if _fits(out, row["test"]) is not False]
+            found = _meeting(mutant, statements, fits, given.budget_s)
+            if not found and before is not None:
+                break
             row = _judge(out, mutant, found, met)
-            add(out / "mutants.jsonl", row)
+            if "::" not in row["by"] or _fits(out, row["by"], run=True):
+                add(out / "mutants.jsonl", row)
+                break
+
+
+def _fits(out: Path, test: str, *, run: bool = False) -> bool | None:
+    """Whether a test passes without a mutant. With `run` it is run, once; else None if it was not."""
+    known = {row["test"]: row["fits"] for row in rows(out / "fits.jsonl")}
+    if run and test not in known:
+        notes = out / "clean.jsonl"
+        notes.unlink(missing_ok=True)
+        known[test] = run_pytest(out / "copy", [test], Notes(notes, ran=False), out / "log", 240.0) == 0
+        add(out / "fits.jsonl", {"test": test, "fits": known[test]})
+    return known.get(test)
 
 
 def _print_rate(out: Path) -> None:
