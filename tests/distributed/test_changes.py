@@ -20,6 +20,8 @@ from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.wholes import full
 from tests.worlds import ALL, WIDTH, World, differences
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.in_flight import Phase
 
 
 def _tokens(seed: int) -> Tensor:
@@ -139,6 +141,11 @@ def _refused(name: str, stage: str) -> None:
         assert all(torch.equal(before[key], full(value)) for key, value in model.named_parameters())
     model[1](torch.ones(2, WIDTH)).sum().backward()
     assert model[1].weight.grad is not None
+    alone = STAGES[stage](build(), axis())
+    with pytest.raises(zf.PlacementError, match=f"changed '{parameter}' in place"):
+        alone(x)
+    is_at_rest = [unit.in_flight.phase is Phase.AT_REST for unit in units_of(alone)]
+    assert stage != "zero3" or all(is_at_rest), "kept for a backward that cannot come"
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,19 @@ def test_materialize_gives_the_same_values_in_every_stage(ranks: Ranks) -> None:
         assert all(rank)
 
 
+def _materialized_apart() -> None:
+    with torch.device("meta"):
+        model = zf.zero3(nn.Linear(4, 6), axis())
+    torch.manual_seed(dist.get_rank())
+    model = zf.materialize(model, "cpu")
+    with pytest.raises(zf.DisagreementError, match="different initial values"):
+        model(torch.ones(1, 4))
+
+
+def test_values_that_ranks_materialize_from_other_seeds_are_refused(ranks: Ranks) -> None:
+    ranks(2).run(_materialized_apart)
+
+
 def _materialize_refuses() -> None:
     with torch.device("meta"):
         model = zf.zero3(Language(), axis())

@@ -89,17 +89,18 @@ def _note_tests(out: Path, named: list[str]) -> None:
 
 
 def _judge_all(out: Path, given: argparse.Namespace, *, is_loaded: bool) -> None:
-    """Judges what was not judged yet; what survived meets the tests that were noted since."""
+    """Judges what was not judged yet; what survived before meets the tests that were noted since."""
     known = {_key(row): row for row in rows(out / "mutants.jsonl")}
     statements = json.loads((out / "statements.json").read_text())
-    for mutant in islice(_drawn(out / "copy", given.folder, given.seed), given.count):
-        path = out / "copy" / mutant["file"]
+    noted = [row for row in rows(out / "noted.jsonl") if "hits" in row]
+    drawn = islice(_drawn(out / "copy", given.folder, given.seed), given.count)
+    for mutant in sorted(drawn, key=lambda mutant: _key(mutant) in known):
+        path, before = out / "copy" / mutant["file"], known.get(_key(mutant))
         mutant["codes"] = changes(path.read_text(), mutant["changed"], str(path))
-        before = known.get(_key(mutant))
         if is_loaded is (mutant["codes"] is None) or (before is not None and before["verdict"] != "survived"):
             continue
         met = before["met"] if before is not None else []
-        tests = [row for row in rows(out / "noted.jsonl") if "hits" in row and row["test"] not in met]
+        tests = [row for row in noted if row["test"] not in met]
         while True:
             fits = [row for row in tests if _fits(out, row["test"]) is not False]
             found = _meeting(mutant, statements, fits, given.budget_s)

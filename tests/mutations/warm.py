@@ -35,6 +35,9 @@ _PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch
 _RAN = mmap.mmap(-1, 1 << 17)  # a byte for each statement of the package, shared with all forks
 
 
+_functions: dict[tuple[str, str, int], list[FunctionType]] = {}  # all that there are, by their code
+
+
 def warm_up() -> None:
     """Imports what all runs import."""
     builtins._ran = _RAN  # type: ignore[attr-defined]
@@ -93,7 +96,11 @@ def load(root: Path, files: list[str], log: Path) -> None:
     """Makes this process one that has imported the package at `root` and these files of tests."""
     _enter(root, log.absolute())
     pytest.main(["-q", "-n0", "-pno:cacheprovider", "--collect-only", *files])
-    gc.unfreeze()  # functions in there would not be found
+    gc.unfreeze()
+    for each in gc.get_objects():
+        if type(each) is FunctionType:
+            _functions.setdefault(_key(each.__code__), []).append(each)
+    gc.freeze()
 
 
 def changes(before: str, after: str, file: str) -> dict[tuple[str, str, int], CodeType] | None:
@@ -106,7 +113,7 @@ def changes(before: str, after: str, file: str) -> dict[tuple[str, str, int], Co
         others = [[repr(each) for each in code.co_consts if not isinstance(each, CodeType)] for code in (old, new)]
         if old.co_flags & inspect.CO_OPTIMIZED:
             if old != new:
-                found[file, old.co_qualname, old.co_firstlineno] = new
+                found[_key(old)] = new
         elif (old.co_code, old.co_names, *others[:1]) != (new.co_code, new.co_names, *others[1:]):
             return None
         if len(inner[0]) != len(inner[1]):
@@ -115,13 +122,8 @@ def changes(before: str, after: str, file: str) -> dict[tuple[str, str, int], Co
     return found
 
 
-def _take_over(codes: dict[tuple[str, str, int], CodeType]) -> None:
-    for each in gc.get_objects():
-        if isinstance(each, FunctionType):
-            code = each.__code__
-            key = (code.co_filename, code.co_qualname, code.co_firstlineno)
-            if key in codes:
-                each.__code__ = codes[key]
+def _key(code: CodeType) -> tuple[str, str, int]:
+    return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
 def _enter(root: Path, log: Path) -> None:
@@ -151,7 +153,9 @@ def run_pytest(
         try:
             os.setpgid(0, 0)
             _enter(root, log)
-            _take_over(codes or {})
+            for key, changed in (codes or {}).items():
+                for function in _functions.get(key, ()):
+                    function.__code__ = changed
             _start_fork_server()
             code = int(pytest.main(["-q", "-n0", "-pno:cacheprovider", "--tb=short", *arguments], plugins=[plugin]))
         finally:
