@@ -268,6 +268,22 @@ def _is_row_of(arg: object, first: Sequence[object]) -> bool:
     return isinstance(arg, list | tuple) and len(arg) == len(first)
 
 
+def _is_sum_of_norms(call: Call) -> bool:
+    return any(type(placement).__name__ == "_NormPartial" for placement in call.ours[0].placements)
+
+
+def _is_extreme(call: Call) -> bool:
+    return any(
+        getattr(call.ours[0].placements[axis], "reduce_op", "") in {"max", "min"} for axis in _partial(call.ours[0])
+    )
+
+
+def _of_reduced(call: Call, go_on: Callable[..., Any]) -> Any:
+    """The result, of the first tensor brought together."""
+    tensor = call.args[0]
+    return go_on(_whole(tensor, _partial(tensor)), *call.args[1:], **call.kwargs)
+
+
 def _is_strided(call: Call) -> bool:
     return any(type(placement).__name__ == "_StridedShard" for placement in call.ours[0].placements)
 
@@ -504,6 +520,19 @@ ROWS = (
         when=_is_any_cut,
         why="parts of a norm along a dim that is cut, and of `any`, are added up",
         mend=_brought_together,
+    ),
+    Row(
+        "sum.default sum.dim_IntList nansum.default",
+        when=_is_sum_of_norms,
+        why="norms of shards that were stacked or joined are added up before their root is taken",
+        mend=_of_reduced,
+        until="2.14.1",
+    ),
+    Row(
+        "linalg_vector_norm.default",
+        when=_is_extreme,
+        why="the greatest of p.max() and the like is looked for among magnitudes, so a negative one loses its sign first",
+        mend=_of_reduced,
     ),
     Row(
         "_foreach_add _foreach_add_ _foreach_sub _foreach_sub_ _foreach_mul _foreach_mul_ _foreach_div _foreach_div_ "
