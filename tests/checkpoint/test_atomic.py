@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -342,6 +343,29 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     with pytest.raises(zf.CheckpointError, match="of this name exists already"):
         saved(tmp_path, 1)
     assert loaded_step(tmp_path) == 1
+
+
+def _ended_before(folder: Path, victim: int) -> None:
+    """A rank ends before the first save; the others write what they are told, and when."""
+    if dist.get_rank() == victim:
+        os._exit(3)
+    begin = time.monotonic()
+    with zf.guard(deadline_s=60), pytest.raises(zf.LostRankError):
+        zf.save(folder / "step-1", nn.Linear(2, 2))
+    (folder / f"rank{dist.get_rank()}").write_text(str(time.monotonic() - begin))
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_ended_before_the_first_save_is_told_before_the_deadline(victim: int, tmp_path: Path) -> None:
+    """The first save makes a process group, which waits for all ranks as long as it may."""
+    with (
+        LocalRanks(3) as ranks,
+        patch.object(blame, "GRACE_S", 45.0),
+        sent_by_value(_ended_before),
+        pytest.raises(RankDied),
+    ):
+        ranks.run(_ended_before, (tmp_path, victim), timeout_s=90.0)
+    assert all(float((tmp_path / f"rank{rank}").read_text()) < 30 for rank in {0, 1, 2} - {victim})
 
 
 def _killed(folder: Path, at: int, how: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -30,16 +30,18 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 def meeting_group() -> dist.ProcessGroup | None:
     """A process group of all ranks that nothing else uses, so that a thread may wait in it; None for one rank alone.
 
-    The first call makes the group: a collective.
+    The first call makes the group: a collective, before which each rank sends rank 0 a byte, and gets one back.
 
     Raises:
-        LostRankError: A rank did not come before the deadline of collectives.
+        LostRankError: A rank has ended, or did not come before the deadline of collectives.
     """
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1:
         return None
     if world not in _groups:
         backend = str(dist.get_backend(world))
+        if "gloo" in backend:
+            _meet(world)
         backend = "gloo" if dist.is_gloo_available() and "nccl" in backend else backend
         with _lost_ranks():
             made = dist.new_group(backend=backend, timeout=timedelta(seconds=deadline()))
@@ -49,41 +51,61 @@ def meeting_group() -> dist.ProcessGroup | None:
     return _groups[world]
 
 
-def gather(group: dist.ProcessGroup, message: Tensor, seconds: float) -> Tensor:
+def _meet(world: dist.ProcessGroup) -> None:
+    """Waits for all ranks: to make a group waits until the deadline for one that has ended, and its connections tell."""
+    try:
+        gather(world, torch.zeros(1, dtype=torch.uint8), deadline(), _TAG)
+    except LostRankError:
+        if not world.rank():
+            with suppress(LostRankError):  # those that are left need not wait
+                scatter(world, torch.ones(world.size(), 1, dtype=torch.uint8), deadline(), _TAG)
+        raise
+    if scatter(world, torch.zeros(world.size(), 1, dtype=torch.uint8), 2 * deadline(), _TAG).item():
+        with _lost_ranks():
+            raise RuntimeError("rank 0 has lost a rank")
+
+
+_TAG = 0x7A66
+"""Of messages in the group of the user, who may send others there."""
+
+
+def gather(group: dist.ProcessGroup, message: Tensor, seconds: float, tag: int = 0) -> Tensor:
     """The messages of all ranks on rank 0, one row each; no rows on the others. Each rank sends one message; rank 0 waits.
 
     Args:
         group: The result of `meeting_group`.
         message: uint8 in host memory, of one length on all ranks.
         seconds: How long to wait for each of the others.
+        tag: What tells these messages from others in the group.
 
     Raises:
         LostRankError: A rank has ended, or did not come.
     """
     if group.rank():
-        _all([partial(group.send, [message], 0, 0)], seconds)
+        _all([partial(group.send, [message], 0, tag)], seconds)
         return message.new_empty(0, message.numel())
     rows = message.repeat(group.size(), 1)
-    _all([partial(group.recv, [rows[rank]], rank, 0) for rank in range(1, group.size())], seconds)
+    _all([partial(group.recv, [rows[rank]], rank, tag) for rank in range(1, group.size())], seconds)
     return rows
 
 
-def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float) -> Tensor:
+def scatter(group: dist.ProcessGroup, rows: Tensor, seconds: float, tag: int = 0) -> Tensor:
     """This rank's row of the rows on rank 0. Rank 0 sends one message to each of the others, which wait.
 
     Args:
         group: The result of `meeting_group`.
         rows: On rank 0, uint8 in host memory, a row for each rank. On the others only the number of columns counts.
         seconds: How long to wait for rank 0.
+        tag: What tells these messages from others in the group.
 
     Raises:
         LostRankError: Rank 0 has ended, or did not come. On rank 0: another has ended, and the rest were sent their rows.
     """
     if group.rank():
         own = rows.new_empty(rows.shape[1])
-        _all([partial(group.recv, [own], 0, 0)], seconds)
+        _all([partial(group.recv, [own], 0, tag)], seconds)
         return own
-    _all([partial(group.send, [rows[rank]], rank, 0) for rank in range(1, group.size())], seconds)
+    _all([partial(group.send, [rows[rank]], rank, tag) for rank in range(1, group.size())], seconds)
     return rows[0]
 
 
