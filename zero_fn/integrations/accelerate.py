@@ -19,7 +19,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
-from zero_fn.integrations.placing import Place, exchange_parameters, place_module, plain_trained, refuse_stale
+from zero_fn.integrations.placing import (
+    Place,
+    exchange_parameters,
+    place_module,
+    plain_trained,
+    refuse_stale,
+    replaced_since,
+)
 from zero_fn.integrations.states import (
     load_states,
     model_of,
@@ -30,7 +37,6 @@ from zero_fn.integrations.states import (
 )
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.entry import runs_of
-from zero_fn.runtime.registry import replacement_of
 
 __all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
 
@@ -101,7 +107,7 @@ class ZeroAccelerator(Accelerator):
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
         optimizers = [bare(item) for item in objects if isinstance(item, Optimizer)]
         for optimizer in optimizers:
-            exchange_parameters(optimizer, {**self._replaced_since(optimizer), **new})
+            exchange_parameters(optimizer, replaced_since(optimizer, self._models) | new)
         if any(isinstance(item, DataLoader) for item in objects):
             for item in objects:
                 if isinstance(item, nn.Module) and zf.is_transformed(item):
@@ -135,17 +141,6 @@ class ZeroAccelerator(Accelerator):
         transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
         new.update(replaced)
         return transformed
-
-    def _replaced_since(self, optimizer: Optimizer) -> dict[int, nn.Parameter]:
-        """What an earlier `prepare` put in place of parameters of an optimizer, by the id of the replaced ones."""
-        own = {id(parameter) for model in self._models for parameter in model.parameters()}
-        found = {}
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            replacement = replacement_of(parameter)
-            successor = None if replacement is None else replacement.parameter()
-            if successor is not None and id(successor) in own:
-                found[id(parameter)] = successor
-        return found
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

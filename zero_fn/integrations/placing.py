@@ -109,6 +109,18 @@ def exchange_parameters(optimizer: Optimizer, new: Mapping[int, nn.Parameter]) -
         group["params"] = [new.get(id(parameter), parameter) for parameter in group["params"]]
 
 
+def replaced_since(optimizer: Optimizer, models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """The parameters of models that a transform put in place of those of an optimizer, by the id of the replaced ones."""
+    own = {id(parameter) for model in models for parameter in model.parameters()}
+    found = {}
+    for parameter in [parameter for group in optimizer.param_groups for parameter in group["params"]]:
+        replacement = replacement_of(parameter)
+        successor = None if replacement is None else replacement.parameter()
+        if successor is not None and id(successor) in own:
+            found[id(parameter)] = successor
+    return found
+
+
 def refuse_stale(optimizers: Iterable[Optimizer]) -> None:
     """Refuses optimizers whose parameters a transform has replaced.
 

@@ -90,7 +90,6 @@ class ZeroTrainerMixin(_AnyTrainer):
     model: nn.Module
     optimizer: Any
     lr_scheduler: Any
-    ref_model: Any
     settings: Settings | None = None
     _place: Place[nn.Module] | None = None
     _finish: Any = None
@@ -150,25 +149,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         if self.optimizer is not None:
             refuse_stale([bare(self.optimizer)])
         if getattr(self.args, "sync_ref_model", False):
-            self._place_reference()
-
-    def _place_reference(self) -> None:
-        """Transforms the reference model of trl as the policy, towards which it is moved parameter by parameter."""
-        plain: Any = getattr(self, "ref_model", None)
-        if plain is None or zf.is_transformed(plain):
-            return
-        if self._place is None:
-            raise zf.ConfigError(
-                "sync_ref_model=True would mix a policy in shards with a whole reference model.",
-                reference=type(plain).__name__,
-                fix=f"a plain policy, and {type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp'])), which "
-                "places both; or ref_model= transformed in the same way, where the trainer takes one",
-            )
-        device = self.args.device if self.place_model_on_device else None
-        self.ref_model, _ = place_module(self._place, plain.requires_grad_(False), device)
-        for callback in self.callback_handler.callbacks:
-            if getattr(callback, "ref_model", None) is plain:
-                callback.ref_model = self.ref_model
+            _place_reference(self, self._place)
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.
@@ -270,6 +251,25 @@ class ZeroTrainerMixin(_AnyTrainer):
             return
         load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
+    """Transforms the reference model of a trainer of trl as the policy, towards which it is moved parameter by parameter."""
+    plain = getattr(trainer, "ref_model", None)
+    if plain is None or zf.is_transformed(plain):
+        return
+    if place is None:
+        raise zf.ConfigError(
+            "sync_ref_model=True would mix a policy in shards with a whole reference model.",
+            reference=type(plain).__name__,
+            fix=f"a plain policy, and {type(trainer).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp'])), which "
+            "places both; or ref_model= transformed in the same way, where the trainer takes one",
+        )
+    device = trainer.args.device if trainer.place_model_on_device else None
+    trainer.ref_model, _ = place_module(place, plain.requires_grad_(False), device)
+    for callback in trainer.callback_handler.callbacks:
+        if getattr(callback, "ref_model", None) is plain:
+            callback.ref_model = trainer.ref_model
 
 
 def _require_same_kind(folder: Path, model: nn.Module) -> None:
