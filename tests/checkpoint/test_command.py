@@ -86,6 +86,9 @@ def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["checkpoint", "convert", str(tmp_path), str(tmp_path / "b"), "--to", "dcp"]) == 1
     assert not (tmp_path / "b").exists()
     assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 1
+    for unfinished in ([], ["checkpoint"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(unfinished)
 
 
 def test_a_process_of_its_own_needs_no_group(tmp_path: Path) -> None:

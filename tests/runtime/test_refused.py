@@ -304,6 +304,8 @@ def _read() -> None:
     torch.save(rows.to_local(), file)
     file.seek(0)
     assert torch.equal(torch.load(file), whole[1:3])
+    for off in (F.rrelu, lambda t: torch.native_dropout(t, 0.5, False)[0]):  # they draw nothing
+        assert torch.equal(full(off(weight.detach())), off(whole))
     weight[1:3].square().sum().backward()  # a penalty
     assert torch.equal(full(weight.grad), torch.zeros(7, 6).index_copy(0, torch.tensor([1, 2]), 2 * whole[1:3]))
 

@@ -272,6 +272,10 @@ def test_a_lost_write_is_told_from_damage(disk: Disk) -> None:
         file.write(old)
     with pytest.raises(StorageError, match=r"(?s)the bytes of generation 1.*lost a write"):
         disk.read(offset, slab.memory).wait()
+    with open(f"/proc/self/fd/{disk.files[0].fd}", "r+b") as file:
+        file.write(b"neither")
+    with pytest.raises(StorageError, match=r"(?s)found    : checksum.*flipped bits"):
+        disk.read(offset, slab.memory).wait()
 
 
 def test_a_full_disk_is_found_before_anything_is_written(tmp_path: Path, carrier: Carrier) -> None:
