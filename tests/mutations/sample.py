@@ -226,7 +226,7 @@ def _judge(out: Path, mutant: Row, tests: list[str], met: list[str]) -> Row:
             batch, tests = tests[:size], tests[size:]
             notes.unlink(missing_ok=True)
             plugin = Notes(notes, ran=False)
-            code = run_pytest(out / "copy", ["-x", *batch], plugin, out / "log", 240.0, codes)
+            code = run_pytest(out / "copy", ["-x", *batch], plugin, out / "log", 90.0, codes)
             failed = next(iter(rows(notes)), None)
             if failed is not None:
                 is_by_time = _BY_TIME.search(failed["failed"])
