@@ -187,7 +187,7 @@ def _plain() -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64) for shape in SHAPES]
 
 
-@examples(dev=60, ci=1_000, deep=20_000)
+@examples(dev=40, ci=300, deep=5_000)
 @given(
     stage=st.sampled_from(["zero1", "zero2", "zero3"]),
     n=st.sampled_from([2, 2, 3]),
