@@ -68,6 +68,17 @@ def _placements() -> None:
     assert weight.device_mesh == axis()
 
 
+def _emptied() -> None:
+    """FSDP2's own way to initialise what was cut on meta: on the CPU each rank would draw the same rows."""
+    with torch.device("meta"):
+        plain = Mlp()
+    for transform in (zf.zero1, zf.zero3):
+        model: Mlp = transform(plain, axis())
+        model.to_empty(device="cpu")
+        with pytest.raises(zf.ShardedAccessError, match=r"zf\.materialize\(model, device\) from meta"):
+            model.enter.reset_parameters()
+
+
 def _broadcast() -> None:
     """Only the first replica was loaded; raw collectives into local tensors give the others its values."""
     torch.manual_seed(0)
@@ -111,3 +122,7 @@ def _rest() -> list[str]:
 
 def test_axes_and_placements_are_those_asked_for(ranks: Ranks) -> None:
     assert ranks(2).run(_rest) == [[], []]
+
+
+def test_shards_are_not_initialised_by_reset_parameters(ranks: Ranks) -> None:
+    ranks(2).run(_emptied)
