@@ -639,6 +639,67 @@ def test_parametrizations_that_would_change_a_weight_in_a_forward_are_refused(ra
     ranks(2).run(_parametrized_wrongly)
 
 
+AVERAGES: dict[str, Callable[[list[Any], list[Any]], object]] = {
+    "in place": lambda averages, values: [a.lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
+    "copied": lambda averages, values: [a.copy_(a * 0.75 + v * 0.25) for a, v in zip(averages, values, strict=True)],
+    "through .data": lambda averages, values: [
+        a.data.mul_(0.75).add_(v.data, alpha=0.25) for a, v in zip(averages, values, strict=True)
+    ],
+    "to .data": lambda averages, values: [
+        setattr(a, "data", a.data * 0.75 + v.data * 0.25) for a, v in zip(averages, values, strict=True)
+    ],
+    "in lists": lambda averages, values: torch._foreach_lerp_(averages, values, 0.25),
+    "of views": lambda averages, values: [a.detach().lerp_(v, 0.25) for a, v in zip(averages, values, strict=True)],
+}
+"""How a forward moves averages towards values."""
+
+
+class MomentumEncoder(nn.Module):
+    """Moves the average of an encoder in its forward, and uses it, as MoCo, ALBEF and BLIP do."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, WIDTH))
+        self.average, self.how = copy.deepcopy(self.encoder).requires_grad_(False), how
+        self.moves = (False, True, False, True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.encoder(x)
+        with torch.no_grad():
+            for moves in self.moves:
+                if moves:
+                    AVERAGES[self.how]([*self.average.parameters()], [p for _, p in self.encoder.named_parameters()])
+                x = self.average(x)
+        return output - x
+
+
+def _moved_in_forward(how: str, units: list[str] | None, world: World) -> None:
+    model: Any = world.build(lambda: MomentumEncoder(how), **({} if units is None else {"units": units}))
+    optimizer = torch.optim.AdamW(model.encoder.parameters(), lr=1e-1)
+    for step in range(4):
+        model.moves = model.moves[1:] + model.moves[:1]  # the order of a recorded schedule changes
+        _train(world, model, optimizer, step)
+    with world.accumulate(model):
+        for step in range(2):
+            model(noise(4, WIDTH, seed=step)).square().mean().backward()
+    world.reduce(model)
+    world.note_model(model)
+
+
+@pytest.mark.parametrize("units", [None, ["encoder", "average"]], ids=["one unit", "two units"])
+@pytest.mark.parametrize("how", AVERAGES)
+def test_parameters_that_are_changed_at_rest_in_a_forward_are_used_as_they_are_then(
+    ranks: Ranks, how: str, units: list[str] | None
+) -> None:
+    """It went on with what was gathered before the change, in silence."""
+
+    def trial(world: World) -> None:
+        _moved_in_forward(how, units, world)
+
+    for found in ranks(2).run(differences, trial, stages=ALL):
+        assert found == []
+
+
 # -- pruning -----------------------------------------------------------------------------------------------------------
 
 PRUNINGS: dict[str, Callable[[nn.Module], object]] = {

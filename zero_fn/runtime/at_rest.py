@@ -33,6 +33,7 @@ class AtRest:
         slots: The parameters.
         groups: The groups of parameters by kind, with their buffers.
         is_evicted: Whether `evict` has moved the parameters to another tier, so that they cannot be used.
+        is_moved: Whether values were assigned to a parameter (`.data =`) in a forward: the next gather takes them over.
         moving: While moved parameters are taken over: each, and its values where it was moved to. An interrupt in the midst
             leaves them here, and the next `follow_moved` takes them over.
     """
@@ -41,7 +42,7 @@ class AtRest:
         self.slots = slots
         self._unit, self._transport, self._away = unit, transport, away
         self.groups = Groups()
-        self.is_evicted = False
+        self.is_evicted = self.is_moved = False
         self.moving: list[tuple[nn.Parameter, Tensor]] | None = None
         self._owner: Callable[[], object] = weakref.ref(owner)
         self._known: list[Record] = []  # records of the earlier groups, which new groups may take over
@@ -94,6 +95,7 @@ class AtRest:
                 slot.adopt(parameter, slot.flat)
                 slot.register(parameter)
             self.write(values)
+        self.is_moved = False
 
     def vacate(self) -> None:
         """Drops the memory of the parameters, whose values were moved elsewhere."""
@@ -113,14 +115,14 @@ class AtRest:
         """Writes this rank's part of whole parameters back to rest. No communication."""
         self.write({slot: slot.path.owned(local_of(whole)) for slot, whole in wholes.items()})
 
-    def gather_whole(self) -> list[Tensor]:
-        """New tensors with the whole parameters in the dtype at rest. Communicates one all-gather; waits."""
-        wholes, pending = self.issue_whole()
+    def gather_whole(self, slots: Sequence[Slot] | None = None) -> list[Tensor]:
+        """New tensors with all whole parameters, or some, in the dtype at rest. Communicates one all-gather; waits."""
+        wholes, pending = self.issue_whole(slots)
         if pending is not None:
             pending.wait()
         return wholes
 
-    def issue_whole(self) -> tuple[list[Tensor], Waits | None]:
+    def issue_whole(self, slots: Sequence[Slot] | None = None) -> tuple[list[Tensor], Waits | None]:
         """Whole parameters as of `gather_whole`, and the all-gather that is still to be waited for, if there is one.
 
         Raises:
@@ -132,10 +134,12 @@ class AtRest:
             if failed is not None:
                 raise failed
         wholes, segments = [], []
-        for slot in self.slots:
+        for slot in self.slots if slots is None else slots:
             own = slot.flat
             if isinstance(own, TierTensor):
                 own = record_of(own).values(own.number)
+            elif slots is not None and not slot.is_current():  # values were assigned to it in a forward
+                own = slot.path.flat_of(local_of(slot.parameter))
             if slot.path.layout is None:
                 wholes.append(slot.path.whole_view(own).to(slot.flat.device, copy=True))
                 continue

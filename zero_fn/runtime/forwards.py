@@ -17,6 +17,7 @@ from typing import Protocol
 import torch
 
 from zero_fn.errors import StateError, StorageError
+from zero_fn.runtime.edits import watch_edits
 from zero_fn.runtime.ending import current_graph_task
 from zero_fn.runtime.first_use import agree_on_units
 from zero_fn.runtime.in_flight import Phase
@@ -175,6 +176,7 @@ class Forwards:
         offsets = self._module.graphs.offsets()
         self.current = ForwardPass(begun_at, recorded[1] if recorded else None, offsets, grad=grad)
         self.current.is_swapped = is_swapped
+        watch_edits(self, is_open=True)
 
     def prepare(self) -> bool:
         """To be called before parameters are gathered for use: follows moved ones, agrees over ranks, broadcasts buffers.
@@ -232,6 +234,7 @@ class Forwards:
 
     def _end(self, forward: ForwardPass) -> None:
         self.current = None
+        watch_edits(self, is_open=False)
         module = self._module
         if self.statistics.is_active:
             self.statistics.note()
@@ -277,6 +280,7 @@ class Forwards:
         self.start_over()
         self.has_agreed = False
         self.current = self.call = None
+        watch_edits(self, is_open=False)
 
     def start_over(self) -> None:
         """Leaves all units, whatever an interrupted pass has done to them."""

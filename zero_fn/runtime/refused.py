@@ -57,10 +57,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zero_fn.errors import PlacementError, ShardedAccessError
 from zero_fn.resting import cut_alike, detached, local_of, on_spec
+from zero_fn.runtime.edits import note_edited
 from zero_fn.runtime.everywhere import done_along
 from zero_fn.runtime.run import Run, run_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor, in_memory, written_by
+from zero_fn.runtime.unit import unit_of
 from zero_fn.values.mesh import axes_text
 
 __all__ = ["ROWS", "Row", "note_mesh"]
@@ -796,6 +798,11 @@ def _assign_data(self: DTensor, value: Tensor) -> None:
         values = local_of(detached(value).redistribute(placements=self.placements))
         room = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device=values.device)
         self._local_tensor = room.copy_(in_memory(values))
+    slot = slot_of(self)
+    unit = unit_of(slot)
+    if slot is not None and unit is not None and run_of(unit).forwards.current is not None:
+        unit.at_rest.is_moved = True
+        note_edited([slot])
 
 
 def _assign_plain_data(self: nn.Parameter, value: Tensor) -> None:

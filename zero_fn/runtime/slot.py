@@ -24,12 +24,16 @@ from zero_fn.values.layout import ShardLayout
 EXTENSION = "_zero_fn_extension"
 """An attribute of a parameter: how its class makes what a module sees. (extended.py)"""
 
-__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "trained"]
+__all__ = ["EXTENSION", "Place", "Slot", "model_of", "slot_of", "slot_on", "trained"]
 
 _slots: dict[
     int, weakref.ref[Slot]
 ] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (registry.py)
 
+
+_on_storage: dict[
+    int, weakref.ref[Slot]
+] = {}  # by the storage of the local tensor, which views and `.data` of the parameter share
 
 _NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # of a copied slot, until it adopts its parameter
 
@@ -204,6 +208,9 @@ class Slot:
         self.local = local_of(parameter)
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
+        if type(self.local) is Tensor:
+            storage = self.local.untyped_storage()._cdata
+            _on_storage[storage] = weakref.ref(self, lambda _: _on_storage.pop(storage, None))
 
     def register(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` in all modules, under all its names."""
@@ -265,6 +272,16 @@ def slot_of(parameter: object) -> Slot | None:
     reference = _slots.get(id(parameter))
     slot = reference() if reference is not None else None
     return slot if slot is not None and slot.parameter is parameter else None
+
+
+def slot_on(tensor: Tensor) -> Slot | None:
+    """The slot of a resting parameter, or of one that a DTensor is a view of, as `.data` is."""
+    slot, local = slot_of(tensor), local_of(tensor)
+    if slot is not None or type(local) is not Tensor:
+        return slot
+    reference = _on_storage.get(storage := local.untyped_storage()._cdata)
+    slot = reference() if reference is not None else None
+    return slot if slot is not None and slot.local.untyped_storage()._cdata == storage else None
 
 
 def trained(slots: Sequence[Slot]) -> list[bool]:

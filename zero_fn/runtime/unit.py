@@ -136,6 +136,8 @@ class Unit:
         """Issues the all-gather; `await_gathered` waits for it. Does nothing if it was issued already, or if
         `functional_call` has put other tensors under all names."""
         shown = self.shown
+        if self.at_rest.is_moved:
+            self.follow_moved()
         if self.in_flight.phase is Phase.AT_REST and not (shown.swapped and shown.is_replaced):
             self.in_flight.begin(self)
 

@@ -1,0 +1,91 @@
+"""Parameters that are changed at rest while a forward of their model is open, as momentum encoders are (MoCo, ALBEF, BLIP).
+
+What was gathered before such a change is out of date. A unit that does not run is gathered anew when it is entered. For one
+that runs, the changed parameters are gathered at once, into the tensors that its modules see. All ranks make the same
+changes, as ever.
+
+[Note: who writes] torch counts changes of a DTensor, but none by `_foreach_` operations or through `.data`. So while a
+forward is open, DTensor has another table of handlers, in which each operation that writes has ours. Outside forwards,
+optimizers write at no cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from zero_fn.resting import local_of
+from zero_fn.runtime.slot import Slot, slot_on
+from zero_fn.runtime.tier_tensor import written_by
+from zero_fn.runtime.unit import Unit, unit_of
+
+__all__ = ["note_edited", "watch_edits"]
+
+_dispatcher: Any = DTensor._op_dispatcher
+_stock: dict[Any, Callable[..., object]] = _dispatcher._custom_op_handlers
+_watching: dict[Any, Callable[..., object]] = {}  # the same, with ours for operations that write. [Note: who writes]
+_open: dict[object, None] = {}  # the forwards that are open
+
+
+def watch_edits(forwards: object, *, is_open: bool) -> None:
+    """To be called when a forward has begun, and when it has ended."""
+    if is_open:
+        _open[forwards] = None
+        _dispatcher._custom_op_handlers = _watching or _made()
+    elif forwards in _open:
+        del _open[forwards]
+        _dispatcher._custom_op_handlers = _watching if _open else _stock
+
+
+def note_edited(slots: Iterable[Slot]) -> None:
+    """Parameters were changed at rest. Communicates one all-gather for each unit that runs."""
+    by_unit: dict[Unit, list[Slot]] = {}
+    for slot in slots:
+        unit = unit_of(slot)
+        if unit is not None and unit.shown.leaves is None:
+            by_unit.setdefault(unit, []).append(slot)
+    for unit, changed in by_unit.items():
+        if unit.running:
+            _show_again(unit, changed)
+        else:
+            unit.mark_stale()
+
+
+def _show_again(unit: Unit, changed: Sequence[Slot]) -> None:
+    """Writes parameters of a unit that runs into the tensors that its modules see. Communicates one all-gather; waits."""
+    if unit.shown.swapped:
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        for slot, whole in zip(changed, unit.at_rest.gather_whole(changed), strict=True):
+            unit.groups.of(slot).is_inner_current = False
+            if (seen := slot.places[0].shown) is not None:
+                local_of(seen).data.copy_(whole)  # `.data`: it counts as no change that the forward made
+
+
+def _made() -> dict[Any, Callable[..., object]]:
+    _watching.update(_stock)
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and packet.endswith("_") and not packet.endswith("__"):
+            _watching[getattr(getattr(torch.ops.aten, packet), overload or "default")] = _write
+    return _watching
+
+
+def _write(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    _dispatcher._custom_op_handlers = _stock
+    try:
+        found: object = operation(*args, **kwargs)
+    finally:
+        _dispatcher._custom_op_handlers = _watching
+    written = written_by(operation, args, kwargs)
+    slots: dict[Slot, None] = {}
+    for arg in (*args, *kwargs.values()):
+        for each in arg if isinstance(arg, list | tuple) else (arg,):
+            if id(each) in written and isinstance(each, Tensor) and (slot := slot_on(each)) is not None:
+                slots[slot] = None
+    note_edited(slots)
+    return found
