@@ -831,6 +831,42 @@ def test_an_operation_that_torch_refuses_in_a_forward_has_a_note() -> None:
     ]
 
 
+class CastingToParameters(nn.Module):
+    """Casts its input to the dtype of its parameters, as `self.dtype` of transformers says it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.filter = nn.Linear(4, 4), nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor, *, filters: bool) -> Tensor:
+        x = x.to(next(self.parameters()).dtype)
+        output: Tensor = self.filter(x[..., None]) if filters else self.linear(x)
+        return output
+
+
+@pytest.mark.parametrize("filters", [False, True])
+def test_two_dtypes_in_a_forward_have_a_note(filters: bool) -> None:
+    """Where the forward computes in another dtype than the one at rest; else torch's words are all that can be said."""
+    with alone() as mesh:
+        for model, notes in (
+            (zf.precision(zf.shard_params(CastingToParameters(), mesh), compute=torch.bfloat16), [_TWO_DTYPES]),
+            (zf.shard_params(CastingToParameters().bfloat16(), mesh), []),
+        ):
+            model.linear.register_forward_pre_hook(lambda _, args: (args[0].float(),))  # a dtype too many for both
+            model.filter.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+            with pytest.raises(RuntimeError) as caught:
+                model(batch(), filters=filters)
+            assert getattr(caught.value, "__notes__", []) == notes
+
+
+_TWO_DTYPES = (
+    "The forward computes in bfloat16 (zf.precision); parameters() gives what rests, in float32, here, too.\n"
+    "  inside : the forward of unit root\n"
+    "  fix    : cast to the dtype of a weight that is read under its name ('linear.weight'), as in "
+    "x.to(self.linear.weight.dtype), and not to that of next(self.parameters())"
+)
+
+
 def parameter_is_late() -> None:
     with alone() as mesh:
         model = zf.shard_params(Model(), mesh)

@@ -11,6 +11,7 @@ A call that an interrupt has ended is never left here. [Note: interrupted passes
 from __future__ import annotations
 
 import copy
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -435,11 +436,22 @@ def _went_on(unit: Unit) -> StateError:
 
 
 def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
-    """Adds a note with the fix to torch's error about an operation that mixes a resting parameter with a plain tensor: torch
-    raises it in C++, and knows nothing of units."""
-    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error):
+    """Adds a note with the fix to torch's errors about operations that mix a resting parameter with a plain tensor, or two
+    dtypes: torch raises them in C++, and knows nothing of units."""
+    if not isinstance(error, RuntimeError) or hasattr(error, "__notes__"):
         return
-    if hasattr(error, "__notes__") or any(other.has_model_axes for other in run.module.live_units()):
+    rounded = next((s for s in unit.slots if s.kind.compute_dtype != s.dtype), None)
+    if rounded is not None and _TWO_DTYPES.search(str(error)):
+        compute, rest = (str(dtype).removeprefix("torch.") for dtype in (rounded.kind.compute_dtype, rounded.dtype))
+        error.add_note(
+            f"The forward computes in {compute} (zf.precision); parameters() gives what rests, in {rest}, here, too.\n"
+            f"  inside : the forward of {unit}\n"
+            f"  fix    : cast to the dtype of a weight that is read under its name ({rounded.fqn!r}), as in "
+            "x.to(self.linear.weight.dtype), and not to that of next(self.parameters())"
+        )
+    if "mixed torch.Tensor and DTensor" not in str(error):
+        return
+    if any(other.has_model_axes for other in run.module.live_units()):
         return  # under tensor parallelism torch's own words fit: activations are DTensors too
     error.add_note(
         "A resting parameter was used outside the forward of its unit, where this rank holds only its shard.\n"
@@ -447,6 +459,9 @@ def _explain(error: BaseException | None, unit: Unit, run: Run) -> None:
         "  fix    : call the module that owns the weight, put both modules in one unit (units=), or read it inside "
         "`with zf.unsharded(module):`"
     )
+
+
+_TWO_DTYPES = re.compile(r"same dtype|expected scalar type|type .* should be the same")  # as torch says it
 
 
 def _watch(output: Any, use: UnitUse) -> None:
