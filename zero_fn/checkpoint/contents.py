@@ -16,7 +16,7 @@ from torch import Tensor
 from zero_fn.checkpoint.boxes import Box, ranges, spans, strides_of, whole_box
 from zero_fn.checkpoint.files import BUFFER_NBYTES, StoredBox, TensorReader, damaged
 
-__all__ = ["Contents", "Key"]
+__all__ = ["Contents", "Key", "require_whole"]
 
 _OPEN_FILES = 32
 
@@ -100,7 +100,7 @@ class Contents:
     def whole(self, key: Key) -> Tensor:
         """A whole tensor, in memory of the host."""
         first = self.first(key)
-        self.require_whole(key)
+        require_whole(self, key)
         out = torch.empty(first.shape, dtype=first.dtype)
         self.fill(key, whole_box(first.shape), 0, out.view(-1))
         return out
@@ -116,17 +116,6 @@ class Contents:
                 return
             read_more()
         raise damaged(self.path, tensor=key[1], why="its pieces do not make up the whole")
-
-    def require_whole(self, key: Key) -> None:
-        """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it.
-
-        Raises:
-            CheckpointError: They are not.
-            StorageError: The disk refused.
-        """
-        self.require_all(key, whole_box(self.first(key).shape))
-        for piece in self.pieces[key].values():
-            self._reader_of(piece)
 
     def read(self, key: Key, box: Box, *, parts: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Reads a box of a tensor, a part of a buffer at a time: yields the number of the first element, and the values."""
@@ -173,7 +162,7 @@ class Contents:
 
     def _read(self, piece: StoredBox, box: Box, room: Tensor | None) -> None:
         """Reads elements of a piece into a view of their shape; None: only compares digests."""
-        reader, inside = self._reader_of(piece), box.within(piece.box)
+        reader, inside = _reader_of(self._readers, piece), box.within(piece.box)
         leaves_gaps = not piece.digests  # blocks with a digest are read whole
         for first, last, part in _runs(inside, piece.box.sizes, piece.dtype.itemsize, leaves_gaps=leaves_gaps):
             target = None if room is None else part.within(inside).of(room)
@@ -184,13 +173,27 @@ class Contents:
             reader.read(piece, first, last, read)
             target.copy_(read.as_strided(part.sizes, strides_of(piece.box.sizes)))
 
-    def _reader_of(self, piece: StoredBox) -> TensorReader:
-        assert piece.open is not None, "it is being written"
-        if piece.open not in self._readers:
-            if len(self._readers) == _OPEN_FILES:
-                self._readers.pop(next(iter(self._readers))).close()
-            self._readers[piece.open] = piece.open()
-        return self._readers[piece.open]
+
+def require_whole(source: Contents, key: Key) -> None:
+    """Requires that the files have all of a tensor, and are as large as that: before memory is taken for it.
+
+    Raises:
+        CheckpointError: They are not.
+        StorageError: The disk refused.
+    """
+    source.require_all(key, whole_box(source.first(key).shape))
+    for piece in source.pieces[key].values():
+        _reader_of(source._readers, piece)
+
+
+def _reader_of(readers: dict[Callable[[], TensorReader], TensorReader], piece: StoredBox) -> TensorReader:
+    """The file of a piece, opened; of many the one that was opened first is closed."""
+    assert piece.open is not None, "it is being written"
+    if piece.open not in readers:
+        if len(readers) == _OPEN_FILES:
+            readers.pop(next(iter(readers))).close()
+        readers[piece.open] = piece.open()
+    return readers[piece.open]
 
 
 def _meeting(pieces: Iterable[StoredBox], box: Box) -> Iterator[tuple[StoredBox, Box]]:

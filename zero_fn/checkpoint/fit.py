@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero_fn.checkpoint.boxes import Box
-from zero_fn.checkpoint.contents import Contents, Key
+from zero_fn.checkpoint.contents import Contents, Key, require_whole
 from zero_fn.checkpoint.folders import KINDS
 from zero_fn.checkpoint.leaves import Leaf, Named, ParcelWindow, leaves_of_groups, state_leaf
 from zero_fn.checkpoint.passing import Kept, end_step, fill_states, leaf_in_chunks, room_of_states
@@ -166,7 +166,8 @@ class Fit:
             elif follows:
                 found[name] = torch.empty_like(parameter.detach(), dtype=piece.dtype)
             else:
-                source.require_whole(key)
+                if piece.shape:  # and no step, which takes no memory
+                    require_whole(source, key)
                 is_there = group.get("fused") or group.get("capturable")
                 device = parameter.device if is_there or piece.box.numel > 1 else torch.device("cpu")
                 found[name] = torch.empty(piece.shape, dtype=piece.dtype, device=device)
