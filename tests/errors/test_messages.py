@@ -659,6 +659,14 @@ def emptied_buffer_that_nobody_wrote() -> object:
         return model(batch())
 
 
+def part_of_a_model_that_stays_on_meta() -> object:
+    with pretended(2) as mesh:
+        with torch.device("meta"):
+            model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)), mesh)
+        model[1].to_empty(device="cpu")
+        return model(batch())
+
+
 def meta_that_nobody_wrote() -> object:
     with alone() as mesh:
         with torch.device("meta"):
@@ -1960,7 +1968,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         unshard_inside_accumulate,
         gradient_read_inside_accumulate, gradient_of_the_rank_is_asked_for, torch_func_of_resting_parameters,
         step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
-        meta_that_nobody_wrote, emptied_buffer_that_nobody_wrote, forward_is_pickled,
+        meta_that_nobody_wrote, part_of_a_model_that_stays_on_meta, emptied_buffer_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,
         step_of_what_was_streamed,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import StateError
 
-__all__ = ["SHOWN", "filled", "is_filled", "note_emptied_buffers", "require_written_buffers"]
+__all__ = ["SHOWN", "filled", "is_filled", "note_emptied_buffers", "require_memory", "require_written_buffers"]
 
 SHOWN = 8
 """The most names that an error lists."""
@@ -97,6 +97,23 @@ def require_written_buffers(root: nn.Module) -> None:
     for module in root.modules():
         if isinstance(module.__dict__.get("_apply"), _Apply):
             del module.__dict__["_apply"]
+
+
+def require_memory(names: Sequence[str]) -> None:
+    """Checks that no parameter is on `meta`: it cannot be sent, and what ranks send next would not be what others wait for.
+
+    Args:
+        names: Those that are.
+
+    Raises:
+        StateError: Some are.
+    """
+    if names:
+        raise StateError(
+            f"{len(names)} parameters are on meta, and other ranks are to be sent their values.",
+            first=", ".join(names[:SHOWN]),
+            fix="model = zf.materialize(model, device); or model.to_empty(device=...) and load_state_dict()",
+        )
 
 
 def _missed(root: nn.Module) -> Iterator[str]:
