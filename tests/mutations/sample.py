@@ -38,7 +38,16 @@ TESTS = {
     "streamed": ["tests/streamed", "tests/runtime", "tests/transforms", *_TIERS],
     "transforms": ["tests/transforms", "tests/errors", *_SIMULATED, "property_tests/test_transform_laws.py", *_RANKS],
     "checkpoint": ["tests/checkpoint", "tests/errors", "property_tests/test_checkpoint_laws.py", "tests/acceptance"],
-    "runtime": ["tests/runtime", *_SIMULATED, "tests/errors", *_RANKS, "tests/streamed", *_TIERS, "tests/composition"],
+    "runtime": [
+        "tests/runtime",
+        "tests/values/test_schedule.py",
+        *_SIMULATED,
+        "tests/errors",
+        *_RANKS,
+        "tests/streamed",
+        *_TIERS,
+        "tests/composition",
+    ],
 }
 """The tests named for each folder."""
 
