@@ -74,13 +74,18 @@ def main() -> None:
         (out / "statements.json").write_text(json.dumps(noting(out / "noting")))
     named = given.note if given.note is not None else [name for folder in given.folder for name in TESTS[folder]]
     _note_tests(out, named)
+    drawn, wanted = out / "drawn.jsonl", {"seed": given.seed, "folder": given.folder, "count": given.count}
+    if rows(drawn)[:1] != [wanted]:
+        drawn.unlink(missing_ok=True)
+        for row in (wanted, *islice(_drawn(out / "copy", given.folder, given.seed), given.count)):
+            add(drawn, row)
     if os.fork() == 0:  # what changes functions only; the others need the package anew
         files = [row["file"] for row in rows(out / "noted.jsonl") if "file" in row]
-        load((out / "copy").absolute(), files, (out / "collected").absolute())
-        _judge_all(out, given, is_loaded=True)
+        load(out / "copy", files, out / "collected")
+        _judge_all(out, rows(drawn)[1:], given.budget_s, is_loaded=True)
         os._exit(0)
     os.wait()
-    _judge_all(out, given, is_loaded=False)
+    _judge_all(out, rows(drawn)[1:], given.budget_s, is_loaded=False)
     _print_rate(out)
 
 
@@ -97,48 +102,48 @@ def _note_tests(out: Path, named: list[str]) -> None:
                 add(out / "noted.jsonl", {"file": file, "code": code})
 
 
-def _judge_all(out: Path, given: argparse.Namespace, *, is_loaded: bool) -> None:
+def _judge_all(out: Path, drawn: list[Row], budget_s: float, *, is_loaded: bool) -> None:
     """Judges what was not judged yet; what survived before meets the tests that were noted since."""
     known = {_key(row): row for row in rows(out / "mutants.jsonl")}
     statements = json.loads((out / "statements.json").read_text())
     noted = [row for row in rows(out / "noted.jsonl") if "hits" in row]
-    drawn = islice(_drawn(out / "copy", given.folder, given.seed), given.count)
     for mutant in sorted(drawn, key=lambda mutant: _key(mutant) in known):
         path, before = out / "copy" / mutant["file"], known.get(_key(mutant))
         mutant["codes"] = changes(path.read_text(), mutant["changed"], str(path))
-        if is_loaded is (mutant["codes"] is None) or (before is not None and before["verdict"] != "survived"):
+        is_judged = before is not None and (before["verdict"] != "survived" or _changes_nothing(mutant))
+        if is_loaded is (mutant["codes"] is None) or is_judged:
             continue
         met = before["met"] if before is not None else []
-        tests = [row for row in noted if row["test"] not in met]
         while True:
-            fits = [row for row in tests if _fits(out, row["test"]) is not False]
-            found = _meeting(mutant, statements, fits, given.budget_s)
+            left_out = {*met, *(row["test"] for row in rows(out / "fits.jsonl") if not row["fits"])}
+            found = _meeting(mutant, statements, [row for row in noted if row["test"] not in left_out], budget_s)
             if not found and before is not None:
                 break
             row = _judge(out, mutant, found, met)
-            if "::" not in row["by"] or _fits(out, row["by"], run=True):
+            if "::" not in row["by"] or _fits(out, row["by"]):
                 add(out / "mutants.jsonl", row)
                 break
 
 
-def _fits(out: Path, test: str, *, run: bool = False) -> bool | None:
-    """Whether a test passes without a mutant. With `run` it is run, once; else None if it was not."""
+def _fits(out: Path, test: str) -> bool:
+    """Whether a test passes without a mutant; run once."""
     known = {row["test"]: row["fits"] for row in rows(out / "fits.jsonl")}
-    if run and test not in known:
+    if test not in known:
         notes = out / "clean.jsonl"
-        notes.unlink(missing_ok=True)
         known[test] = run_pytest(out / "copy", [test], Notes(notes, ran=False), out / "log", 240.0) == 0
         add(out / "fits.jsonl", {"test": test, "fits": known[test]})
-    return known.get(test)
+    return bool(known[test])
+
+
+def _changes_nothing(row: Row) -> bool:
+    return any(
+        (row["file"], row["diff"]) == (same["file"], same["diff"]) for same in json.loads(EQUIVALENTS.read_text())
+    )
 
 
 def _print_rate(out: Path) -> None:
     judged = {_key(row): row for row in rows(out / "mutants.jsonl")}
-    same = [(row["file"], row["diff"]) for row in json.loads(EQUIVALENTS.read_text())]
-    counts = Counter(
-        "equivalent" if row["verdict"] == "survived" and (row["file"], row["diff"]) in same else row["verdict"]
-        for row in judged.values()
-    )
+    counts = Counter("equivalent" if _changes_nothing(row) else row["verdict"] for row in judged.values())
     print(
         dict(counts), f"caught: {counts['caught'] / max(1, len(judged) - counts['equivalent']):.3f} of no equivalents"
     )
