@@ -73,6 +73,15 @@ def test_only_some_kinds_are_kept(tmp_path: Path) -> None:
         _loaded(tmp_path / "a")
 
 
+def test_tensors_in_extra_are_converted_to_the_bit(tmp_path: Path) -> None:
+    weights = torch.arange(6.0).view(2, 3).t()
+    zf.save(tmp_path / "step-1", built(), extra={"weights": weights})
+    for number, to in enumerate(OURS, 1):
+        source, target = tmp_path / f"step-{number}", tmp_path / f"step-{number + 1}"
+        assert main(["checkpoint", "convert", str(source), str(target), "--to", to]) == 0
+        assert torch.equal(zf.load(target, built())["weights"], weights)
+
+
 def test_commands_list_and_tell_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     zf.save(tmp_path / "step-1", nn.Linear(3, 3))
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
