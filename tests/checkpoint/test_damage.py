@@ -544,3 +544,19 @@ def test_indices_of_safetensors_that_were_made_by_hand_are_typed_errors(index: s
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises((zf.CheckpointError, zf.StorageError)):
         zf.load_pretrained(nn.Linear(2, 2), tmp_path)
+
+
+def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path: Path) -> None:
+    model = nn.Linear(700, 700, bias=False)
+    zf.save(tmp_path / "step-1", model)
+    loaded = nn.Linear(700, 700, bias=False)
+    zf.load(tmp_path, loaded)
+    assert torch.equal(loaded.weight, model.weight)
+    file = next((tmp_path / "step-1" / "model").iterdir())
+    whole = file.read_bytes()
+    for at, block in ((-1, "1048576 to 1960000"), (-1_500_000, "0 to 1048576")):
+        raw = bytearray(whole)
+        raw[at] ^= 1
+        file.write_bytes(raw)
+        with pytest.raises(zf.CheckpointError, match=f"bytes {block} of its part"):
+            zf.load(tmp_path, loaded)
