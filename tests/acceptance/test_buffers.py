@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ import zero_fn as zf
 from tests.acceptance.oracle import noise
 from tests.distributed.training import STAGES, parameters
 from tests.ranks import Ranks, axis
+from zero_fn.runtime.statistics import Statistics
 
 
 class Normed(nn.Module):
@@ -410,3 +412,25 @@ def test_g15_buffers_that_differ_in_shape_are_refused(ranks: Ranks) -> None:
             grown(noise(5, 3, seed=3))
 
     ranks(2).run(case)
+
+
+def test_g15_layouts_are_compared_again_once_a_rank_tells_of_another() -> None:
+    """Else rank 0 would write over buffers of other shapes."""
+    sent: list[int] = []
+
+    def exchange(row: Tensor) -> Tensor:
+        sent.append(row.numel())
+        return torch.stack([row, row])
+
+    model = nn.BatchNorm1d(3)
+    statistics = Statistics(SimpleNamespace(size=2, exchange=exchange), are_local=False)  # type: ignore[arg-type]
+    statistics.watch(model)
+    statistics.begin()
+    statistics._send = lambda: None  # type: ignore[method-assign]
+    counts = []
+    for has_other_layout in (False, True):
+        sent.clear()
+        statistics.told([True, has_other_layout])
+        statistics.broadcast()
+        counts.append(len(sent))
+    assert counts == [0, 1]

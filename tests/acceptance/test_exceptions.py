@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import zero_fn as zf
 from tests.distributed.training import STAGES
 from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
+from tests.simulation import Simulated
+from tests.simulation import axis as simulated_axis
+from tests.wholes import full
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
 
 
@@ -248,3 +253,30 @@ def _names_after(case: str) -> None:
 @pytest.mark.parametrize("case", [case for case in TRAPS if "hook of" not in case])
 def test_g27_names_show_resting_parameters_after_an_exception(ranks: Ranks, case: str) -> None:
     ranks(2).run(_names_after, case)
+
+
+class Detached(nn.Linear):
+    """Has gradients on rank 0 only: the backward of rank 1 passes through it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = (each if dist.get_rank() == 0 else each.detach() for each in (self.weight, self.bias))
+        return nn.functional.linear(x, weight, bias)
+
+
+def _passes(raises: bool) -> list[list[float]]:
+    """A rank with gradients issues a reduction as they come; one without, when backward has come further, or has raised."""
+    seed_generator(0)
+    layers = nn.Sequential(nn.Linear(3, 3), Detached(3, 3), Detached(3, 3))
+    model = zf.shard_params(layers, simulated_axis(), units=(nn.Linear, Detached))
+    for raises_now in (raises, False):
+        model.zero_grad()
+        middle = model[0](noise(2, 3, seed=1)).clone()  # so that backward raises between two units
+        if raises_now:
+            middle.register_hook(_raise)
+        with pytest.raises(Breakdown) if raises_now else nullcontext():
+            model[2](model[1](middle)).sum().backward()
+    return [full(parameter.grad).flatten().tolist() for parameter in model.parameters()]
+
+
+def test_g27_a_rank_without_gradients_issues_the_reductions_that_others_wait_for(simulated: Simulated) -> None:
+    assert simulated(2).run(_passes, True) == simulated(2).run(_passes, False)

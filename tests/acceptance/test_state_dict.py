@@ -18,11 +18,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import zero_fn as zf
 from tests.distributed.training import STAGES, parameters
+from tests.groups import pretended
 from tests.models import Odd
 from tests.profiles import SIZES
 from tests.ranks import Ranks, axis
 from tests.wholes import full, named_fulls
 from tests.worlds import ALL, WIDTH, Tower, World, differences, noise
+from zero_fn.resting import local_of
 from zero_fn.transforms.loading import keeps_every_bit
 
 # -- G29 --------------------------------------------------------------------------------------------------------------
@@ -385,3 +387,43 @@ def _assigned_subclass() -> None:
 
 def test_g30_a_tensor_of_a_subclass_is_not_assigned(ranks: Ranks) -> None:
     ranks(2).run(_assigned_subclass)
+
+
+class Renaming(nn.Linear):
+    """Rewrites the entries of its state dict, as modules that read those of an older version do."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        state_dict[f"{prefix}weight"] = state_dict.pop(f"{prefix}kernel")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+
+def test_g30_what_stands_behind_a_module_that_rewrites_its_entries_is_checked_before_anything_is_written() -> None:
+    with pretended(2) as mesh:
+        model: Any = zf.shard_params(nn.Sequential(nn.Linear(4, 4), Renaming(4, 4), nn.Linear(4, 4)), mesh)
+    entries = {key: torch.ones(4, 4) if "weight" in key else torch.ones(4) for key in model.state_dict()}
+    entries["1.kernel"] = entries.pop("1.weight")
+    before = local_of(model[0].weight).clone()
+    with pytest.raises(zf.CheckpointError, match=r"size mismatch for 2.bias: nothing was loaded"):
+        model.load_state_dict({**entries, "2.bias": torch.ones(5)})
+    assert torch.equal(local_of(model[0].weight), before)
+    model.load_state_dict(entries)
+    assert all(bool((local_of(parameter) == 1).all()) for parameter in model.parameters())
+
+
+def test_g30_two_values_for_a_tie_are_not_assigned_where_entries_before_it_are_missing() -> None:
+    with pretended(2) as mesh:
+        model = zf.shard_params(Tied(), mesh)
+    entries = dict(Tied().state_dict())
+    del entries["enter.bias"]
+    entries["leave.weight"] = entries["leave.weight"] + 1
+    with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
+        model.load_state_dict(entries, strict=False, assign=True)
+
+
+def test_g30_assigned_shards_of_another_layout_are_cut_as_the_parameter_is() -> None:
+    with pretended(2) as mesh:
+        model = zf.shard_params(nn.Linear(4, 4), mesh)
+        whole = zf.replicate(nn.Linear(4, 4), mesh)
+    model.load_state_dict(whole.state_dict(), assign=True)
+    assert all(parameter.placements == (Shard(0),) for parameter in model.parameters())
+    assert torch.equal(local_of(model.weight), local_of(whole.weight)[:2])

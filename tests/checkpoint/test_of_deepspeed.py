@@ -19,6 +19,7 @@ from tests.checkpoint.made_by_deepspeed import HERE, KINDS, STEPS, UNIVERSAL, ad
 from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from tests.wholes import full
+from zero_fn.checkpoint.foreign import Foreign
 from zero_fn.errors import CheckpointError
 
 GOLDEN: dict[str, Any] = json.loads((HERE / "golden.json").read_text())
@@ -245,3 +246,10 @@ def _moments_of_zero3() -> list[list[float]]:
     model, optimizer = _fresh("zero3")
     zf.load(HERE / "zero3", model, optimizer)
     return _moments(optimizer)
+
+
+def test_states_that_are_numbers_are_values_of_their_parameter(tmp_path: Path) -> None:
+    found = Foreign(tmp_path, "model.{}".format)
+    for state, value in (("step", 3), ("seen", 4), ("scale", 0.5)):
+        found.add_state("weight", state, value)
+    assert found.values_of("model.weight") == {"seen": 4, "scale": 0.5}  # steps are tensors

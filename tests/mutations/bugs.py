@@ -624,8 +624,8 @@ BUGS: tuple[Bug, ...] = (
         "agreement-skipped",
         "Forwards.agree",
         "ranks that hold different modules",
-        "if module.assignment.axis is not None",
-        "if module.assignment.axis is None",
+        "if module.assignment.axis is not None:",
+        "if module.assignment.axis is None:",
         "tests/errors",
     ),
     Bug(

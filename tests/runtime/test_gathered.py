@@ -15,6 +15,7 @@ from tests.groups import pretended
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.gathered import Gathered, Lent
 from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.run import run_of
 from zero_fn.runtime.unit import Unit
 
 WIDTH = 8
@@ -169,3 +170,48 @@ def test_a_copy_of_a_unit_has_memory_of_its_own() -> None:
     train(twin, 1)
     other = next(each for each in units_of(twin) if each.name == "0")
     assert memory_of(other).buffers[0].untyped_storage()._cdata != memory_of(unit).buffers[0].untyped_storage()._cdata
+
+
+def test_a_list_of_a_module_holds_what_its_names_show() -> None:
+    """`nn.LSTM` computes with such a list, not with the names."""
+    with pretended(2) as axis:
+        model: Any = zf.shard_params(nn.LSTM(WIDTH, WIDTH), axis)
+    seen: list[bool] = []
+
+    def look(*_: object) -> None:
+        named = [getattr(model, name) for name in model._flat_weights_names]
+        seen.append(all(held is own for held, own in zip(model._flat_weights, named, strict=True)))
+
+    model.register_forward_pre_hook(look)
+    look()  # at rest, whole, and at rest again
+    model(torch.ones(2, WIDTH))[0].sum().backward()
+    look()
+    assert seen == [True, True, True]
+
+
+def test_a_hook_of_the_user_comes_after_ours_once_a_unit_around_has_run() -> None:
+    """Our hooks are taken out of modules inside a unit while it runs, and put back before those of the user."""
+    with pretended(2) as axis:
+        model: Any = zf.shard_params(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()), axis)
+    seen: list[type] = []
+    model[0].register_forward_pre_hook(lambda linear, _: seen.append(type(linear.weight)))
+    for called in (model, model[0]):
+        called(torch.ones(2, WIDTH))
+    assert seen == [Tensor, Tensor]  # a DTensor at rest
+
+
+def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_own_thread() -> None:
+    """As that of an accelerator does: it may do no more there."""
+    model, unit = build()
+    train(model, 1)
+    backwards, resting = run_of(unit).backwards, model[0].weight
+    seen: list[bool] = []
+
+    def look_back(weight: Tensor) -> None:
+        assert weight is not resting and backwards.current is not None
+        backwards.show_resting(backwards.current.ending)
+        seen.append(model[0].weight is resting)
+
+    model[0].look_back = look_back
+    train(model, 1)
+    assert seen == [True]
