@@ -20,6 +20,8 @@ import zero_fn as zf
 from tests.profiles import PROFILE
 from tests.ranks import Ranks, axis
 from zero_fn.checkpoint import files
+from zero_fn.checkpoint.boxes import Box
+from zero_fn.checkpoint.files import StoredBox, TensorFile, TensorReader
 
 FLIPS, CUTS = {"dev": (200, 60), "ci": (1_000, 300)}.get(PROFILE, (10_000, 1_000))
 
@@ -560,3 +562,15 @@ def test_a_tensor_of_several_blocks_has_a_digest_for_each(tmp_path: Path) -> Non
         file.write_bytes(raw)
         with pytest.raises(zf.CheckpointError, match=f"bytes {block} of its part"):
             zf.load(tmp_path, loaded)
+
+
+@pytest.mark.parametrize(("first", "last"), [(10, 90_001), (40_000, 40_010), (32_768, 70_000)])
+def test_a_part_that_begins_or_ends_within_a_chunk_is_read(first: int, last: int, tmp_path: Path) -> None:
+    values = torch.arange(100_000, dtype=torch.int32)
+    box = StoredBox("values", torch.int32, (100_000,), Box((0,), (100_000,)))
+    file = TensorFile(tmp_path / "a", [box], "a test")
+    file.append(box, values)
+    says = file.finish()
+    out = torch.empty(last - first, dtype=torch.int32)
+    TensorReader(tmp_path / "a", says["begin"], says["nbytes"], says["xxh3"]).read(box, first, last, out)
+    assert torch.equal(out, values[first:last])

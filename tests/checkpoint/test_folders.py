@@ -23,7 +23,9 @@ from tests.ranks import Ranks, axis
 from tests.seeds import seed_generator
 from tests.simulation import Simulated
 from tests.simulation import axis as simulated_axis
+from zero_fn.checkpoint import saving
 from zero_fn.checkpoint.catalog import Catalog
+from zero_fn.storage import Slab
 from zero_fn.transport import meeting
 
 
@@ -121,6 +123,19 @@ def test_load_waits_for_the_save_under_way(tmp_path: Path, monkeypatch: pytest.M
         model.weight.zero_()
     zf.load(tmp_path, model)
     assert torch.equal(model.weight, expected)
+
+
+def test_values_are_copied_into_as_many_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[int] = []
+
+    class Counted(Slab):
+        def __init__(self, nbytes: int, *args: Any, **kwargs: Any) -> None:
+            copied.append(nbytes)
+            super().__init__(nbytes, *args, **kwargs)
+
+    monkeypatch.setattr(saving, "Slab", Counted)
+    zf.save_async(tmp_path / "step-1", nn.Linear(20, 10)).wait()
+    assert copied == [13 * 64 + 64]  # of 800 bytes and of 40, to whole 64
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

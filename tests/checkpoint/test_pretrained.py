@@ -314,6 +314,15 @@ def test_a_trainer_replaces_what_is_there(sizes: tuple[int | str, int | str], tm
     assert (tmp_path / "trainer_state.json").exists()
 
 
+@pytest.mark.parametrize("read", [[], ["model.safetensors", "model.safetensors.index.json"]])
+def test_files_that_no_reader_takes_are_replaced_under_their_names(read: list[str], tmp_path: Path) -> None:
+    names = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    for name in (*names, *read):
+        (tmp_path / name).write_text("{}")
+    export(nn.Linear(3, 2), tmp_path, max_shard=8, replaces=True)
+    assert {path.name for path in tmp_path.iterdir()} == {*names, "model.safetensors.index.json"}
+
+
 def _writing_fails(folder: Path, where: str) -> str:
     """One rank cannot write; all raise, and there is no model."""
     model = zf.zero3(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), axis())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import zero_fn as zf
-from tests.groups import alone
+from tests.groups import alone, pretended
 from tests.models import Language
 from tests.ranks import Ranks, axis
 from zero_fn.storage import Disk, Slab
@@ -188,3 +188,9 @@ def test_a_stock_optimizer_in_memory_is_planned_by_its_states() -> None:
             stepped(model, optimizer, 1)
             assert zf.held(model, optimizer).optimizer == planned.held.optimizer, name
             assert planned.peak_nbytes == planned.held.total + planned.padding.total + planned.in_flight_nbytes
+
+
+def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_rest() -> None:
+    with pretended(2) as mesh:
+        model = zf.precision(zf.shard_optimizer(nn.Linear(4, 6, bias=False), mesh), compute=torch.bfloat16)
+        assert zf.plan(model).held.parameters == 4 * 6 * 2 + 4 * 3 * 4

@@ -215,3 +215,10 @@ def test_names_show_resting_parameters_when_the_engine_drops_a_backward_in_its_o
     model[0].look_back = look_back
     train(model, 1)
     assert seen == [True]
+
+
+def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
+    model, unit = build()
+    train(model, 1)
+    sent = zip(memory_of(unit).segments, unit.slots, strict=True)
+    assert [segment.source is slot.flat for segment, slot in sent] == [True, True]

@@ -16,6 +16,7 @@ from torch import Tensor
 import zero_fn as zf
 from zero_fn.runtime.parcels import PARCEL_NBYTES, Form, record_nbytes
 from zero_fn.runtime.record import Record
+from zero_fn.runtime.tier_tensor import _is_for_host
 from zero_fn.storage import Slab, shelf_of, wait_all
 
 Forms = list[Form]
@@ -139,3 +140,13 @@ def test_a_tensor_that_is_given_twice_is_opened_once(tmp_path: Path) -> None:
     assert tensor.clone().eq(9).all()
     tensor.add_(tensor[2:3])
     assert tensor.clone().eq(18).all()
+
+
+def test_what_is_written_or_small_is_computed_on_the_host_for_a_device(tmp_path: Path) -> None:
+    shelf = shelf_of(zf.nvme(tmp_path), "a test")
+    forms = [Form(6, torch.float32)]
+    record = Record(shelf, forms, torch.device("meta"), *shelf.reserve([record_nbytes(forms)]))
+    tensor, aten = record.tensor(0), torch.ops.aten
+    assert _is_for_host(aten.mul_.Scalar, [tensor, 2.0], {id(tensor)})
+    assert _is_for_host(aten.add.Tensor, [tensor, 2.0], set())
+    assert not _is_for_host(aten.add.Tensor, [tensor, torch.empty(6, device="meta")], set())

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
+import torch
+from torch import Tensor
+
 from zero_fn.storage import BUFFERS
+from zero_fn.streamed import windows
+from zero_fn.streamed.pieces import SteppedPiece
+from zero_fn.streamed.pieces import _Stepped as Stepped
 from zero_fn.streamed.pipeline import Pass, Transfers
+from zero_fn.values.chunks import Piece
 
 
 class _Under:
@@ -44,3 +53,37 @@ def test_a_chunk_has_been_written_before_its_memory_is_read_into_again() -> None
     for chunk in range(2 * BUFFERS):
         assert at["written", chunk] < at["fetch", chunk + BUFFERS]
     assert all(("written", chunk) in at for chunk in range(3 * BUFFERS))
+
+
+def test_what_is_on_a_device_comes_to_the_host_where_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(windows, "is_accelerator", lambda _: True)
+    monkeypatch.setattr(windows, "side_stream", lambda _: SimpleNamespace(copy=Tensor.copy_))
+    window, there = windows.Window(None, torch.zeros(64, dtype=torch.uint8), 0), torch.arange(6.0).view(2, 3).t()
+    assert window.bring(torch.ones(0)) is None
+    assert window.bring(torch.ones(17)) is None
+    copy = window.bring(there)
+    assert copy is not None
+    assert copy is not there
+    assert torch.equal(copy, there)
+    assert copy.stride() == there.stride()
+
+
+def test_a_copy_is_made_by_the_streams_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    streams = SimpleNamespace(copy=lambda to, source: None)
+    monkeypatch.setattr(windows, "side_stream", lambda device: asked.append(device.type) or streams)
+    here, there = torch.empty(1), torch.empty(1, device="meta")
+    windows.Visit(here, there)
+    windows.Visit(there, here)
+    assert asked == ["meta", "meta"]
+
+
+def test_a_state_that_was_not_planned_stays_where_the_others_are() -> None:
+    class There(Tensor):
+        def cpu(self, *_: Any) -> Tensor:
+            return torch.zeros(3)
+
+    for device, value in (("meta", torch.empty(3, device="meta")), ("cpu", torch.ones(3).as_subclass(There))):
+        cut = SteppedPiece(Stepped(0, torch.empty(3, device=device), (), None, 0.0, None), Piece(0, 0, 3, True), None)
+        cut.keep(torch.empty(0, dtype=torch.uint8, device=device), {"late": value})
+        assert (cut.resident["late"] is value) == (device == "meta")

@@ -25,6 +25,7 @@ from tests.snapshot import assert_matches
 from zero_fn.runtime.forwards import Forwards
 from zero_fn.runtime.gradients import Gradients, Reduction
 from zero_fn.runtime.in_flight import Phase
+from zero_fn.runtime.passes import BackwardPass, Script
 from zero_fn.runtime.run import Run
 from zero_fn.runtime.settling import Settling
 from zero_fn.runtime.unit import Unit, unit_of
@@ -322,3 +323,20 @@ def test_legs_are_the_schedule_cut_at_its_brackets(name: str) -> None:
     joined = [event for leg in cut for event in (*leg.before, leg.bracket, *leg.after)]
     assert joined == list(events)
     assert not any(isinstance(event, Await | Enter | Exit) for leg in cut for event in leg.after)
+
+
+def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_later_one() -> None:
+    first, second = Use(0), Use(1)
+    script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset({0, 1}), ahead=tuple)
+    ending: Any = None
+    backward = BackwardPass(script, ending, awaited={first}, passed_only={second}, waiting=set(), keeps_graph=False)
+
+    def done() -> list[Event]:
+        return list(iter(backward.next_action, None))
+
+    backward.enter(1, second, recomputes=False)
+    assert done() == [Unshard(1), Await(1)]
+    backward.enter(0, first, recomputes=True)  # by a checkpoint, ahead of backward
+    assert done() == []
+    backward.enter(0, first, recomputes=False)
+    assert done() == [Reshard(1), Reduce(1), Unshard(0), Await(0)]

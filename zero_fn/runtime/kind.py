@@ -151,8 +151,8 @@ class Kind:
     @cached_property
     def is_gathered_from_rest(self) -> bool:
         """Whether an all-gather reads resting parameters where they lie: in a buffer of their own, and without a cast."""
-        is_apart = self.rests is Rests.IN_OWN and self.whole is Lifetime.USE
-        return is_apart and self.is_cut and self.compute_dtype == self.dtype and len(self.hops) == 1
+        is_apart = self.rests is Rests.IN_OWN and self.is_cut
+        return is_apart and self.compute_dtype == self.dtype and len(self.hops) == 1
 
     # -- tiers ------------------------------------------------------------------------------------------------------
 
