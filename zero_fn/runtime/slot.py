@@ -30,10 +30,8 @@ _slots: dict[
     int, weakref.ref[Slot]
 ] = {}  # by the id of the resting parameter. [Note: no weak references to DTensors] (registry.py)
 
-
-_on_storage: dict[
-    int, weakref.ref[Slot]
-] = {}  # by the storage of the local tensor, which views and `.data` of the parameter share
+# By the storage of the local tensor, which views and `.data` of the parameter share.
+_on_storage: weakref.WeakValueDictionary[int, Slot] = weakref.WeakValueDictionary()
 
 _NO_PARAMETER = nn.Parameter(torch.empty(0), requires_grad=False)  # of a copied slot, until it adopts its parameter
 
@@ -209,8 +207,7 @@ class Slot:
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
         if type(self.local) is Tensor:
-            storage = self.local.untyped_storage()._cdata
-            _on_storage[storage] = weakref.ref(self, lambda _: _on_storage.pop(storage, None))
+            _on_storage[self.local.untyped_storage()._cdata] = self
 
     def register(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` in all modules, under all its names."""
@@ -279,8 +276,7 @@ def slot_on(tensor: Tensor) -> Slot | None:
     slot, local = slot_of(tensor), local_of(tensor)
     if slot is not None or type(local) is not Tensor:
         return slot
-    reference = _on_storage.get(storage := local.untyped_storage()._cdata)
-    slot = reference() if reference is not None else None
+    slot = _on_storage.get(storage := local.untyped_storage()._cdata)
     return slot if slot is not None and slot.local.untyped_storage()._cdata == storage else None
 
 
