@@ -23,7 +23,7 @@ from tests.profiles import examples
 from zero_fn.checkpoint.boxes import Box, Holding, ranges, spans, whole_box
 from zero_fn.checkpoint.catalog import Catalog
 from zero_fn.checkpoint.files import StoredBox, TensorFile, write_json
-from zero_fn.checkpoint.folders import MANIFEST, part_name, tensors_name
+from zero_fn.checkpoint.folders import part_name, tensors_name, write_manifest
 from zero_fn.checkpoint.of_deepspeed import _cut_all, _cut_each
 from zero_fn.checkpoint.pickles import ByteRange, PlacedTensor
 
@@ -102,8 +102,7 @@ def test_any_boxes_are_read_from_any_others(shape: tuple[int, ...], dtype: torch
             for first, last in ranges(box.sizes, data.draw(st.integers(1, 99))):
                 file.append(piece, flat[first:last])
             write_json(folder / part_name(rank), {"id": "id", "rank": rank, "files": {"model": [file.finish()]}})
-        manifest = {"format": "zero_fn checkpoint", "version": 1, "id": "id", "ranks": len(boxes)}
-        write_json(folder / MANIFEST, manifest)
+        write_manifest(folder, "id", len(boxes))
         source = Catalog(folder, lambda name: name)
         try:
             for box in _grid(shape, data):
