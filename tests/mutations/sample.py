@@ -186,6 +186,8 @@ def _drawn(root: Path, folders: list[str], seed: int) -> Iterator[Row]:
         operator_name, occurrence = generator.choice(at)
         source = (root / file).read_text()
         changed = mutate_code(source, get_operator(operator_name)(), occurrence)
+        if changed is None:  # this operator of the family has fewer positions in the file
+            continue
         with suppress(SyntaxError):  # the star of a signature is taken for an operator
             compile(changed, file, "exec")
             diff = [line for line in difflib.ndiff(source.splitlines(), changed.splitlines()) if line[0] in "+-"]
