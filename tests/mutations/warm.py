@@ -32,8 +32,15 @@ Row = dict[str, Any]
 Statements = list[tuple[str, int, int]]
 
 _PRELOADED = ["torch.distributed.tensor", "torch.distributed.checkpoint", "torch._dynamo", "hypothesis", "numpy"]
-_RAN = mmap.mmap(-1, 1 << 17)  # a byte for each statement of the package, shared with all forks
-
+_RAN_NBYTES = 1 << 17  # a byte for each statement of the package, shared with forks and with processes that tests start
+_RAN_FD = os.memfd_create("ran")
+os.truncate(_RAN_FD, _RAN_NBYTES)
+_RAN = mmap.mmap(_RAN_FD, _RAN_NBYTES)
+_SHARED = """import builtins, mmap, os
+if not hasattr(builtins, "_ran"):
+    with open(os.environ["MUTATIONS_RAN"], "r+b") as ran:
+        builtins._ran = mmap.mmap(ran.fileno(), 0)
+"""
 
 _functions: dict[tuple[str, str, int], list[FunctionType]] = {}  # all that there are, by their code
 
@@ -41,6 +48,7 @@ _functions: dict[tuple[str, str, int], list[FunctionType]] = {}  # all that ther
 def warm_up() -> None:
     """Imports what all runs import."""
     builtins._ran = _RAN  # type: ignore[attr-defined]
+    os.environ["MUTATIONS_RAN"] = f"/proc/{os.getpid()}/fd/{_RAN_FD}"
     for name in _PRELOADED:
         import_module(name)
 
@@ -51,6 +59,8 @@ def noting(root: Path) -> Statements:
     for path in sorted((root / "zero_fn").rglob("*.py")):
         tree = ast.parse(path.read_text())
         tree.body = _noted(tree.body, str(path.relative_to(root)), statements, False)
+        if path == root / "zero_fn/__init__.py":  # a process that a test starts begins there
+            tree.body[1:1] = ast.parse(_SHARED).body  # after its docstring
         path.write_text(ast.unparse(ast.fix_missing_locations(tree)))
     return statements
 
