@@ -356,7 +356,9 @@ def _two_values_for_a_tie(stage: str) -> None:
         value.to_local().add_(1)
     if dist.get_rank() == 1 or stage == "replicate":
         shards["leave.weight"].to_local().add_(1)
-    for entries in (whole, shards):
+    both = torch.stack([whole["enter.weight"], whole["leave.weight"]])
+    in_one_memory = {**whole, "enter.weight": both[0], "leave.weight": both[1]}
+    for entries in (whole, shards, in_one_memory):
         with pytest.raises(zf.CheckpointError, match=r"enter.weight and leave.weight are one parameter"):
             model.load_state_dict(entries, assign=True)
     with torch.no_grad():

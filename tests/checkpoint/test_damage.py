@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import random
 import shutil
 import tracemalloc
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +71,19 @@ def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path: Path) -> N
     assert all(torch.equal(one, other) for one, other in zip(before, values_of(model, optimizer), strict=True))
     zf.load(tmp_path, model, optimizer)
     assert torch.equal(model[0].weight, torch.full((5, 3), 1.5))
+
+
+def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path: Path) -> None:
+    files = [path for path in saved(tmp_path) if path.suffix == ".safetensors"]
+    whole = files[0].read_bytes()
+    opened = len(os.listdir("/proc/self/fd"))
+    for raw in (whole, whole[:-1] + bytes([whole[-1] ^ 1])):
+        files[0].write_bytes(raw)
+        with suppress(zf.CheckpointError):
+            zf.load(tmp_path, *run_of(2.5))
+        if raw is not whole:
+            gc.collect()  # of what raised while it was opened
+        assert len(os.listdir("/proc/self/fd")) == opened
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:
@@ -427,6 +443,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("manifest.json", lambda body: body.update(names=5)),
         ("manifest.json", lambda body: body.update(names={"model": "x"})),
         ("manifest.json", lambda body: body.update(saved_at_ns="x")),
+        ("manifest.json", lambda body: body.update(saved_at_ns=1 << 63)),
         ("manifest.json", lambda body: body.update(made_by=[1])),
     ],
 )
@@ -509,6 +526,7 @@ WEIGHT = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
         {"weight": {**WEIGHT, "data_offsets": [0.0, 16.0]}},
         {"weight": {**WEIGHT, "data_offsets": [16, 32]}},
         {"weight": {**WEIGHT, "data_offsets": [-16, 0]}},
+        {"weight": {**WEIGHT, "data_offsets": [-1, 15]}},
         {"weight": {**WEIGHT, "dtype": "X"}},
         {"weight": {**WEIGHT, "dtype": ["F32"]}},
         {"weight": WEIGHT, "x": _nested(700)},

@@ -116,7 +116,10 @@ def test_values_are_rounded_to_the_dtype_at_rest(source: torch.dtype, target: to
 
 
 @pytest.mark.parametrize("names", [["a.weight"], ["b.weight"], ["a.weight", "b.weight"]])
-def test_tied_parameters_are_found_by_any_of_their_names(names: list[str], tmp_path: Path) -> None:
+def test_tied_parameters_are_found_by_any_of_their_names(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zero_fn.checkpoint.contents.BUFFER_NBYTES", 32)  # two values are compared a part at a time
     value = torch.randn(3, 3)
     save_file({name: value.clone() for name in names}, tmp_path / "weights.safetensors")
     with alone() as mesh:

@@ -1861,13 +1861,14 @@ def checkpoint_of_ranks_that_differ() -> object:
 
 
 def checkpoint_failed_on_another_rank() -> object:
-    with pretended(2), a_folder() as folder:
+    with pretended(3), a_folder() as folder:
 
         def other(_group: object, message: Tensor, _seconds: float) -> Tensor:
-            rows = message.repeat(2, 1)
+            rows = message.repeat(3, 1)
             text = b"1\nStorageError\nWriting head.weight failed.\n  path : runs/a\n  why  : ENOSPC: No space left on device"
-            rows[1, 0] = 1
-            rows[1, 1 : 1 + len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            for rank, said in ((1, text), (2, b"2\nStorageError\nnot told: rank 1 is the first that failed")):
+                rows[rank, 0] = 1
+                rows[rank, 1 : 1 + len(said)] = torch.frombuffer(bytearray(said), dtype=torch.uint8)
             return rows
 
         with mock.patch("zero_fn.checkpoint.together.gather", other):

@@ -31,8 +31,8 @@ from tests.mutations.__main__ import _copy
 from tests.mutations.warm import Notes, Row, add, changes, load, noting, rows, run_pytest, warm_up
 
 _SIMULATED = ["property_tests/test_simulated_training.py", "property_tests/test_simulated_axes.py"]
-_TIERS = ["property_tests/test_offload_laws.py", "property_tests/test_streamed_laws.py", "tests/accelerator"]
-_RANKS = ["tests/distributed", "tests/acceptance"]
+_TIERS = ["property_tests/test_offload_laws.py", "property_tests/test_streamed_laws.py", "tests/accelerator", "tests/plan"]
+_RANKS = ["tests/distributed", "tests/acceptance", "tests/fsdp2"]
 TESTS = {
     "storage": ["tests/storage", "tests/streamed", "tests/transforms", *_TIERS],
     "streamed": ["tests/streamed", "tests/runtime", "tests/transforms", *_TIERS],
@@ -47,6 +47,7 @@ TESTS = {
         "tests/streamed",
         *_TIERS,
         "tests/composition",
+        "tests/test_host_calls.py",
     ],
 }
 """The tests named for each folder."""
@@ -119,7 +120,7 @@ def _judge_all(out: Path, drawn: list[Row], budget_s: float, *, is_loaded: bool)
             found = _meeting(mutant, statements, [row for row in noted if row["test"] not in left_out], budget_s)
             if not found and before is not None:
                 break
-            row = _judge(out, mutant, found, met)
+            row = _judge(out, mutant, found, met, limit_s=60.0 + 3 * budget_s)
             if "::" not in row["by"] or _fits(out, row["by"]):
                 add(out / "mutants.jsonl", row)
                 break
@@ -228,7 +229,7 @@ def _meeting(mutant: Row, statements: list[Any], tests: list[Row], budget_s: flo
     return chosen
 
 
-def _judge(out: Path, mutant: Row, tests: list[str], met: list[str]) -> Row:
+def _judge(out: Path, mutant: Row, tests: list[str], met: list[str], limit_s: float) -> Row:
     """Plants a mutant, runs tests until one fails, and puts the file back. `met`: tests that it has survived before."""
     path = out / "copy" / mutant["file"]
     source, stamp, began = path.read_text(), path.stat().st_mtime, time.monotonic()
@@ -242,7 +243,7 @@ def _judge(out: Path, mutant: Row, tests: list[str], met: list[str]) -> Row:
             batch, tests = tests[:size], tests[size:]
             notes.unlink(missing_ok=True)
             plugin = Notes(notes, ran=False)
-            code = run_pytest(out / "copy", ["-x", *batch], plugin, out / "log", 90.0, codes)
+            code = run_pytest(out / "copy", ["-x", *batch], plugin, out / "log", limit_s, codes)
             failed = next(iter(rows(notes)), None)
             if failed is not None:
                 is_by_time = _BY_TIME.search(failed["failed"])

@@ -18,6 +18,7 @@ from torch.torch_version import TorchVersion
 
 import zero_fn as zf
 from tests.composition.grids import composed
+from tests.groups import alone
 from tests.ranks import Ranks, axis
 from tests.versions import IS_2_11
 from tests.wholes import full
@@ -238,6 +239,15 @@ def test_it_is_refused_with_the_fix_or_right(ranks: Ranks, name: str, compositio
     fix = _fix(name) if name in WRONG else "" if name.startswith("the ") else view
     allowed = [fix or True, None] if OLD else [fix or True]
     assert all(found in allowed for found in ranks(2).run(_ours, name, composition))
+
+
+@pytest.mark.skipif(OLD, reason="torch has no rule for some of them")
+@pytest.mark.parametrize("name", [name for name in (*WRONG, *MORE) if name != "fill_.Scalar"])  # a sum is still a term
+def test_one_rank_is_refused_nothing(name: str) -> None:
+    with alone() as mesh:
+        plain, anchor = _plain(7)
+        weight: Any = zf.zero3(Holder(plain), mesh).weight
+        assert _is_as_plain(name, {**WRONG, **MORE}[name], weight, distribute_tensor(anchor, weight.device_mesh))
 
 
 def _mixed() -> list[str]:

@@ -97,7 +97,7 @@ def test_what_an_evicted_parameter_shows_is_not_taken_for_values(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for resident memory")
-def test_memory_is_freed_while_a_model_is_evicted(tmp_path: Path) -> None:
+def test_memory_is_freed_while_a_model_is_evicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def resident_nbytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -106,7 +106,9 @@ def test_memory_is_freed_while_a_model_is_evicted(tmp_path: Path) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     optimizer.step()
     before = resident_nbytes()
-    evicted = zf.evict(model, optimizer, to=zf.nvme(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr("zero_fn.storage.shelf.Disk.read", None)  # there is nothing to read yet
+        evicted = zf.evict(model, optimizer, to=zf.nvme(tmp_path))
     assert "256.06 MiB evicted" in str(evicted)
     assert before - resident_nbytes() > 112 << 20  # of 256 MiB, with 128 MiB of buffers
     evicted.restore()
@@ -141,9 +143,12 @@ def test_an_evicted_model_cannot_be_used(tmp_path: Path, use: str, is_plain: boo
         model = Language() if is_plain else zf.zero3(Language(), mesh)
         optimizer = torch.optim.AdamW(model.parameters())
         step(model, optimizer, 0)
+        seen: list[object] = []
+        model.get_submodule("blocks.0").register_forward_pre_hook(lambda *given: seen.append(given))
         evicted = zf.evict(model, optimizer, to=zf.nvme(tmp_path))
         with pytest.raises(zf.StateError, match="evicted"):
             USES[use](model, optimizer)
+        assert not seen, "a hook of the user would have read parameters"
         evicted.restore()
         if use != "evict":
             USES[use](model, optimizer)

@@ -400,6 +400,8 @@ def test_the_optimizer_goes_where_the_verb_says(tmp_path: Path) -> None:
         zf.streamed(torch.optim.AdamW(Language().parameters()))
     with pytest.raises(zf.LayoutError, match="fraction is the part"):
         zf.offload(model, params=tier, fraction=0.5)
+    with pytest.raises(zf.LayoutError, match="at most 1"):
+        zf.offload(nn.Linear(2, 2), optim=tier, fraction=1.5)
     half = zf.offload(nn.Linear(1024, 1024), optim=tier, fraction=0.5)
     half(torch.ones(1024)).sum().backward()
     optimizer = zf.streamed(torch.optim.AdamW(half.parameters()))

@@ -258,6 +258,7 @@ class TensorReader:
     """A file of tensors that is read, block by block."""
 
     _room: memoryview | None = None
+    _fd = -1
 
     def __init__(self, path: Path, begin: int, nbytes: int, digest: str | None = None) -> None:
         """Opens the file.
@@ -339,6 +340,8 @@ class TensorReader:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    __del__ = close  # of a reader, or a source of readers, that raised while it was made
 
     def _fill(self, view: memoryview, offset: int) -> None:
         with disk(self._path, "Reading a checkpoint"):
