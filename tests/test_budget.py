@@ -17,13 +17,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "zero_fn"
 
 BUDGET = {
-    "checkpoint": 5025,
+    "checkpoint": 5028,
     "deepspeed": 1195,
     "integrations": 1465,
     "kernels": 874,
     "local": 579,
     "plan": 1026,
-    "runtime": 9299,
+    "runtime": 9298,
     "storage": 1560,
     "streamed": 2155,
     "surface": 467,
@@ -32,7 +32,7 @@ BUDGET = {
     "values": 1958,
     "": 555,
 }
-"""Most lines of each folder of the package; "" is the package itself. Together 1,300 more than on 2026-11-25: mends of faults
+"""Most lines of each folder of the package; "" is the package itself. Together 1,303 more than on 2026-11-25: mends of faults
 that users met, most of them interrupts, parameters that a forward changes, and files that were made by hand."""
 
 MOST = 15

@@ -183,6 +183,7 @@ def bytes_over_the_link(tier: Tier) -> None:
     x = torch.ones(2, 256).to(device.NAME)
     model: Any = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier, reshard_after="backward")
     optimizer: Any = zf.streamed(adamw(model))
+    assert not isinstance(tier, Cpu) or optimizer.buffers_nbytes == 0, "it is stepped where it rests"
     passed(model)()
     optimizer.step()  # copies in bfloat16 are made by the first forward
     optimizer.zero_grad()

@@ -409,6 +409,7 @@ def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (PART, lambda body: _box(body).update(xxh3="")),
         (PART, lambda body: _box(body).update(xxh3=None)),
         (PART, lambda body: _box(body, "optimizer", "0.bias/momentum_buffer").update(shape=[1 << 62])),
+        (PART, lambda body: _box(body, "optimizer", "0.bias/momentum_buffer").update(shape=[1 << 58])),
         (PART, lambda body: _box(body, "extra", "extra['noise']").update(shape=[1 << 45])),
         (PART, lambda body: body.update(extra=[1])),
         (PART, lambda body: body["extra"].update(step={"$tensor": "x"})),

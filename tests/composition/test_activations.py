@@ -232,6 +232,24 @@ def test_partition_lets_go_of_whole_inputs(ranks: Ranks) -> None:
         assert alive == 0
 
 
+def _of_few_elements() -> bool:
+    """Whether a gradient is that without checkpoints, where each rank keeps one element of an input."""
+    mesh = grid("dp", "tp")
+    given = []
+    for partition in (None, mesh["tp"]):
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+        if partition is not None:
+            model = zf.checkpoint_activations(model, units="?", partition=partition)
+        model(torch.tensor([1.0, 2.0])).sum().backward()
+        given.append(model[0][0].weight.grad)
+    return torch.equal(*given)
+
+
+def test_inputs_of_an_element_for_each_rank_come_back(ranks: Ranks) -> None:
+    assert all(ranks(4).run(_of_few_elements))
+
+
 def _refused() -> list[str]:
     mesh = grid("dp", "tp")
     said = []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 import zero_fn as zf
@@ -194,3 +195,8 @@ def test_parameters_that_are_kept_in_another_dtype_are_planned_beside_those_at_r
     with pretended(2) as mesh:
         model = zf.precision(zf.shard_optimizer(nn.Linear(4, 6, bias=False), mesh), compute=torch.bfloat16)
         assert zf.plan(model).held.parameters == 4 * 6 * 2 + 4 * 3 * 4
+    with pretended(4):  # whole in each node of two, and cut over all
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "inside"))
+        apart = zf.shard_optimizer(zf.shard_params(nn.Linear(4, 8, bias=False), mesh["inside"]), mesh["node"])
+        assert zf.plan(apart).held.parameters == 32 // 2 * 4
+        assert zf.plan(zf.precision(apart, compute=torch.bfloat16)).held.parameters == 32 // 2 * 2 + 32 // 4 * 4

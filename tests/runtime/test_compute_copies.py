@@ -282,7 +282,7 @@ def test_a_cast_of_the_module_makes_other_copies(tmp_path: Path) -> None:
 def test_a_copy_that_cannot_be_written_is_an_error_and_made_by_the_next_forward(tmp_path: Path) -> None:
     model: Any = zf.offload(zf.precision(net()), params=zf.nvme(tmp_path))
     expected = zf.precision(net())(inputs(0))
-    for _ in range(2):
+    for _ in range(5):  # more often than there are units: a copy that was not written is never taken for one
         with failing(errno.ENOSPC, reads=False), pytest.raises(zf.StorageError, match="compute copies in"):
             model(inputs(0))
     assert torch.equal(model(inputs(0)), expected)

@@ -767,7 +767,13 @@ def test_parameters_and_gradients_that_changed_are_refused_before_any_update(tmp
     parameters[1].grad = torch.ones(5, dtype=torch.float64)
     with pytest.raises(zf.StateError, match=r"(?s)has changed since.*float64\[5\]"):
         optimizer.step()
-    assert torch.equal(parameters[0], before[0])
+    parameters[1].grad = None
+    for shape in ((40, 30), (1, 1200)):
+        parameters[0].data = before[0].view(shape)
+        parameters[0].grad = torch.ones(shape)
+        with pytest.raises(zf.StateError, match="has changed since"):
+            optimizer.step()
+    assert torch.equal(parameters[0].view(30, 40), before[0])
 
 
 # -- a part of the states --------------------------------------------------------------------------------------------

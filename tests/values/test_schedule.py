@@ -340,3 +340,15 @@ def test_a_use_that_a_rank_passes_through_is_left_once_backward_has_reached_a_la
     assert done() == []
     backward.enter(0, first, recomputes=False)
     assert done() == [Reshard(1), Reduce(1), Unshard(0), Await(0)]
+
+
+def test_a_recomputation_that_does_not_know_its_use_is_of_the_next_one() -> None:
+    first, second = Use(0), Use(0, 1)
+    script = Script([Enter(first), Exit(first), Enter(second), Exit(second)], frozenset(), ahead=tuple)
+    ending: Any = None
+    backward = BackwardPass(
+        script, ending, awaited={first, second}, passed_only=set(), waiting=set(), keeps_graph=False
+    )
+    assert backward.enter(0, None, recomputes=True) == second
+    assert backward.enter(0, None, recomputes=True) == first
+    assert backward.enter(0, None, recomputes=True) is None

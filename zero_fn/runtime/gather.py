@@ -67,7 +67,6 @@ def gather_again(unit: Unit) -> list[Tensor]:
     return lent.tensors
 
 
-@uncompiled
 def gather(use: UnitUse) -> list[Tensor]:
     """The gathered parameters of a unit, connected to its resting parameters if gradients are recorded.
 
