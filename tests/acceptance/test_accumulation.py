@@ -207,6 +207,7 @@ def test_g03_pending_gradients_cannot_be_stepped_or_read(ranks: Ranks, stage: st
                 lambda: torch._foreach_norm([weight.detach(), weight.grad]),
                 lambda: weight + weight.grad,
                 lambda: weight.grad.isnan(),
+                lambda: torch.mul(torch.ones(6), 2, out=weight.grad),
             ]
             for read in reads:
                 with pytest.raises(zf.StateError, match=r"enter\.weight"):

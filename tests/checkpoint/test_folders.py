@@ -44,7 +44,7 @@ def test_checkpoints_says_what_there_is(tmp_path: Path) -> None:
     assert first.is_complete and first.ranks == 1 and first.saved_at_ns < second.saved_at_ns
     assert second.nbytes == sum(file.stat().st_size for file in second.path.rglob("*") if file.is_file()) > 900 * 4
     assert first.made_by["torch"] == torch.__version__
-    assert "complete, 1 ranks" in str(first)
+    assert ", complete, 1 ranks" in str(first) and "not complete" in str(left)
     assert zf.checkpoints(first.path) == [first]
 
 

@@ -160,6 +160,17 @@ def _strided_away(folder: Path) -> bool:
     return torch.equal(full(model[0].weight), expected)
 
 
+def test_a_parameter_of_several_parcels_of_a_tier_comes_back(tmp_path: Path) -> None:
+    plain = nn.Linear(1100, 1200)
+    zf.save(tmp_path / "plain", plain)
+    model = zf.offload(nn.Linear(1100, 1200), params=zf.nvme(tmp_path))
+    zf.load(tmp_path / "plain", model)
+    zf.save(tmp_path / "away", model)
+    found = nn.Linear(1100, 1200)
+    zf.load(tmp_path / "away", found)
+    assert torch.equal(found.weight, plain.weight) and torch.equal(found.bias, plain.bias)
+
+
 def test_strange_strides_in_another_tier(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2).run(_strided_away, tmp_path) == [True, True]
 

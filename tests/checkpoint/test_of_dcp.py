@@ -60,7 +60,7 @@ def _fsdp2_saves(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     for _ in range(2):
         _step(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
-    other = {"step": 2, "sampler": {"order": [3, 1], "noise": torch.arange(4.0)}}
+    other = {"step": 2, "sampler": {"order": [3, 1], "noise": torch.arange(4.0), "device": torch.device("cpu")}}
     dcp.save({"model": weights, "optimizer": states, **other}, checkpoint_id=f"{folder}/nested")
     flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
     dcp.save({"app": {"model": flat[0], "optim": flat[1]}}, checkpoint_id=f"{folder}/flat")
@@ -109,6 +109,7 @@ def test_training_goes_on_where_fsdp2_has_stopped(
         if kind == "nested":
             assert extra["step"] == 2
             assert extra["sampler"]["order"] == [3, 1]
+            assert extra["sampler"]["device"] == ("cpu",), "what it was made with"
             assert extra["sampler"]["noise"].tolist() == [0, 1, 2, 3]
 
 
