@@ -42,7 +42,7 @@ WIDE = {
     "Path": "the arithmetic of one parameter, each line a number that follows from its shape and axes",
     "Slot": "what is known of one parameter",
 }
-"""Classes above that, each with a reason.."""
+"""Classes above that, each with a reason."""
 
 
 def lines_by_folder(package: Path) -> dict[str, int]:

@@ -74,11 +74,11 @@ def test_every_flipped_bit_is_found_and_nothing_has_changed(tmp_path: Path) -> N
 
 
 def test_files_are_closed_after_a_load_whether_it_failed_or_not(tmp_path: Path) -> None:
-    files = [path for path in saved(tmp_path) if path.suffix == ".safetensors"]
-    whole = files[0].read_bytes()
+    paths = [path for path in saved(tmp_path) if path.suffix == ".safetensors"]
+    whole = paths[0].read_bytes()
     opened = len(os.listdir("/proc/self/fd"))
     for raw in (whole, whole[:-1] + bytes([whole[-1] ^ 1])):
-        files[0].write_bytes(raw)
+        paths[0].write_bytes(raw)
         with suppress(zf.CheckpointError):
             zf.load(tmp_path, *run_of(2.5))
         if raw is not whole:

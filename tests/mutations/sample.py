@@ -23,6 +23,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -142,9 +143,12 @@ def _fits(out: Path, test: str) -> bool:
 
 
 def _changes_nothing(row: Row) -> bool:
-    return any(
-        (row["file"], row["diff"]) == (same["file"], same["diff"]) for same in json.loads(EQUIVALENTS.read_text())
-    )
+    return (row["file"], row["diff"]) in _equivalents()
+
+
+@cache
+def _equivalents() -> list[tuple[str, list[str]]]:
+    return [(row["file"], row["diff"]) for row in json.loads(EQUIVALENTS.read_text())]
 
 
 def _print_rate(out: Path) -> None:
