@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -144,14 +145,19 @@ UNMEASURED = "not measured on this device"
 
 def outcome(name: str, run: Callable[[], object]) -> str:
     """What became of a program: "right", not measured, or a traceback. Also printed, for whoever stops the process midway."""
+    started = time.monotonic()
     try:
         run()
-        said = "right"
+        said = short = "right"
     except Unmeasured:
-        said = UNMEASURED
-    except Exception:
+        said = short = UNMEASURED
+    except Exception as error:
         said = traceback.format_exc()[-1500:]
-    print(f"{name}: {said}", file=sys.stderr, flush=True)
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{Path(at.filename).name}:{at.lineno} {at.line}"
+        short = f"wrong: {type(error).__name__}: {' '.join(str(error).split())[:300]} ({where[:160]})"
+        print(said, file=sys.stderr)
+    print(f"{name}: {short}, {time.monotonic() - started:.1f} s", file=sys.stderr, flush=True)
     return said
 
 

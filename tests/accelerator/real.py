@@ -1,10 +1,12 @@
 """The first minutes on a real accelerator, in the order that finds most per minute.
 
-    python -m tests.accelerator.real --minutes 20 --out DIR
+    python -m tests.accelerator.real --minutes 7 --out DIR
+    python -m tests.accelerator.real --minutes 4 --parts programs steps --out DIR
 
-Each part is a process of its own, ended when its time is up: what a part broke, and a hang, end with it. After each part DIR
-has its output as a file, and `report.json` and `report.md` say what is known so far. Nothing is installed; a part that lacks
-something says so. `--parts` chooses some of them, `--device pretend` tries the parts that can run on the device "pretend".
+Each part is a process of its own, or several at once, ended when its time is up: what a part broke, and a hang, end with
+it. After each part DIR/report.md says all that is known so far. The output ends with a table of the parts, what was wrong,
+and the last lines of each measurement. Nothing is installed; what a part lacks, it says, and the next one begins. `--device pretend`
+tries the parts that can run on the device "pretend".
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,21 +29,25 @@ from tests.accelerator import device
 __all__ = ["main"]
 
 ROOT = Path(__file__).parents[2]
-BENCHMARK = "examples/benchmarks/accelerator.py"
+STEPS = "examples/benchmarks/accelerator.py"
 
 
 class Part(NamedTuple):
     """One question.
 
     Attributes:
-        minutes: Its share of the time; a part that takes less leaves the rest to those after it.
-        commands: Processes that run at once, as arguments of Python; DEVICE and FOLDER stand for what they are told.
+        seconds: Its time. A part that takes less leaves the rest to those after it.
+        commands: Processes that run at once, as arguments of Python; DEVICE, FOLDER and SECONDS stand for what they are told.
         on_pretend: Whether the device "pretend" can answer it.
+        lines: Last lines of its output that are shown at the end.
+        environment: Variables of its processes; NCCL stands for the library that `--nccl` names.
     """
 
-    minutes: float
+    seconds: float
     commands: Sequence[Sequence[str]]
     on_pretend: bool = False
+    lines: int = 0
+    environment: Mapping[str, str] = {}
 
 
 def _programs(examples: int, size: int) -> list[list[str]]:
@@ -50,27 +56,34 @@ def _programs(examples: int, size: int) -> list[list[str]]:
     ]
 
 
-def _benchmark(*options: str) -> list[list[str]]:
-    return [[BENCHMARK, "--path", "FOLDER", *options]]
+def _collectives(backend: str) -> list[list[str]]:
+    return [["-m", "tests.accelerator.collectives", backend, "FOLDER", str(rank), "2"] for rank in range(2)]
 
 
+# NCCL takes two ranks on one device since 2.30, which may have to be loaded in place of torch's own.
+_BY_NCCL = {
+    "LD_PRELOAD": "NCCL",
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_DEBUG": "WARN",
+    "ZERO_FN_TEST_BACKEND": "nccl",
+}
+ON_REAL = [["-m", "tests.accelerator.more", "DEVICE"]]  # what "pretend" cannot answer
 PARTS = {
-    "limits": Part(1, _benchmark("--gpt", "2x64x32", "--tokens", "64", "--rounds", "1")),
-    "programs": Part(4, _programs(500, 1), on_pretend=True),
-    "two ranks, one device": Part(2, _programs(50, 2), on_pretend=True),
-    "more programs": Part(2, [["-m", "tests.accelerator.more", "DEVICE"]]),
-    "GPT of 1.3 B": Part(3, _benchmark("--gpt", "24x2048x1024", "--tokens", "16384", "65536", "--rounds", "3")),
-    "GPT of 6.5 B": Part(
-        4,
-        _benchmark(
-            "--gpt", "32x4096x1024", "--tokens", "16384", "--rounds", "2", "--ways", "states", "host", "host, forward"
-        ),
+    "bounds": Part(30, [["examples/benchmarks/accelerator_bounds.py", "--path", "FOLDER"]], lines=40),
+    "programs": Part(
+        100,
+        [*_programs(20, 1), ["-m", "tests.accelerator.entries", "DEVICE", "FOLDER"], *ON_REAL],
+        on_pretend=True,
     ),
-    "traces": Part(
-        3,
-        _benchmark(
-            "--gpt", "12x2048x1024", "--tokens", "16384", "--rounds", "2", "--numel", "1000000", "--traces", "FOLDER"
-        ),
+    "two ranks, gloo": Part(45, _programs(20, 2), on_pretend=True),
+    "collectives, gloo": Part(20, _collectives("gloo")),
+    "collectives, NCCL": Part(30, _collectives("nccl"), environment=_BY_NCCL),
+    "stages, NCCL": Part(45, _programs(10, 2), environment=_BY_NCCL),
+    "steps": Part(150, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS"]], lines=45),
+    "traces": Part(45, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", "--traces", "FOLDER"]], lines=45),
+    "largest": Part(45, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", "--largest"]], lines=20),
+    "generation": Part(
+        40, [["-m", "tests.accelerator.generation", "DEVICE", "FOLDER", "--seconds", "SECONDS"]], lines=12
     ),
 }
 
@@ -95,10 +108,11 @@ def about(name: str) -> dict[str, Any]:
     return found
 
 
-def run(part: Part, where: str, folder: str, seconds: float) -> dict[str, Any]:
+def run(part: Part, told: Mapping[str, str], seconds: float, preload: str | None = None) -> dict[str, Any]:
     """Runs the processes of a part until they end or their time is up."""
-    told = {"DEVICE": where, "FOLDER": folder}
+    told = {**told, "SECONDS": str(int(seconds))}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment |= {name: preload or "" if value == "NCCL" else value for name, value in part.environment.items()}
     started = time.monotonic()
     with tempfile.TemporaryFile("w+") as said:
         processes = [
@@ -130,43 +144,76 @@ def _ended(codes: Sequence[int]) -> str:
     return "well" if not any(codes) else f"with exit codes {', '.join(map(str, codes))}"
 
 
-def write(out: Path, found: dict[str, Any]) -> None:
+def table(found: Mapping[str, Any]) -> list[str]:
+    """What ended how, what was wrong, and what was measured."""
+    lines = [f"{name}: {value}" for name, value in found["about"].items()]
+    lines += ["", f"{'part':<18} {'seconds':>8} {'right':>6} {'wrong':>6}  ended"]
+    for name, part in found["parts"].items():
+        said = part["said"].splitlines()
+        right, wrong = (sum(f": {word}" in line for line in said) for word in ("right", "wrong: "))
+        lines.append(f"{name:<18} {part['seconds']:>8} {right:>6} {wrong:>6}  {part['ended']}")
+    for name, part in found["parts"].items():
+        said = part["said"].splitlines()
+        if name in PARTS and PARTS[name].lines:
+            lines += ["", f"{name}:", *said[-PARTS[name].lines :]]
+        elif part["ended"] != "well":
+            lines += ["", f"{name}, its last lines:", *said[-6:]]
+        lines += [f"{name}: {line[:400]}" for line in said if ": wrong: " in line]
+    return lines
+
+
+def write(out: Path, found: Mapping[str, Any]) -> None:
     """Writes what is known so far."""
     (out / "report.json").write_text(json.dumps(found, indent=1))
-    lines = ["# What ran on an accelerator", "", *(f"- {name}: {value}" for name, value in found["about"].items()), ""]
+    lines = ["# What ran on an accelerator", "", "```", *table(found), "```", ""]
     for name, part in found["parts"].items():
-        wrong = [line for line in part["said"].splitlines() if "Error" in line]
-        lines += [f"## {name}: ended {part['ended']}, {part['seconds']} s, {len(wrong)} lines with an error", ""]
-        lines += ["```", *part["said"][-6000:].splitlines(), "```", ""]
+        lines += [f"## {name}", "", "```", *part["said"][-200_000:].splitlines(), "```", ""]
     (out / "report.md").write_text("\n".join(lines))
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--minutes", type=float, default=7, help="of all parts together")
     parser.add_argument("--out", type=Path, required=True, help="a folder for the report")
     parser.add_argument("--folder", type=Path, help="a folder of the fastest local disk; left out, one in --out")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--nccl", help="libnccl.so.2 of NCCL 2.30 or newer, which takes two ranks on one device")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.folder is not None:
+        options.folder.mkdir(parents=True, exist_ok=True)
     where = str(device.compiled(options.out)) if options.device == "pretend" else options.device
     found: dict[str, Any] = {"about": about(options.device), "parts": {}}
-    write(options.out, found)
     end = time.monotonic() + 60 * options.minutes
-    chosen = {name: PARTS[name] for name in options.parts if options.device != "pretend" or PARTS[name].on_pretend}
-    for number, (name, part) in enumerate(chosen.items()):
-        left, asked = end - time.monotonic(), sum(each.minutes for each in list(chosen.values())[number:])
-        if left <= 0:
-            break
-        with tempfile.TemporaryDirectory(dir=options.folder or options.out) as folder:
-            found["parts"][name] = run(part, where, folder, left * part.minutes / asked)
-            for trace in Path(folder).glob("trace*"):
-                trace.replace(options.out / trace.name)
-        (options.out / f"{name}.txt").write_text(found["parts"][name]["said"])
+    for name in options.parts:
+        part, left = PARTS[name], end - time.monotonic()
+        lacks = _lacks(part, options.device, options.nccl, left)
+        if lacks is not None:
+            found["parts"][name] = {"ended": f"it did not begin: {lacks}", "seconds": 0, "said": ""}
+        else:
+            with tempfile.TemporaryDirectory(dir=options.folder or options.out) as folder:
+                told = {"DEVICE": where, "FOLDER": folder}
+                if options.device == "pretend":
+                    part = part._replace(commands=[each for each in part.commands if each not in ON_REAL])
+                found["parts"][name] = run(part, told, min(part.seconds, left), options.nccl)
+                for trace in Path(folder).glob("trace*"):
+                    (options.out / trace.name).write_bytes(trace.read_bytes())
         write(options.out, found)
-        print(f"{name}: ended {found['parts'][name]['ended']}, {found['parts'][name]['seconds']} s", flush=True)
+        print(f"{name}: {found['parts'][name]['ended']}, {found['parts'][name]['seconds']} s", flush=True)
+    print("\n".join(table(found)), flush=True)
     return found
+
+
+def _lacks(part: Part, name: str, nccl: str | None, left: float) -> str | None:
+    """Why a part cannot begin."""
+    if left < min(part.seconds / 3, 10):
+        return "no time is left"
+    if name == "pretend" and not part.on_pretend:
+        return 'the device "pretend" cannot answer it'
+    if "NCCL" in part.environment.values() and nccl is None:
+        return "--nccl names no library"
+    return None
 
 
 if __name__ == "__main__":
