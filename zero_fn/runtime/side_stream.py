@@ -5,11 +5,12 @@ Before a copy, its stream waits for what was issued so far, which may still use 
 result waits for the event of the copy. From and to pinned memory the host does not wait for a copy, and neither the allocator
 of the device nor that of the host knows of these streams. So the memory must stay as it is until the event.
 
-[Note: in its own place] A gradient in half precision arrives in the upper half of its place, and is widened block by block
-from the beginning: a block is written no further than where the next one is still to be read.
+[Note: in its own place] A gradient in half precision arrives in the upper half of its place, and is widened from the
+beginning, each time the first half of what is left: that is written to memory whose values are widened already.
 
     place     |  ...  ...  ...  ...  |  a b c d e f g h  |
-    block 1   |  a a  b b  c c  ...  |  . . . d e f g h  |
+    first     |  a a  b b  c c  d d  |  . . . . e f g h  |
+    second    |  a a  b b  c c  d d  |  e e  f f . . g h |
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 __all__ = ["Arriving", "SideStream", "on_host", "side_stream"]
 
-_BLOCK_NUMEL = 1 << 16
+_SMALL_NUMEL = 1 << 15  # so few are widened through a copy of them
 
 
 class SideStream:
@@ -108,9 +109,13 @@ class Arriving:
         if not self._is_same.item():
             self._place.copy_(self._values)
             return
-        for begin in range(0, self._place.numel(), _BLOCK_NUMEL):
-            block = slice(begin, begin + _BLOCK_NUMEL)
-            self._place[block].copy_(self._half[block].clone())
+        begin, numel = 0, self._place.numel()
+        while begin < numel:
+            left = numel - begin
+            end = begin + left // 2 if left > _SMALL_NUMEL else numel
+            source = self._half[begin:end]
+            self._place[begin:end].copy_(source if end < numel else source.clone())
+            begin = end
 
 
 def on_host(values: Tensor, computed: torch.dtype) -> Tensor:
