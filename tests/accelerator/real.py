@@ -5,8 +5,8 @@
 
 Each part is a process of its own, or several at once, ended when its time is up: what a part broke, and a hang, end with
 it. After each part DIR/report.md says all that is known so far. The output ends with a table of the parts, what was wrong,
-and the last lines of each measurement. Nothing is installed; what a part lacks, it says, and the next one begins. `--device pretend`
-tries the parts that can run on the device "pretend".
+and the last lines of each measurement. Nothing is installed; what a part lacks, it says, and the next one begins.
+`--device pretend` tries the parts that can run on the device "pretend".
 """
 
 from __future__ import annotations
