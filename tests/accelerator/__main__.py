@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.accelerator import benchmark, device, programs, random_programs, ranks
+from tests.accelerator import benchmark, device, programs, races, random_programs, ranks
 
 
 def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
@@ -27,7 +27,7 @@ def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
         device.load(Path(where))
     found: dict[str, object] = {}
     if size == 1:
-        found |= programs.results(folder)
+        found |= programs.results(folder) | races.results(folder)
         if not is_real:
             found["losses"] = benchmark.losses(folder)
     device.begin_group(f"{folder}/store", rank, size)

@@ -3,7 +3,8 @@
 // Its memory is at addresses that the host cannot read, so what touches it without a copy ends in a segmentation fault.
 // Operations are those of the CPU. Copies on other streams than the default one are done as late as is allowed, when
 // something waits for them, and hold no memory: what is freed or written too early is seen in the numbers. Memory that is
-// freed is filled with bytes that make NaNs.
+// freed is filled with bytes that make NaNs. All else is done at once, so a copy that may come before it shows in no numbers:
+// it raises. Each stream and the host know how much they have waited for, and memory knows what has used it last.
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -40,10 +41,16 @@ char *seen = nullptr, *real = nullptr;  // what pointers say, and where the byte
 size_t end_of_used = 0;
 std::map<size_t, std::vector<size_t>> unused;  // by size
 std::map<size_t, size_t> used;                 // bytes that were asked for, by place
+struct Uses {
+  int64_t last = 0, last_write = 0;
+};
+std::map<size_t, Uses> uses;                 // by place: numbers of operations, also of those of who had the memory before
+int64_t operations = 0, known_to_host = 0;  // how many the default stream has done, and how many the host has waited for
 int64_t in_use = 0, most_in_use = 0;           // bytes that were asked for
 int64_t to_device = 0, from_device = 0;        // bytes copied
 std::atomic<int64_t> waits = 0;                // operations for which the host has to wait until the device has done all
 thread_local int in_fallback = 0;
+thread_local StreamId current = 0;
 
 char* bytes_at(const void* pointer) { return real + (static_cast<const char*>(pointer) - seen); }
 
@@ -80,6 +87,7 @@ struct Memory final : Allocator {
       place = fitting.back();
       fitting.pop_back();
     }
+    if (current != 0) uses.erase(place);  // real allocators have memory for each stream
     used[place] = nbytes;
     in_use += nbytes;
     most_in_use = std::max(most_in_use, in_use);
@@ -96,14 +104,13 @@ REGISTER_ALLOCATOR(kPretend, &memory)
 
 struct Queue {
   std::deque<std::function<void()>> waiting;
-  int64_t done = 0;
+  int64_t done = 0, known = 0;  // operations of the default stream that come before what is issued next
 };
 std::map<StreamId, Queue> queues;
-thread_local StreamId current = 0;
 
 struct Recorded {
   StreamId stream;
-  int64_t count;
+  int64_t count, known;
 };
 
 void run_until(StreamId stream, int64_t count) {
@@ -123,6 +130,23 @@ void issue(std::function<void()> work) {
   if (current == 0) return work();
   std::lock_guard<std::recursive_mutex> guard(lock);
   queues[current].waiting.push_back(std::move(work));
+}
+
+int64_t known_to(StreamId stream) { return stream == 0 ? operations : std::max(queues[stream].known, known_to_host); }
+
+// Notes that the default stream uses the memory of a tensor, or requires that another stream has waited for who used it.
+void use(const Tensor& tensor, bool is_written) {
+  if (tensor.device().type() != kPretend || tensor.storage().nbytes() == 0) return;
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  const size_t at = static_cast<const char*>(tensor.storage().data()) - seen;
+  auto& found = uses[std::prev(used.upper_bound(at))->first];
+  if (current != 0) {
+    const auto before = is_written ? found.last : found.last_write;
+    TORCH_CHECK(before <= known_to(current), "a stream does not wait for what was computed with the memory that it copies");
+    return;
+  }
+  found.last = ++operations;
+  if (is_written) found.last_write = operations;
 }
 
 Stream stream_of(StreamId id) { return Stream(Stream::UNSAFE, kDevice, id); }
@@ -149,13 +173,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void record(void** event, const Stream& stream, const DeviceIndex, const EventFlag) const override {
     std::lock_guard<std::recursive_mutex> guard(lock);
     delete static_cast<Recorded*>(*event);
-    *event = new Recorded{stream.id(), issued(stream.id())};
+    *event = new Recorded{stream.id(), issued(stream.id()), known_to(stream.id())};
   }
   void block(void* event, const Stream& stream) const override {
     const auto recorded = *static_cast<Recorded*>(event);
     if (stream.id() == 0) return run_until(recorded.stream, recorded.count);
     std::lock_guard<std::recursive_mutex> guard(lock);
-    queues[stream.id()].waiting.push_back([recorded] { run_until(recorded.stream, recorded.count); });
+    auto& queue = queues[stream.id()];
+    queue.known = std::max(queue.known, recorded.known);
+    queue.waiting.push_back([recorded] { run_until(recorded.stream, recorded.count); });
   }
   bool queryEvent(void* event) const override {
     const auto* recorded = static_cast<Recorded*>(event);
@@ -163,12 +189,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   bool queryStream(const Stream& stream) const override { return queues[stream.id()].waiting.empty(); }
-  void synchronizeStream(const Stream& stream) const override { run_until(stream.id(), issued(stream.id())); }
+  void synchronizeStream(const Stream& stream) const override {
+    known_to_host = known_to(stream.id());
+    run_until(stream.id(), issued(stream.id()));
+  }
   void synchronizeEvent(void* event) const override {
     const auto* recorded = static_cast<Recorded*>(event);
+    known_to_host = std::max(known_to_host, recorded->known);
     run_until(recorded->stream, recorded->count);
   }
   void synchronizeDevice(const DeviceIndex) const override {
+    known_to_host = operations;
     for (auto& each : queues) run_until(each.first, issued(each.first));
   }
 };
@@ -223,12 +254,20 @@ void count(const Tensor& from, const Tensor& to) {
   (to.device().type() == kPretend ? to_device : from_device) += from.numel() * from.element_size();
 }
 
+// The host waits until the default stream has done all.
+void wait() {
+  waits++;
+  known_to_host = operations;
+}
+
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   count(from, to);
+  use(from, false);
+  use(to, true);
   if (non_blocking && current != 0) {
     issue([source = unheld(from), target = unheld(to)] { target.copy_(source); });
   } else {
-    waits += !in_fallback && !non_blocking && from.device().type() != to.device().type();
+    if (!in_fallback && !non_blocking && from.device().type() != to.device().type()) wait();
     run_until(current, issued(current));
     on_cpu(to).copy_(on_cpu(from));
   }
@@ -273,7 +312,7 @@ Tensor made_strided(
 }
 Tensor viewed(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
 Scalar item(const Tensor& self) {
-  waits++;
+  wait();
   return on_cpu(self).item();
 }
 
@@ -283,7 +322,7 @@ void by_cpu(const OperatorHandle& operation, torch::jit::Stack* stack) {
     ~Inside() { in_fallback--; }
   } inside;
   const auto& name = operation.operator_name().name;
-  waits += name == "aten::equal" || name == "aten::nonzero" || name == "aten::is_nonzero";
+  if (name == "aten::equal" || name == "aten::nonzero" || name == "aten::is_nonzero") wait();
   at::native::cpu_fallback(operation, stack);
 }
 
@@ -312,7 +351,10 @@ using Group = c10::intrusive_ptr<c10d::Backend>;
 std::vector<Tensor> all_on_cpu(const std::vector<Tensor>& tensors) {
   run_until(current, issued(current));
   std::vector<Tensor> found;
-  for (const auto& tensor : tensors) found.push_back(on_cpu(tensor, true));
+  for (const auto& tensor : tensors) {
+    use(tensor, true);
+    found.push_back(on_cpu(tensor, true));
+  }
   return found;
 }
 
@@ -337,8 +379,7 @@ struct Collectives final : c10d::Backend {
     return inner_->allgather(there, inputs_there, options);
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
-    run_until(current, issued(current));
-    auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
+    auto output_there = all_on_cpu({output})[0], input_there = all_on_cpu({input})[0];
     return inner_->_allgather_base(output_there, input_there, options);
   }
   c10::intrusive_ptr<Work> allgather_into_tensor_coalesced(
@@ -348,8 +389,7 @@ struct Collectives final : c10d::Backend {
   }
   c10::intrusive_ptr<Work> _reduce_scatter_base(
       Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    run_until(current, issued(current));
-    auto output_there = on_cpu(output, true), input_there = on_cpu(input, true);
+    auto output_there = all_on_cpu({output})[0], input_there = all_on_cpu({input})[0];
     return inner_->_reduce_scatter_base(output_there, input_there, options);
   }
   c10::intrusive_ptr<Work> reduce_scatter_tensor_coalesced(

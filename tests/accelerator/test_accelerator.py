@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator import device
+from tests.accelerator import device, races
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
 from tests.profiles import PROFILE
@@ -52,7 +52,7 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     losses = alone.pop("losses")
     assert set(losses) == {"device", "states", "host", "host, forward", "disk"}
     assert len(set(losses.values())) == 1, losses
-    assert len(alone) == 2 * len(PROGRAMS) + 1
+    assert len(alone) == 2 * (len(PROGRAMS) + len(races.PROGRAMS)) + 1
     assert {name: found for name, found in alone.items() if found != "right"} == {}
     for found in said(library, tmp_path / "two", 2):
         assert found == dict.fromkeys([*CASES, "random programs"], "right")

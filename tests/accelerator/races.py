@@ -1,0 +1,243 @@
+"""Races that others have shipped, as programs of zero_fn: DeepSpeed #8186 (three), torchrec #4231, and one of an order.
+
+In each, the device is busy when a copy is issued, so that a copy that waits for less than it has to comes too early there. On
+"pretend" it raises, or is as late as it may be. The oracle is the same program with everything on the device, to the bit:
+rates and momenta are powers of two, so the host rounds as the device does.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+import zero_fn as zf
+from tests.accelerator import device, programs
+from tests.accelerator.programs import Program, all_away
+from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.unit import Unit
+from zero_fn.transforms.parked import Parking
+from zero_fn.values.tiers import Cpu, Tier
+
+__all__ = ["PROGRAMS", "results"]
+
+PROGRAMS: dict[str, Program] = {}
+P = TypeVar("P", bound=Program)
+
+
+def program(function: P) -> P:
+    PROGRAMS[function.__name__] = function
+    return function
+
+
+def real(size: int, small: int) -> int:
+    """A size on a real device, and on "pretend"."""
+    return small if device.NAME == "pretend" else size
+
+
+def rounds(tier: Tier) -> int:
+    return 20 if isinstance(tier, Cpu) else 6
+
+
+def keep_busy() -> None:
+    """Lets the device compute for some 20 ms."""
+    square = torch.ones(real(8192, 8), real(8192, 8), device=device.NAME)
+    torch.mm(square, square)
+
+
+def layers(width: int, count: int = 4) -> nn.Sequential:
+    """Units of one matrix each, which begins where its buffer does: kernels are chosen by such things."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count))).to(device.NAME)
+
+
+def held_by(model: nn.Module) -> list[Unit]:
+    """The units that have parameters."""
+    return [unit for unit in units_of(model) if unit.slots]
+
+
+def sgd(model: nn.Module) -> Any:
+    return SGD(model.parameters(), lr=2.0**-8, momentum=0.5)
+
+
+def draws(width: int) -> Tensor:
+    return torch.randn(64, width, generator=torch.Generator().manual_seed(1)).to(device.NAME)
+
+
+def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    """To the bit; says how far they are apart, as a race and a rounding differ in that."""
+    assert len(found) == len(expected)
+    for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+        one, other = one.detach().cpu().double(), other.detach().cpu().double()
+        apart = (one - other).abs()
+        assert torch.equal(one, other), (
+            f"number {number} of {len(found)}: {int((one != other).sum())} of {one.numel()} elements differ, "
+            f"by {apart.max().item()} at most, where the largest is {other.abs().max().item()}"
+        )
+
+
+def require_same_training(model: Any, optimizer: Any, plain: Any, width: int, steps: int) -> None:
+    """The host reads nothing before the end, so that it runs ahead."""
+    found: list[list[Tensor]] = []
+    for each, own in ((model, optimizer), (plain, sgd(plain))):
+        x, losses = draws(width), []
+        for _ in range(steps):
+            keep_busy()
+            loss = each(x).square().mean(dim=0).sum()
+            loss.backward()
+            own.step()
+            own.zero_grad()
+            losses.append(loss.detach())
+        found.append([*losses, *each.state_dict().values()])
+    require_equal(*found)
+
+
+@program
+def a_copy_to_the_device_comes_after_the_step_on_the_host(tier: Tier) -> None:
+    """DeepSpeed #8186: what the optimizer writes. It is written by the forward that reads it, unit by unit."""
+    width = real(1024, 64)
+    model = all_away(layers(width), tier)
+    optimizer = zf.streamed(sgd(model), finish="forward")
+    require_same_training(model, optimizer, layers(width), width, rounds(tier))
+
+
+@program
+def a_copy_to_the_host_comes_after_what_is_computed(tier: Tier) -> None:
+    """DeepSpeed #8186: what the device writes. Gradients leave as soon as they are issued, through four buffers in turn."""
+    width = real(1024, 64)
+    model = layers(width, 8)
+    optimizer = zf.streamed(sgd(model), tier, buffer=4 * width * width)
+    assert "through 4 buffers" in str(optimizer), optimizer
+    require_same_training(model, optimizer, layers(width, 8), width, rounds(tier))
+
+
+@program
+def memory_is_written_after_its_copies_have_left(tier: Tier) -> None:
+    """DeepSpeed #8186: buffers that are used again too early. Parameters are edited on the host, where they rest, while the
+    device is still far from the copies of what they were; on a disk, stagings are used again."""
+    width = real(1024, 64)
+    model, plain = zf.offload(layers(width), params=tier), layers(width)
+    x, found, expected = draws(width), [], []
+    with torch.no_grad():
+        for number in range(rounds(tier)):
+            keep_busy()
+            for unit in held_by(model):
+                unit.unshard()
+            expected += [layer.weight.clone() for layer in plain]
+            for layer in (*model, *plain):
+                layer.weight.mul_(2.0 if number % 2 else -0.5)
+            for unit in held_by(model):
+                unit.await_gathered()
+                found.append(unit.in_flight.tensors()[0].clone())
+                unit.reshard()
+            keep_busy()
+            found.append(model(x))
+            expected.append(plain(x))
+            for layer in (*model, *plain):
+                layer.weight.neg_()
+    require_equal([*found, *model.state_dict().values()], [*expected, *plain.state_dict().values()])
+
+
+@program
+def fresh_memory_is_filled_after_it_was_read(tier: Tier) -> None:
+    """DeepSpeed #8186: the memory of a buffer was an activation's, which the device has still to read."""
+    width = real(2048, 64)
+    model: Any = zf.offload(layers(width), params=tier)
+    (first, *_), expected = held_by(model), model[0].weight.detach().cpu()
+    first.unshard()
+    first.reshard()  # what it takes from now on is memory, not buffers
+    sums, known, taken = [], [], 0
+    for number in range(rounds(tier)):
+        if device.NAME != "pretend":
+            torch.accelerator.empty_cache()  # so that what is given back here is what is taken next
+        activation = torch.full((width, width), float(number), device=device.NAME)
+        place = activation.data_ptr()
+        keep_busy()
+        sums.append(activation.sum(dim=0))
+        known.append(torch.full((width,), float(width * number)))
+        del activation
+        first.unshard()
+        first.await_gathered()
+        (weight,) = first.in_flight.tensors()
+        taken += weight.data_ptr() == place
+        sums.append(weight.clone())
+        known.append(expected)
+        del weight
+        first.reshard()
+    require_equal(sums, known)
+    assert taken, "no buffer has taken the memory of an activation: nothing was tried"
+
+
+@program
+def memory_is_given_up_after_its_copy(tier: Tier) -> None:
+    """torchrec #4231: storages that are resized to nothing while they are copied to the host."""
+    width = real(1024, 64)
+    model = zf.offload(layers(width), params=tier)
+    expected = [layer.weight.detach().cpu() for layer in model]
+    parking, found = Parking(tier), []
+    for _ in range(rounds(tier)):
+        keep_busy()
+        parked = []
+        for unit in held_by(model):
+            unit.unshard()
+            unit.await_gathered()
+            parked.append(parking.park(unit.in_flight.tensors()[0]))
+            unit.reshard()
+        over = [torch.full((width, width), 7.0, device=device.NAME) for _ in parked]
+        found += [each.take() for each in parked[::-1]][::-1]
+        del over
+    require_equal(found, expected * rounds(tier))
+
+
+class _Biased(nn.Module):
+    """A large matrix, and a small vector that travels behind it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width, width)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias.sum()
+
+
+@program
+def a_small_copy_behind_a_large_one(tier: Tier) -> None:
+    """Copies to a device are done in the order in which they are issued. Prints what a small one of the user then takes."""
+    width, halves = real(4096, 64), []
+    model = zf.offload(nn.Sequential(*(_Biased(width) for _ in range(4))).to(device.NAME), params=tier)
+    expected = [value.detach().cpu() for value in model.state_dict().values()]
+    tokens = torch.arange(64)
+    tokens = tokens if device.NAME == "pretend" else tokens.pin_memory()
+    for is_behind in (False, True) * (rounds(tier) // 4):
+        torch.accelerator.synchronize()
+        for unit in held_by(model) if is_behind else ():
+            unit.unshard()
+        started = time.perf_counter()
+        there = tokens.to(device.NAME, non_blocking=True)
+        torch.accelerator.current_stream().record_event().synchronize()
+        halves.append((is_behind, time.perf_counter() - started))
+        require_equal([there], [tokens])
+        if is_behind:
+            found = []
+            for unit in held_by(model):
+                unit.await_gathered()
+                found += [tensor.clone() for tensor in unit.in_flight.tensors()]
+                unit.reshard()
+            require_equal(found, expected)
+    alone, behind = (sorted(s for each, s in halves if each is way) for way in (False, True))
+    nbytes = 4 * 4 * width * width
+    print(
+        f"a small copy to the device, microseconds: {1e6 * alone[len(alone) // 2]:.0f} alone, "
+        f"{1e6 * behind[len(behind) // 2]:.0f} behind a prefetch of {nbytes / 2**20:.0f} MiB from {type(tier).__name__}",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
+def results(folder: str) -> dict[str, str]:
+    """What became of each program in each tier."""
+    return programs.results(folder, PROGRAMS)
