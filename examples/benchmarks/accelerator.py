@@ -1,191 +1,271 @@
-"""One accelerator: what its links and the host allow, and training steps with more and more on the host and on a disk.
+"""One accelerator: training steps of a GPT with more and more on the host and on a disk, beside plain torch and FSDP2.
 
-    python examples/benchmarks/accelerator.py --path /local_nvme --gpt 24x2048x1024 --tokens 4096 16384 65536
+    python examples/benchmarks/accelerator.py --gpt 24x2048x1024 --tokens 8192 16384 65536 --seconds 150
+    python examples/benchmarks/accelerator.py --bounds --seconds 25 --path /local_nvme
+    python examples/benchmarks/accelerator.py --largest --seconds 40
 
-First the bounds: pinned copies each way and both at once, an in-place stream of both memories, torch's fused AdamW by threads
-of the host and on the device, the disk. Then a GPT, computed in bfloat16 and clipped by its norm, one way after the other:
+The ways are those of `accelerator_ways.py`. Each is built once, on the device, and steps all counts of tokens, whose norm of
+gradients is clipped each time. Before it the arithmetic of its memory is printed; what does not fit is refused. Where
+activations do not fit, every way recomputes its blocks in the backward. A way has its share of the seconds: two steps of each
+count to warm up, then two at least are timed, and `--rounds` at most. What fails is a row with its error.
 
-    device          everything on the accelerator, torch's AdamW
-    states          states on the host: gradients and parameters visit them (plain ZeRO-Offload)
-    host            parameters, gradients and states on the host
-    host, forward   the same; the next forward finishes the step, unit by unit
-    disk            parameters, gradients and states on the disk
+    %                of the multiplications of a matrix product in the same time; recomputed ones do not count
+    / plain          time of a step, against the plain way with as many tokens
+    to, from GB      planned to cross the link in a step; for others than zero_fn by arithmetic
+    host GB          planned to be taken there
+    device GB, plan  most memory of the device, measured and planned with activations
+    loss @ step      the last one; those of ways with equal steps agree where the arithmetic does
 
-With --traces FOLDER one more step of each way is profiled: its trace is written there for a browser (chrome://tracing), and a
-line says how long the device computed, copied, did both at once, and neither.
-
-Prints for each the median of a step, its ratio to "device", what `zf.plan` says crosses the link and is on the host, the most
-memory of the device where it says so, and the last loss: those with the step on the host agree to the last digit.
+With --traces FOLDER one more step of some ways is profiled; see `accelerator_traces.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+import traceback
+import warnings
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from contestants import GPT
+import torch.distributed as dist
+from accelerator_bounds import bounds, product_flops
+from accelerator_largest import SHAPES, largest
+from accelerator_traces import profiled
+from accelerator_ways import WAYS, Shape, Trained, built_on, device_nbytes, forget, host_nbytes
 from measured import table
-from torch import Tensor, nn
+from torch import Tensor
 
-import zero_fn as zf
-
-WAYS = ("device", "states", "host", "host, forward", "disk")
-_PARAMETERS = 50_000_000  # of the bounds
-
-
-def seconds(run: Callable[[], object], rounds: int = 7) -> float:
-    """The median of some runs, the device waited for; the first two do not count."""
-    times = []
-    for _ in range(rounds + 2):
-        torch.accelerator.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.accelerator.synchronize()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:])
+_WARM = 2
+_TRACED = ("device", "states", "host", "host, forward", "disk", "FSDP2, host")
+_KEPT_FOR_LAST_S = 8.0
 
 
-def bounds(device: torch.device, path: str | None, numel: int) -> Iterator[str]:
-    yield str(zf.measure_links(path=path, nbytes=4 * numel))
-    one, two = (torch.ones(numel, pin_memory=device.type == "cuda") for _ in range(2))
-    here, there = torch.ones(2, numel, device=device)
-    streams = [torch.Stream(device) for _ in range(2)]
+class Cell:
+    """Some steps of one way with one count of tokens."""
 
-    def both() -> None:
-        with streams[0]:
-            here.copy_(one, non_blocking=True)
-        with streams[1]:
-            two.copy_(there, non_blocking=True)
+    def __init__(self, trained: Trained, tokens: Tensor) -> None:
+        self.trained, self.tokens = trained, tokens
+        self.seconds: list[float] = []
+        self.host_seconds: list[float] = []  # until the step had been issued
+        self.loss = 0.0
 
-    yield f"{'both ways at once':<20} {8 * numel / seconds(both) / 1e9:8.2f} GB/s"
-    for name, place in [("the device", device), ("the host", torch.device("cpu"))]:
-        for threads in (1,) if place == device else sorted({1, 2, 4, 8, 16, os.cpu_count() or 1}):
-            if threads > (os.cpu_count() or 1):
-                continue
-            torch.set_num_threads(threads)
-            parameter = nn.Parameter(torch.ones(numel, device=place))
-            parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW([parameter], fused=place.type in ("cpu", "cuda"))
-            how = "" if place == device else f", {threads} threads"
-            yield f"{f'AdamW on {name}{how}':<32} {1e12 * seconds(optimizer.step) / numel:8.1f} ms for a billion parameters"
-
-
-def profiled(step: Callable[[], object], file: str) -> str:
-    """What the device did in one step, in milliseconds; the trace goes to a file."""
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        step()
-        torch.accelerator.synchronize()
-    profile.export_chrome_trace(file)
-    with open(file) as trace:
-        events = [event for event in json.load(trace)["traceEvents"] if "dur" in event]
-    if not any(event.get("cat") in ("kernel", "gpu_memcpy") for event in events):
-        return "the profiler saw nothing on the device"
-    times = {
-        "computes": _covered([event for event in events if event.get("cat") == "kernel"]),
-        "copies": _covered([event for event in events if event.get("cat") == "gpu_memcpy"]),
-        "either": _covered([event for event in events if event.get("cat") in ("kernel", "gpu_memcpy")]),
-    }
-    started = min(event["ts"] for event in events)
-    whole = max(event["ts"] + event["dur"] for event in events) - started
-    both = times["computes"] + times["copies"] - times["either"]
-    said = {"computes": times["computes"], "copies": times["copies"], "both": both, "neither": whole - times["either"]}
-    return ", ".join(f"{name} {microseconds / 1e3:.1f} ms" for name, microseconds in said.items())
+    def run(self, rounds: int, until: float) -> None:
+        """Warms up, and times steps until their number is enough or the time is up."""
+        for turn in range(_WARM + rounds):
+            if turn >= _WARM + min(2, rounds) and time.monotonic() > until:
+                break
+            torch.accelerator.synchronize()
+            start = time.perf_counter()
+            loss = self.trained.step(self.tokens)
+            issued = time.perf_counter()
+            torch.accelerator.synchronize()
+            if turn >= _WARM:
+                self.seconds.append(time.perf_counter() - start)
+                self.host_seconds.append(issued - start)
+        self.loss = loss.item()
 
 
-def _covered(events: Sequence[dict[str, Any]]) -> float:
-    """The time in which at least one of the events runs."""
-    total, end = 0.0, float("-inf")
-    for event in sorted(events, key=lambda event: event["ts"]):
-        begun, ended = event["ts"], event["ts"] + event["dur"]
-        total += max(0.0, ended - max(begun, end))
-        end = max(end, ended)
-    return total
+class Steps:
+    """All ways, one after another."""
+
+    def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
+        self._options, self._device, self._shape = options, device, Shape.named(options.gpt)
+        self._end = time.monotonic() + options.seconds
+        self._flops = product_flops(device, options.product)
+        self._plain: dict[int, float] = {}
+        self._counts = [max(count // self._shape.sequence, 1) * self._shape.sequence for count in options.tokens]
+        generator = torch.Generator().manual_seed(1)
+        forms = [(count // self._shape.sequence, self._shape.sequence + 1) for count in self._counts]
+        self._tokens = [torch.randint(256, form, generator=generator).to(device) for form in forms]
+
+    def rows(self) -> Iterator[dict[str, str]]:
+        ways = [way for way in self._options.ways if way != "disk" or self._options.path is not None]
+        numel, shape = self._shape.numel, self._shape
+        print(
+            f"GPT {self._options.gpt}, {numel / 1e6:,.0f} M parameters, {torch.get_num_threads()} threads of the host"
+        )
+        print(f"{self._flops / 1e12:,.1f} TFLOP/s of a matrix product in bfloat16", flush=True)
+        for count in self._counts:
+            acts = [shape.activations_nbytes(count, recomputes=recomputes) / 1e9 for recomputes in (False, True)]
+            how = ", so all ways recompute" if self._recomputes(count) else ""
+            print(f"{count:,} tokens: activations {acts[0]:.1f} GB, recomputed {acts[1]:.1f} GB{how}", flush=True)
+        for number, way in enumerate(ways):
+            later = len(ways) - number - 1
+            left = self._end - time.monotonic()
+            kept = _KEPT_FOR_LAST_S if later and ways[-1] == "plain, again" else 0.0
+            yield from self._of(way, time.monotonic() + (left - kept) / (later + 1 if not kept else later))
+
+    def _recomputes(self, count: int) -> bool:
+        """Where the way that takes the most of the device would not fit otherwise."""
+        if self._options.recompute_from is not None:
+            return count >= int(self._options.recompute_from)
+        most = max(way.device for way in WAYS.values()) * self._shape.numel + self._shape.in_use_nbytes
+        return most + self._shape.activations_nbytes(count, recomputes=False) > device_nbytes(self._device)
+
+    def _of(self, way: str, until: float) -> Iterator[dict[str, str]]:
+        started, names = time.monotonic(), ", ".join(f"{count:,}" for count in self._counts)
+        if until <= started:
+            yield self._failed(way, names, "no time was left")
+            return
+        refused = self._refused(way)
+        if refused:
+            yield self._failed(way, names, refused)
+            return
+        try:
+            trained = WAYS[way].build(built_on(self._device, self._shape), self._options.path or "")
+            torch.accelerator.synchronize()
+        except Exception as error:
+            yield self._failed(way, names, _said(error))
+            trained = None
+        if trained is not None:
+            print(f"{way}: built in {time.monotonic() - started:.1f} s", flush=True)
+            steps = 0
+            for number, tokens in enumerate(self._tokens):
+                now = time.monotonic()
+                if number and now > until:
+                    yield self._failed(way, f"{self._counts[number]:,}", "the time of this way was up")
+                    continue
+                cell = Cell(trained, tokens)
+                try:
+                    steps = yield from self._cell(way, cell, now + (until - now) / (len(self._tokens) - number), steps)
+                except Exception as error:
+                    yield self._failed(way, f"{self._counts[number]:,}", _said(error))
+                    for parameter in trained.parameters:
+                        parameter.grad = None
+            del trained, cell
+        held = forget(self._device)
+        if held:
+            print(f"{way}: {held}", flush=True)
+
+    def _refused(self, way: str) -> str:
+        """Why a way does not fit; empty if it does. Prints the arithmetic."""
+        numel, shape, each = self._shape.numel, self._shape, WAYS[way]
+        most = max(shape.activations_nbytes(count, recomputes=self._recomputes(count)) for count in self._counts)
+        needed = each.device * numel + shape.in_use_nbytes + most, each.host * numel
+        there = device_nbytes(self._device), host_nbytes()
+        pairs = zip(("device", "host"), needed, there, strict=True)
+        said = ", ".join(f"{name} {nbytes / 1e9:.1f} of {room / 1e9:.1f} GB" for name, nbytes, room in pairs)
+        print(f"{way}: {said}, {each.device} and {each.host} bytes a parameter", flush=True)
+        return f"does not fit: {said}" if needed[0] > there[0] or needed[1] > there[1] else ""
+
+    def _cell(self, way: str, cell: Cell, until: float, before: int) -> Generator[dict[str, str], None, int]:
+        """One row. Returns the steps of this model so far."""
+        count, shape = cell.tokens[:, 1:].numel(), self._shape
+        recomputes = cell.trained.model.recomputes = self._recomputes(count)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        cell.run(self._options.rounds, until)
+        steps = before + _WARM + len(cell.seconds)
+        found = statistics.median(cell.seconds)
+        if way.startswith("plain"):
+            self._plain.setdefault(count, found)
+        activations, each = shape.activations_nbytes(count, recomputes=recomputes), WAYS[way]
+        link, host = [rate * shape.numel for rate in each.link], each.host * shape.numel
+        planned = each.device * shape.numel + shape.in_use_nbytes
+        if cell.trained.plan is not None:
+            plan = cell.trained.plan()
+            link, host, planned = list(plan.link), plan.host_nbytes, plan.peak_nbytes
+        peak = torch.cuda.max_memory_allocated() if self._device.type == "cuda" else None
+        yield {
+            "way": way,
+            "tokens": f"{count:,}" + (" (recomputed)" if recomputes else ""),
+            "ms": f"{1e3 * found:,.1f}",
+            "host ms": f"{1e3 * statistics.median(cell.host_seconds):,.1f}",
+            "tokens/s": f"{count / found:,.0f}",
+            "%": f"{100 * shape.flops(count) / found / self._flops:.1f}",
+            "/ plain": f"{found / self._plain[count]:.3f}" if count in self._plain else "",
+            "to GB": f"{link[0] / 1e9:.2f}",
+            "from GB": f"{link[1] / 1e9:.2f}",
+            "host GB": f"{host / 1e9:.1f}",
+            "device GB": "" if peak is None else f"{peak / 1e9:.1f}",
+            "plan": f"{(planned + activations) / 1e9:.1f}",
+            "loss @ step": f"{cell.loss:.6f} @ {steps}",
+        }
+        if self._options.traces is not None and way in _TRACED and count == self._counts[len(self._counts) // 2]:
+            for line in profiled(lambda: cell.trained.step(cell.tokens), Path(self._options.traces), way):
+                print(f"{way}, {count:,} tokens: {line}", flush=True)
+            steps += 1
+        return steps
+
+    @staticmethod
+    def _failed(way: str, count: str, why: str) -> dict[str, str]:
+        return {"way": way, "tokens": count, "failed": why}
 
 
-def trained(
-    way: str, task: tuple[int, int, int], count: int, device: torch.device, path: str, rounds: int, traces: str | None
-) -> Any:
-    """A row of the table."""
-    depth, width, sequence = task
-    torch.manual_seed(0)
-    model: nn.Module = zf.precision(GPT(depth, width, sequence).to(device))
-    tier = zf.nvme(path) if way == "disk" else zf.cpu()
-    if way not in ("device", "states"):
-        model = zf.offload(model, params=tier, grads=tier, optim=tier, reshard_after="backward", donate=True)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=way != "device" or device.type == "cuda")
-    if way == "states":
-        optimizer = zf.streamed(optimizer, tier)
-    elif way != "device":
-        optimizer = zf.streamed(optimizer, finish="forward" if way.endswith("forward") else "step")
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(256, (max(count // sequence, 1), sequence + 1), generator=generator).to(device)
-    losses: list[Tensor] = []
-
-    def step() -> None:
-        loss = F.cross_entropy(model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    found = seconds(step, rounds)
-    if traces is not None:
-        print(f"{way}: {profiled(step, f'{traces}/trace, {way}.json')}", flush=True)
-    planned = zf.plan(model, optimizer)
-    return {
-        "way": way,
-        "tokens": f"{tokens[:, 1:].numel():,}",
-        "ms": 1e3 * found,
-        "to device MB": f"{planned.link.to_device / 1e6:,.1f}",
-        "from it MB": f"{planned.link.from_device / 1e6:,.1f}",
-        "host MB": f"{planned.host_nbytes / 1e6:,.1f}",
-        "device MB": f"{torch.cuda.max_memory_allocated(device) / 1e6:,.0f}" if device.type == "cuda" else "",
-        "loss": f"{losses[-1].item():.6f}",
-    }
+def _said(error: Exception) -> str:
+    """The first two lines of an error; the end of its traceback is printed."""
+    print("".join(traceback.format_exception(error))[-1500:], flush=True)
+    return " ".join([f"{type(error).__name__}:", *str(error).splitlines()[:2]])[:300]
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def shown(rows: Sequence[dict[str, str]]) -> str:
+    """All rows as one table, and below it what failed."""
+    well = [row for row in rows if "failed" not in row]
+    failed = [f"{row['way']}, {row['tokens']} tokens: {row['failed']}" for row in rows if "failed" in row]
+    return "\n".join([*([table(well)] if well else []), *failed])
+
+
+def steps(options: argparse.Namespace, device: torch.device) -> list[dict[str, str]]:
+    """Prints a row for each way and count of tokens, and all of them in the end."""
+    rows = []
+    for row in Steps(options, device).rows():
+        print(
+            "  ".join(value if name in ("way", "failed") else f"{name} {value}" for name, value in row.items()),
+            flush=True,
+        )
+        rows.append(row)
+    print(f"\n{shown(rows)}", flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
+    """Returns the rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--path", help="a folder of a disk; without it nothing is on one")
     parser.add_argument("--gpt", default="12x1024x1024", help="layers x width x sequence")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384], help="of a step")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--traces", help="a folder: one more step of each way is profiled, and its trace written there")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--numel", type=int, default=_PARAMETERS, help="elements of the bounds")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384], help="of a step")
+    parser.add_argument(
+        "--recompute-from", type=int, help="tokens from which blocks are recomputed, in place of arithmetic"
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="timed steps of a cell, at most")
+    parser.add_argument("--seconds", type=float, default=150, help="for everything")
+    parser.add_argument(
+        "--traces", help="a folder: one more step of some ways is profiled, and its trace written there"
+    )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="None: all that this device has")
+    parser.add_argument("--threads", type=int, help="of the host; None: its cores, 16 at most, beside CUDA")
+    parser.add_argument("--product", type=int, default=8192, help="width of the matrix product")
+    parser.add_argument(
+        "--bounds", action="store_true", help="what the links, the host and the device allow, and no steps"
+    )
+    parser.add_argument("--numel", type=int, default=50_000_000, help="elements of an AdamW of the bounds")
+    parser.add_argument("--largest", action="store_true", help="the largest models that train, and nothing else")
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, help="of the largest models")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         raise SystemExit("there is no accelerator; examples/benchmarks/offload.py is for the CPU")
-    threads = torch.get_num_threads()
-    for line in bounds(device, options.path, options.numel):
-        print(line, flush=True)
-    torch.set_num_threads(threads)
-    depth, width, sequence = map(int, options.gpt.split("x"))
-    numel = sum(parameter.numel() for parameter in GPT(depth, width, sequence).parameters())
-    print(f"\nGPT {options.gpt}, {numel / 1e6:.0f} M parameters, {threads} threads")
-    for count in options.tokens:
-        rows = []
-        for way in options.ways:
-            if way == "disk" and options.path is None:
-                continue
-            task = depth, width, sequence
-            rows.append(trained(way, task, count, device, options.path or "", options.rounds, options.traces))
-            gc.collect()
-        first = rows[0]["ms"]
-        print(table([{**row, "ms": f"{row['ms']:.1f}", "/ first": f"{row['ms'] / first:.2f}"} for row in rows]))
+    warnings.filterwarnings("ignore", module="torch")
+    if options.threads is not None or device.type == "cuda":
+        torch.set_num_threads(options.threads or min(os.cpu_count() or 1, 16))
+    if options.ways is None:
+        options.ways = [way for way in WAYS if device.type == "cuda" or not way.startswith("FSDP2")]
+    if options.bounds:
+        for line in bounds(device, options.path, options.numel, options.seconds):
+            print(line, flush=True)
+        return []
+    begun = dist.is_initialized()
+    try:
+        if options.largest:
+            return largest(device, options.shapes, (options.tokens or [16384])[-1], options.seconds)
+        return steps(options, device)
+    finally:
+        if dist.is_initialized() and not begun:
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

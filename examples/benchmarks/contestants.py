@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import zero_fn as zf
 
@@ -47,7 +48,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A small byte-level GPT."""
+    """A small byte-level GPT. With `recomputes`, blocks keep their inputs only, and run again in backward."""
+
+    recomputes = False
 
     def __init__(self, layers: int, dim: int, seq: int, *, vocabulary: int = 256) -> None:
         super().__init__()
@@ -62,7 +65,7 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
