@@ -1,8 +1,8 @@
 """One accelerator: training steps of a GPT with more and more on the host and on a disk, beside plain torch and FSDP2.
 
     python examples/benchmarks/accelerator.py --gpt 24x2048x1024 --tokens 8192 16384 65536 --seconds 150
-    python examples/benchmarks/accelerator.py --bounds --seconds 25 --path /local_nvme
-    python examples/benchmarks/accelerator.py --largest --seconds 40
+    python examples/benchmarks/accelerator.py --traces FOLDER --seconds 60
+    python examples/benchmarks/accelerator.py --largest --seconds 45
 
 The ways are those of `accelerator_ways.py`. Each is built once, on the device, and steps all counts of tokens, whose norm of
 gradients is clipped each time. Before it the arithmetic of its memory is printed; what does not fit is refused. Where
@@ -16,7 +16,9 @@ count to warm up, then two at least are timed, and `--rounds` at most. What fail
     device GB, plan  most memory of the device, measured and planned with activations
     loss @ step      the last one; those of ways with equal steps agree where the arithmetic does
 
-With --traces FOLDER one more step of some ways is profiled; see `accelerator_traces.py`.
+With --traces FOLDER a step of "device" and of the ways that offload is profiled (`accelerator_traces.py`), and little is
+timed. With --largest the largest models are trained that fit (`accelerator_largest.py`). The bounds of all this are measured
+by `accelerator_bounds.py`.
 """
 
 from __future__ import annotations
@@ -26,13 +28,12 @@ import os
 import statistics
 import time
 import traceback
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from accelerator_bounds import bounds, product_flops
+from accelerator_bounds import product_flops
 from accelerator_largest import SHAPES, largest
 from accelerator_traces import profiled
 from accelerator_ways import WAYS, Shape, Trained, built_on, device_nbytes, forget, host_nbytes
@@ -40,8 +41,9 @@ from measured import table
 from torch import Tensor
 
 _WARM = 2
-_TRACED = ("device", "states", "host", "host, forward", "disk", "FSDP2, host")
+_TRACED = ["device", "host", "host, forward", "FSDP2, host", "states"]
 _KEPT_FOR_LAST_S = 8.0
+_AROUND_S = 10.0  # of the time that is asked for, to begin and to end a process
 
 
 class Cell:
@@ -74,7 +76,7 @@ class Steps:
 
     def __init__(self, options: argparse.Namespace, device: torch.device) -> None:
         self._options, self._device, self._shape = options, device, Shape.named(options.gpt)
-        self._end = time.monotonic() + options.seconds
+        self._end = time.monotonic() + options.seconds - _AROUND_S
         self._flops = product_flops(device, options.product)
         self._plain: dict[int, float] = {}
         self._counts = [max(count // self._shape.sequence, 1) * self._shape.sequence for count in options.tokens]
@@ -83,8 +85,7 @@ class Steps:
         self._tokens = [torch.randint(256, form, generator=generator).to(device) for form in forms]
 
     def rows(self) -> Iterator[dict[str, str]]:
-        ways = [way for way in self._options.ways if way != "disk" or self._options.path is not None]
-        numel, shape = self._shape.numel, self._shape
+        ways, numel, shape = self._options.ways, self._shape.numel, self._shape
         print(
             f"GPT {self._options.gpt}, {numel / 1e6:,.0f} M parameters, {torch.get_num_threads()} threads of the host"
         )
@@ -185,7 +186,7 @@ class Steps:
             "plan": f"{(planned + activations) / 1e9:.1f}",
             "loss @ step": f"{cell.loss:.6f} @ {steps}",
         }
-        if self._options.traces is not None and way in _TRACED and count == self._counts[len(self._counts) // 2]:
+        if self._options.traces is not None:
             for line in profiled(lambda: cell.trained.step(cell.tokens), Path(self._options.traces), way):
                 print(f"{way}, {count:,} tokens: {line}", flush=True)
             steps += 1
@@ -225,43 +226,36 @@ def steps(options: argparse.Namespace, device: torch.device) -> list[dict[str, s
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
     """Returns the rows of the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
-    parser.add_argument("--path", help="a folder of a disk; without it nothing is on one")
-    parser.add_argument("--gpt", default="12x1024x1024", help="layers x width x sequence")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 16384], help="of a step")
+    parser.add_argument("--path", help='a folder of a disk, for the way "disk"')
+    parser.add_argument("--gpt", default="24x2048x1024", help="layers x width x sequence")
+    parser.add_argument("--tokens", type=int, nargs="+", help="of a step; None: 8, 16 and 64 K, or else 16 K")
     parser.add_argument(
-        "--recompute-from", type=int, help="tokens from which blocks are recomputed, in place of arithmetic"
+        "--recompute-from", type=int, help="tokens from which blocks are recomputed; None: by arithmetic"
     )
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of a cell, at most")
+    parser.add_argument("--rounds", type=int, help="timed steps of a cell, at most; None: 5, with --traces 1")
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
-    parser.add_argument(
-        "--traces", help="a folder: one more step of some ways is profiled, and its trace written there"
-    )
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help="None: all that this device has")
+    parser.add_argument("--traces", help="a folder: a step of some ways is profiled, and its trace written there")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help='None: all of this device, beside CUDA without "disk"')
     parser.add_argument("--threads", type=int, help="of the host; None: its cores, 16 at most, beside CUDA")
     parser.add_argument("--product", type=int, default=8192, help="width of the matrix product")
-    parser.add_argument(
-        "--bounds", action="store_true", help="what the links, the host and the device allow, and no steps"
-    )
-    parser.add_argument("--numel", type=int, default=50_000_000, help="elements of an AdamW of the bounds")
     parser.add_argument("--largest", action="store_true", help="the largest models that train, and nothing else")
     parser.add_argument("--shapes", nargs="+", default=SHAPES, help="of the largest models")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:
         raise SystemExit("there is no accelerator; examples/benchmarks/offload.py is for the CPU")
-    warnings.filterwarnings("ignore", module="torch")
     if options.threads is not None or device.type == "cuda":
         torch.set_num_threads(options.threads or min(os.cpu_count() or 1, 16))
     if options.ways is None:
-        options.ways = [way for way in WAYS if device.type == "cuda" or not way.startswith("FSDP2")]
-    if options.bounds:
-        for line in bounds(device, options.path, options.numel, options.seconds):
-            print(line, flush=True)
-        return []
+        cuda = _TRACED if options.traces is not None else [way for way in WAYS if way != "disk"]
+        options.ways = cuda if device.type == "cuda" else [way for way in WAYS if not way.startswith("FSDP2")]
+    is_short = options.largest or options.traces is not None
+    options.tokens = options.tokens or ([16384] if is_short else [8192, 16384, 65536])
+    options.rounds = options.rounds or (1 if is_short else 5)
     begun = dist.is_initialized()
     try:
         if options.largest:
-            return largest(device, options.shapes, (options.tokens or [16384])[-1], options.seconds)
+            return largest(device, options.shapes, options.tokens[-1], options.seconds - _AROUND_S)
         return steps(options, device)
     finally:
         if dist.is_initialized() and not begun:

@@ -1,5 +1,7 @@
 """What the links, the host and the device allow: the bounds that training steps are measured against.
 
+    python examples/benchmarks/accelerator_bounds.py --path /local_nvme --seconds 25
+
 copies        pinned memory to the device, from it, and both at once; whole, in pieces, and beside a matrix product
 registration  seconds that pinning takes for each GiB, of memory that was touched before or not
 host          its memory, and AdamW by threads: torch's fused one, and that of `zf.streamed`
@@ -10,11 +12,12 @@ disk          what `zf.measure_links` says
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -220,3 +223,20 @@ def _registration(least_nbytes: int, times: int) -> Iterator[str]:
             said.append(f"{touching}registered in {(done - touched) / each:.3f}, dropped in {(gone - done) / each:.3f}")
             del memory, mapped
         yield f"{nbytes / (1 << 30):.1f} GiB, seconds for each GiB: {'; '.join(said)}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--path", help="a folder of a disk, to measure it, too")
+    parser.add_argument("--seconds", type=float, default=25, help="after them no other question is asked")
+    parser.add_argument("--numel", type=int, default=50_000_000, help="elements of an AdamW")
+    options = parser.parse_args(arguments)
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device is None:
+        raise SystemExit("there is no accelerator")
+    for line in bounds(device, options.path, options.numel, options.seconds):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -28,9 +28,9 @@ def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
     found: dict[str, object] = {}
     if size == 1:
         found |= programs.results(folder) | races.results(folder)
-        if not is_real:
-            found["losses"] = benchmark.losses(folder)
     device.begin_group(f"{folder}/store", rank, size)
+    if size == 1 and not is_real:
+        found["losses"] = benchmark.losses(folder, torch.device(device.NAME, 0))
     mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
     if size > 1 or is_real:
         found |= ranks.results(mesh, folder)

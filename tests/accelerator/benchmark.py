@@ -8,19 +8,33 @@ import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
+import torch
+
 __all__ = ["losses"]
 
 BENCHMARKS = Path(__file__).parents[2] / "examples" / "benchmarks"
-_SMALL = ["--gpt", "2x64x32", "--rounds", "2", "--numel", "4096", "--product", "64"]
 
 
-def losses(folder: str) -> dict[str, str]:
-    """The last loss of each way and count of tokens, or what failed. The larger count recomputes its blocks."""
+def losses(folder: str, device: torch.device) -> dict[str, str]:
+    """The losses of each way, one for each count of tokens; the larger one recomputes its blocks.
+
+    Raises:
+        AssertionError: A bound was not measured, or losses depend on where the state of a large model rests.
+    """
     sys.path.insert(0, str(BENCHMARKS))
-    main = runpy.run_path(str(BENCHMARKS / "accelerator.py"))["main"]
-    with redirect_stdout(io.StringIO()):
-        rows = main(["--path", folder, *_SMALL, "--tokens", "64", "128", "--recompute-from", "128"])
-        main(["--path", folder, *_SMALL, "--bounds"])
-        (large,) = main(["--largest", "--shapes", "2x64x32", "--tokens", "64"])
-    found = {f"{row['way']}, {row['tokens']}": row.get("loss @ step", row.get("failed")) for row in rows}
-    return found | {"largest": large["parameters"]}
+    main, large, bounds = (
+        runpy.run_path(str(BENCHMARKS / f"accelerator{name}.py")) for name in ("", "_largest", "_bounds")
+    )
+    steps = ["--path", folder, "--gpt", "2x64x32", "--rounds", "1", "--tokens", "64", "128", "--product", "64"]
+    found: dict[str, str] = {}
+    with redirect_stdout(io.StringIO()) as said:
+        for row in main["main"]([*steps, "--recompute-from", "128"]):
+            found[row["way"]] = f"{found.get(row['way'], '')} {row.get('loss @ step', row)}"
+        rests = [rest for rest in large["RESTS"] if rest.states in (0, 0.5, 1)]
+        shape = large["Shape"](2, 64, 32)
+        rows = [large["trained"](shape, rest, device, 64) for rest in rests]
+        (row,) = large["largest"](device, ["2x64x32"], 64, 60)
+        bounds["main"](["--path", folder, "--numel", "4096"])
+    assert len({each["loss"] for each in [*rows, row]}) == 1, rows
+    assert "Error" not in said.getvalue(), said.getvalue()
+    return found
