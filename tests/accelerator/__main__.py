@@ -2,7 +2,7 @@
 
 `python -m tests.accelerator DEVICE FOLDER EXAMPLES SIZE RANK` prints, as JSON, what became of each case: "right", or what is
 wrong. DEVICE is the compiled library of the device "pretend", or the name of a real one: cuda. What needs no other rank is
-tried where there is none; on a real device the stages too, over NCCL.
+tried where there is none; on a real device the stages too, over NCCL. See `device.begin_group` for the backend of two ranks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from tests.accelerator import benchmark, device, programs, races, random_programs, ranks
 
@@ -28,10 +27,9 @@ def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
     found: dict[str, object] = {}
     if size == 1:
         found |= programs.results(folder) | races.results(folder)
-    device.begin_group(f"{folder}/store", rank, size)
+    mesh = device.begin_group(f"{folder}/store", rank, size)
     if size == 1 and not is_real:
         found["losses"] = benchmark.losses(folder, torch.device(device.NAME, 0))
-    mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
     if size > 1 or is_real:
         found |= ranks.results(mesh, folder)
     if size == 1 or set(found.values()) <= {"right", device.UNMEASURED}:  # else the other rank waits

@@ -333,6 +333,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty_strided", made_strided);
   m.impl("as_strided", at::native::as_strided_tensorimpl);
   m.impl("view", viewed);
+  m.impl("view_as_real", at::native::view_as_real);
+  m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("resize_", resized);
   m.impl("set_.source_Storage", set_to_storage);

@@ -17,15 +17,18 @@ import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from zero_fn.local.gloo import give_groups_one_thread
+from zero_fn.values.mesh import mesh_axis
 from zero_fn.values.tiers import Cpu
 
 __all__ = [
@@ -122,14 +125,33 @@ def load(path: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
-def begin_group(store: str, rank: int, size: int) -> None:
-    """Begins a process group whose collectives the device has: NCCL alone on a real device, gloo where ranks share it."""
-    backend = "nccl" if _is_real() and size == 1 else "gloo"
+def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
+    """Begins a process group whose collectives the device has, and checks that its mesh has them.
+
+    On a real device: NCCL alone, gloo where ranks share it, or what `ZERO_FN_TEST_BACKEND` says. Two ranks on one device need
+    NCCL 2.30, which may be loaded in place of torch's own by LD_PRELOAD.
+    """
+    backend = (os.environ.get("ZERO_FN_TEST_BACKEND") if _is_real() else None) or (
+        "nccl" if size == 1 and _is_real() else "gloo"
+    )
+    timeout, asked = None, backend
+    if _is_real():
+        torch.get_device_module(NAME).set_device(0)
+        timeout, asked = timedelta(seconds=60), backend if backend == "nccl" else f"cpu:{backend},{NAME}:{backend}"
+    if backend == "nccl" and size > 1:
+        nccl: Any = dist.ProcessGroupNCCL
+        found = tuple(nccl.get_runtime_nccl_version())
+        if found < (2, 30):
+            raise SystemExit(f"NCCL {found} refuses two ranks on one device, and 2.30 does not: give it by LD_PRELOAD")
+        os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     if backend == "gloo":
         give_groups_one_thread()
-    dist.init_process_group(backend, store=dist.FileStore(store, size), rank=rank, world_size=size)
+    dist.init_process_group(asked, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     if not _is_real():
         _loaded[0].pretend_join(dist.group.WORLD.group_name.encode())
+    mesh = DeviceMesh.from_group(dist.group.WORLD, NAME, mesh_dim_names=("dp",))
+    assert mesh_axis(mesh, verb="a test").backend == backend, "the mesh made a group of its own"
+    return mesh
 
 
 def _is_real() -> bool:

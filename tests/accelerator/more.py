@@ -95,8 +95,7 @@ PROGRAMS: tuple[Callable[[DeviceMesh], None], ...] = (
 def main(name: str) -> None:
     device.use(name)
     with tempfile.TemporaryDirectory() as folder:
-        device.begin_group(f"{folder}/store", 0, 1)
-        mesh = DeviceMesh.from_group(dist.group.WORLD, device.NAME, mesh_dim_names=("dp",))
+        mesh = device.begin_group(f"{folder}/store", 0, 1)
         for run in PROGRAMS:
             device.outcome(run.__name__, functools.partial(run, mesh))
         dist.destroy_process_group()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.accelerator import device, races
+from tests.accelerator import collectives, device, races
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
 from tests.profiles import PROFILE
@@ -21,11 +22,20 @@ EXAMPLES = {"dev": 10, "ci": 500}.get(PROFILE, 5_000)
 
 def said(library: Path, folder: Path, size: int) -> list[dict[str, Any]]:
     """What became of each case, by rank."""
+    command = ["tests.accelerator", library, folder, EXAMPLES // size, size, "RANK"]
+    return [json.loads(out) for out in printed(folder, size, command)]
+
+
+def printed(folder: Path, size: int, command: Sequence[object]) -> list[str]:
+    """What processes print, each told its rank."""
     folder.mkdir()
-    command = [sys.executable, "-m", "tests.accelerator", library, folder, EXAMPLES // size, size]
     ranks = [
         subprocess.Popen(
-            [*map(str, command), str(rank)], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", *(str(rank) if word == "RANK" else str(word) for word in command)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
@@ -33,8 +43,8 @@ def said(library: Path, folder: Path, size: int) -> list[dict[str, Any]]:
     try:
         for rank in ranks:
             out, err = rank.communicate(timeout=240 + EXAMPLES)
-            assert rank.returncode == 0, err[-3000:]
-            found.append(json.loads(out))
+            assert rank.returncode == 0, out[-3000:] + err[-3000:]
+            found.append(out)
     finally:
         for rank in ranks:
             rank.kill()
@@ -56,3 +66,7 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     assert {name: found for name, found in alone.items() if found != "right"} == {}
     for found in said(library, tmp_path / "two", 2):
         assert found == dict.fromkeys([*CASES, "random programs"], "right")
+    words = ["tests.accelerator.collectives", library, tmp_path / "collectives", "RANK", 2]
+    for out in printed(tmp_path / "collectives", 2, words):
+        assert [line.partition(": ")[0] for line in out.splitlines()] == [*collectives.CASES, "a rank that stops"]
+        assert all(": right, " in line for line in out.splitlines()), out

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.groups import pretended
+from tests.ranks import Ranks
 from zero_fn.transport.guarded import Guarded
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Pending, Segment
@@ -174,7 +178,7 @@ def test_waiting_tells_late_from_lost(text: str, is_late: bool) -> None:
 
 def _says_at_the_transform() -> None:
     with pretended(2, device_type="cuda") as mesh, zf.guard(deadline_s=60):
-        with pytest.warns(UserWarning, match="The deadline of guard does not act on an accelerator") as said:
+        with pytest.warns(UserWarning, match="The deadline of guard does not act on this accelerator") as said:
             Guarded(Failing(), mesh_axis(mesh, verb="test"))
         assert said[0].filename == __file__
         assert "'dp' (2) of cuda, backend fake" in str(said[0].message)
@@ -186,7 +190,7 @@ def _says_at_guard() -> None:
         transport = Guarded(Failing(), mesh_axis(mesh, verb="test"))
         with zf.guard(compare=False):
             pass
-        with pytest.warns(UserWarning, match="does not act on an accelerator") as said, zf.guard(deadline_s=60):
+        with pytest.warns(UserWarning, match="does not act on this accelerator") as said, zf.guard(deadline_s=60):
             del transport
         assert len(said) == 1
         with zf.guard(deadline_s=60):  # once
@@ -197,10 +201,40 @@ def _says_at_guard() -> None:
 def test_a_deadline_that_an_accelerator_does_not_keep_is_said_once(
     says: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On NCCL the device waits: `guard(deadline_s=)` did nothing there, without a word."""
+    """Its backend takes no timeout."""
     monkeypatch.setattr("zero_fn.errors._said", set())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with zf.guard(deadline_s=60), pretended(2) as mesh:
             Guarded(Failing(), mesh_axis(mesh, verb="test"))  # the host waits here
         says()
+
+
+def _timeouts() -> list[float]:
+    """Of a group of an accelerator, before, inside and after guards; the last two in one of an axis that comes later."""
+    world: Any = dist.group.WORLD
+    backend = world._get_backend(torch.device("cpu"))
+    found: list[float] = []
+
+    def note() -> None:
+        found.append(backend.options._timeout.total_seconds())
+
+    note()
+    with zf.guard(deadline_s=40):
+        Guarded(Failing(), mesh_axis(DeviceMesh.from_group(world, "cuda"), verb="test"))
+        note()
+        with zf.guard(deadline_s=7):
+            note()
+        with zf.guard(compare=False):
+            note()
+    note()
+    with zf.guard(deadline_s=9):
+        note()
+    note()
+    return found
+
+
+def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks: Ranks) -> None:
+    """On NCCL the device waits, and the watchdog of the group ends the process."""
+    for own, *inside in ranks(2).run(_timeouts):
+        assert inside == [40, 7, 40, own, 9, own]

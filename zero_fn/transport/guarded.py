@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -39,7 +40,9 @@ REMEMBERED_EVENTS = 256
 
 _compares = os.environ.get("ZERO_FN_COMPARE", "0") not in ("", "0")
 _is_deadline_asked = "ZERO_FN_DEADLINE_S" in os.environ
-_on_device: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # axes of accelerators, by group
+# By the group of each axis of an accelerator: the axis in words, and the timeouts that its backends had. They take seconds
+# for what is issued from then on: the watchdog of NCCL keeps them, and gloo itself.
+_on_device: WeakKeyDictionary[Any, tuple[str, list[tuple[Any, timedelta]]]] = WeakKeyDictionary()
 
 
 @contextmanager
@@ -54,9 +57,11 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     The environment variables `ZERO_FN_DEADLINE_S` and `ZERO_FN_COMPARE=1` set the same for a whole program.
 
     Args:
-        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. It acts where the host waits: on CPU
-            tensors. **On an accelerator (NCCL) it does nothing**, since there the device waits; a warning says so once.
-            The timeout of the process group holds: `init_process_group(timeout=)`, with the watchdog of the backend.
+        deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the host waits, `LostRankError` is
+            raised. On NCCL the device waits: there it becomes the timeout of the process groups, whose watchdog **ends the
+            process** with an error of torch that names the collective. It counts from when the host issues a collective,
+            so what the device has to compute before counts, too. Left out, `init_process_group(timeout=)` holds there.
+            A backend that takes no timeout is warned about once.
         compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that differs,
             with its unit and operation. Slow; for finding out where ranks diverge. All ranks set it alike.
 
@@ -70,26 +75,32 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
     before = deadline(), _compares, _is_deadline_asked
     set_deadline(before[0] if deadline_s is None else deadline_s)
     try:
-        _is_deadline_asked |= deadline_s is not None
-        _say_where_no_deadline_acts()
+        if deadline_s is not None:
+            _is_deadline_asked = True
+            _limit_devices()
         _compares = before[1] if compare is None else compare
         yield
     finally:
         set_deadline(before[0])
         _compares, _is_deadline_asked = before[1:]
+        if deadline_s is not None:
+            _limit_devices()
 
 
-def _say_where_no_deadline_acts() -> None:
-    """Warns once, if a deadline was asked for and there is an axis of an accelerator."""
-    # A group that was destroyed may still be alive as an object.
-    found = next((axis for group, axis in _on_device.items() if group in c10d._world.pg_map), None)
-    if _is_deadline_asked and found is not None:
-        warn_once(
-            "The deadline of guard does not act on an accelerator.",
-            axis=found,
-            why="there the device waits for a collective, not the host; the timeout of the process group holds",
-            fix='init_process_group("nccl", timeout=timedelta(seconds=60)): its watchdog then ends the process',
-        )
+def _limit_devices() -> None:
+    """Gives the groups of accelerators the deadline that was asked for as their timeout, else the one that they had."""
+    for group, (axis, backends) in list(_on_device.items()):
+        if group not in c10d._world.pg_map:
+            continue  # it was destroyed, and is still alive as an object
+        for backend, own in backends:
+            backend._set_default_timeout(timedelta(seconds=deadline()) if _is_deadline_asked else own)
+        if _is_deadline_asked and not backends:
+            warn_once(
+                "The deadline of guard does not act on this accelerator.",
+                axis=axis,
+                why="there the device waits for a collective, not the host, and the backend takes no other timeout",
+                fix="init_process_group(timeout=timedelta(seconds=60))",
+            )
 
 
 class _Event:
@@ -112,6 +123,12 @@ class _Event:
         if self.done_s is None:
             return f"not done after {time.monotonic() - self.issued_s:.1f} s"
         return f"done in {1e3 * (self.done_s - self.issued_s):.1f} ms"
+
+
+def _limited(group: Any) -> list[tuple[Any, timedelta]]:
+    """The backends of a group that take a timeout, each with the one that it has."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [(each, each.options._timeout) for each in backends if hasattr(each, "_set_default_timeout")]
 
 
 class _History:
@@ -179,8 +196,10 @@ class Guarded:
         self._marks = _Marks()
         self.history = _History() if axis is None else _histories.setdefault(axis.group, _History())
         if axis is not None and axis.size > 1 and axis.device_type != "cpu":
-            _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}"
-            _say_where_no_deadline_acts()
+            if axis.group not in _on_device:
+                _on_device[axis.group] = f"{axis} of {axis.device_type}, backend {axis.backend}", _limited(axis.group)
+            if _is_deadline_asked:
+                _limit_devices()
 
     def issue(
         self, operation: Callable[[Any, int], Pending], payload: object, text: str, numel: int, check: str = ""
