@@ -49,6 +49,7 @@ int64_t operations = 0, known_to_host = 0;  // how many the default stream has d
 int64_t in_use = 0, most_in_use = 0;           // bytes that were asked for
 int64_t to_device = 0, from_device = 0;        // bytes copied
 std::atomic<int64_t> waits = 0;                // operations for which the host has to wait until the device has done all
+int64_t stalls = 0, copies = 0, events = 0;    // waits of what computes for other streams; copies on these; ends of such
 thread_local int in_fallback = 0;
 thread_local StreamId current = 0;
 
@@ -174,11 +175,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     std::lock_guard<std::recursive_mutex> guard(lock);
     delete static_cast<Recorded*>(*event);
     *event = new Recorded{stream.id(), issued(stream.id()), known_to(stream.id())};
+    events += stream.id() != 0;
   }
   void block(void* event, const Stream& stream) const override {
     const auto recorded = *static_cast<Recorded*>(event);
-    if (stream.id() == 0) return run_until(recorded.stream, recorded.count);
     std::lock_guard<std::recursive_mutex> guard(lock);
+    if (stream.id() == 0) {
+      stalls += queues[recorded.stream].done < recorded.count;
+      return run_until(recorded.stream, recorded.count);
+    }
     auto& queue = queues[stream.id()];
     queue.known = std::max(queue.known, recorded.known);
     queue.waiting.push_back([recorded] { run_until(recorded.stream, recorded.count); });
@@ -265,6 +270,7 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   use(from, false);
   use(to, true);
   if (non_blocking && current != 0) {
+    copies++;
     issue([source = unheld(from), target = unheld(to)] { target.copy_(source); });
   } else {
     if (!in_fallback && !non_blocking && from.device().type() != to.device().type()) wait();
@@ -436,6 +442,13 @@ extern "C" void pretend_moved(int64_t* found) {
 
 // Operations that made the host wait for the device since the last call.
 extern "C" int pretend_waits() { return static_cast<int>(waits.exchange(0)); }
+
+// Since the last call: how often what computes had to wait for another stream, copies on such streams, and events recorded there.
+extern "C" void pretend_streams(int64_t* found) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  found[0] = stalls, found[1] = copies, found[2] = events;
+  stalls = copies = events = 0;
+}
 
 // Bytes of memory in use, and the most since the last call.
 extern "C" void pretend_used(int64_t* found) {

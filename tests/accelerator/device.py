@@ -43,6 +43,7 @@ __all__ = [
     "moved",
     "outcome",
     "same",
+    "streams",
     "use",
     "used",
     "waiting",
@@ -208,6 +209,14 @@ def moved() -> tuple[int, int]:
     found = (ctypes.c_int64 * 2)()
     _loaded[0].pretend_moved(found)
     return found[0], found[1]
+
+
+def streams() -> tuple[int, int, int]:
+    """Since the last call: how often what computes had to wait for side streams, copies on these, and events there."""
+    _require_pretended()
+    found = (ctypes.c_int64 * 3)()
+    _loaded[0].pretend_streams(found)
+    return found[0], found[1], found[2]
 
 
 def used() -> tuple[int, int]:

@@ -24,7 +24,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
-from zero_fn.runtime import ending
+from zero_fn.runtime import ending, side_stream
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.side_stream import Arriving
 from zero_fn.storage import Transfer
@@ -338,7 +338,7 @@ def gradients_arrive_to_the_bit(tier: Tier) -> None:
         odd[-1], odd[0] = torch.inf, torch.nan
         for values in (numbers, numbers.bfloat16().float(), odd, numbers.bfloat16().float() + 2.0**-20):
             place, other = torch.full((2, numel), 7.0)
-            arriving = Arriving(place, values.to(device.NAME), torch.bfloat16)
+            arriving = Arriving([place], [values.to(device.NAME)], torch.bfloat16)
             arriving.finish()
             assert torch.equal(place.view(torch.int32), values.view(torch.int32))
             assert (other == 7).all()
@@ -356,6 +356,40 @@ def copies_go_on_while_the_device_computes(tier: Tier) -> None:
     model(next(batches())).float().square().mean().backward()
     assert all(seen["forward"]), seen
     assert all(seen["backward"]), seen
+
+
+class Block(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.LayerNorm(64))
+
+
+@program
+def one_wait_and_one_copy_for_a_unit(tier: Tier) -> None:
+    """Parameters that lie one after another on the host and on the device come as one; gradients have one end."""
+    blocks = nn.Sequential(*(Block() for _ in range(4))).to(device.NAME)
+    plain, model = copy.deepcopy(blocks), zf.offload(blocks, params=tier, grads=tier, units=Block)
+    x = torch.ones(2, 64, device=device.NAME)
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    assert device.same([p.grad.cpu() for p in model.parameters()], [p.grad.cpu() for p in plain.parameters()])
+    model.zero_grad()
+    loss = model(x).square().sum()
+    device.streams()
+    loss.backward()
+    _, copies, events = device.streams()
+    assert (copies, events) == (3 + 4 * 6, 3 + 4), (copies, events)  # the last unit has stayed there since the forward
+
+
+@program
+def large_copies_are_made_in_pieces(tier: Tier) -> None:
+    plain, model = net(), all_away(net(), tier)
+    with patch.object(side_stream, "_PIECE_NBYTES", 100):
+        require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+        device.streams()
+        model(next(batches()))
+    pieces = device.streams()[1]
+    model(next(batches()))
+    assert pieces > 2 * device.streams()[1]
 
 
 @program

@@ -32,7 +32,7 @@ CASES = [
     for dtype in ("float32", "bfloat16")
     for stage in STAGES
     for tier in ("none", "cpu", "nvme")
-] + ["proposals", "from elsewhere", "the host runs ahead"]
+] + ["proposals", "from elsewhere", "the host runs ahead", "gathered behind copies"]
 
 
 def share(rank: int) -> Iterator[Tensor]:
@@ -184,6 +184,22 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     return []
 
 
+def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
+    """An all-gather waits for the copies of the shards from the host. What computes the unit before waits for neither."""
+    for tier in tiers:
+        for stage in STAGES:
+            model = getattr(zf, stage)(zf.offload(net(), params=tier), mesh)
+            tokens = next(batches())
+            for _ in range(2):  # the first forward records what comes next
+                model(tokens).square().mean().backward()
+            device.streams()
+            model(tokens).square().mean().backward()
+            stalls, copies, _ = device.streams()
+            assert copies, "nothing came from the host"
+            assert not stalls, (stage, tier, stalls)
+    return []
+
+
 def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
     now, most = device.used()
@@ -204,6 +220,7 @@ def results(mesh: DeviceMesh, folder: str) -> dict[str, str]:
         "proposals": proposals,
         "from elsewhere": from_elsewhere,
         "the host runs ahead": the_host_runs_ahead,
+        "gathered behind copies": gathered_behind_copies,
     }
     said: dict[str, str] = {}
     expected: dict[str, list[Any]] = {}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -31,9 +33,10 @@ class _Copies:
 
     nbytes = 0
 
-    def copy(self, to: Tensor, source: Tensor) -> _Copies:
-        to.copy_(source)
-        self.nbytes += source.nbytes
+    def copy_all(self, to: Sequence[Tensor], sources: Sequence[Tensor]) -> _Copies:
+        for place, source in zip(to, sources, strict=True):
+            place.copy_(source)
+            self.nbytes += source.nbytes
         return self
 
     def synchronize(self) -> None:
@@ -47,6 +50,6 @@ def test_a_gradient_computed_in_half_precision_leaves_the_device_in_half_of_its_
     copies = _Copies()
     monkeypatch.setattr("zero_fn.runtime.side_stream.side_stream", lambda device: copies)
     place, values = torch.zeros(8), torch.arange(8.0)
-    Arriving(place, values, computed).finish()
+    Arriving([place], [values], computed).finish()
     assert torch.equal(place, values)
     assert copies.nbytes == nbytes

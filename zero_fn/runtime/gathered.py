@@ -28,15 +28,17 @@ from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.extended import Travelling
 from zero_fn.runtime.group import Group, Groups
 from zero_fn.runtime.kind import Rests
+from zero_fn.runtime.record import Record
 from zero_fn.runtime.saved import Source, remember_buffer
 from zero_fn.runtime.side_stream import SideStream, side_stream
 from zero_fn.runtime.slot import Slot
-from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Segment
 
 __all__ = ["Gathered", "Lent"]
 
+_Run = tuple[Tensor, int, int]
+_CLOSE_NUMEL = 64  # as much may be between neighbours: padding, or pieces that the all-gather brings
 _references = torch._C._storage_Use_Count
 _use_count: Callable[[Tensor], int] = torch._C.TensorBase._use_count  # type: ignore[attr-defined]
 _version, _hooks = attrgetter("_version"), attrgetter("_backward_hooks")
@@ -80,6 +82,7 @@ class Gathered:
     """The gathered parameters of a unit. [Note: memory that comes and goes]
 
     Attributes:
+        beside: The stream on which this rank's own parts arrive from the host, if they do and nothing has waited for it yet.
         buffers: One for each group.
         segments: The parts of the buffers that the all-gather fills, as the transport takes them.
         travelling: Parameters, by slot number, whose tensor subclass decides which bytes are sent (`fsdp_pre_all_gather`).
@@ -94,6 +97,7 @@ class Gathered:
         "_freed",
         "_source",
         "_views",
+        "beside",
         "buffers",
         "lent",
         "segments",
@@ -107,12 +111,15 @@ class Gathered:
             segments: list[Segment] = []
             views: dict[Slot, Tensor] = {}
             self._copied: tuple[list[Tensor], list[Tensor]] = ([], [])
-            self._away: list[tuple[Tensor, ParameterRecord, int]] = []
+            self._away: list[tuple[ParameterRecord, dict[Record, list[_Run]]]] = []
             self.travelling = {i: Travelling(slot) for i, slot in enumerate(slots) if slot.kind.travels}
             for group in groups:
                 if group.whole is not None and not group.kind.travels:
                     buffer = group.whole.memory if group.whole.memory is not None else group.whole.allocate()
                     self.buffers.append(buffer)
+                    if group.record is not None and group.inner is None:
+                        records = [record for record in group.records() if record is not group.gradient_record]
+                        self._away.append((group.record, {each: _runs(group, buffer, each) for each in records}))
                     for slot in group.slots:
                         start = group.whole.starts[slot]
                         views[slot] = buffer.as_strided(slot.path.shape, slot.path.stride, start)
@@ -125,6 +132,7 @@ class Gathered:
             self.segments = transport.prepared(segments)
         self._source = weakref.ref(source)  # which owns this
         self._arriving: dict[SideStream, torch.Event] = {}  # the last copy from the host to each device
+        self.beside: torch.Stream | None = None
         self.lent: Lent | None = None
         # Storages that lose their memory between uses, each with its bytes and the number of references to it from here.
         self._freed: list[tuple[torch.UntypedStorage, int, int]] | None = []
@@ -151,12 +159,8 @@ class Gathered:
             self._copied[0].append(buffer.narrow(0, inner_start, path.inner_numel))
             self._copied[1].append(group.inner.range(slot, 0, path.inner_numel))
             return
-        own = buffer.as_strided((path.local_numel,), (1,), start + path.start)
-        if isinstance(slot.flat, TierTensor):
-            assert group.record is not None
-            self._away.append((own, group.record, slot.flat.number))
-        elif group.kind.rests is not Rests.IN_WHOLE and not group.kind.is_gathered_from_rest:
-            self._copied[0].append(own)
+        if group.record is None and group.kind.rests is not Rests.IN_WHOLE and not group.kind.is_gathered_from_rest:
+            self._copied[0].append(buffer.as_strided((path.local_numel,), (1,), start + path.start))
             self._copied[1].append(slot.flat)
 
     def fill_own(self, *, has_failed: bool = False) -> None:
@@ -167,22 +171,20 @@ class Gathered:
             self._fill_away()
 
     def _fill_away(self) -> None:
-        places: list[Tensor] = []
-        values: list[Tensor] = []
-        for place, record, number in self._away:
-            found = record.read.values(number)
-            if place.device.type == "cpu":
-                places.append(place)
-                values.append(found)
+        for record, runs in self._away:
+            read = record.read
+            places = [place for place, _, _ in runs[read]]
+            values = [read.values(first, last) for _, first, last in runs[read]]
+            if places[0].device.type == "cpu":
+                torch._foreach_copy_(places, values)
             else:
-                stream = side_stream(place.device)
-                self._arriving[stream] = stream.copy(place, found)
-                record.read.leaving = self._arriving[stream]
-        if places:
-            torch._foreach_copy_(places, values)
+                stream = side_stream(places[0].device)
+                self._arriving[stream] = read.leaving = stream.copy_all(places, values)
+                self.beside = stream.there
 
     def wait_for_own(self) -> None:
         """Makes the device wait for copies from the host that are under way."""
+        self.beside = None
         while self._arriving:
             stream, end = self._arriving.popitem()
             stream.wait_for(end)
@@ -244,6 +246,21 @@ class Gathered:
         assert self._freed is not None, "buffers that cannot be freed were kept"
         for storage, nbytes, _ in self._freed:
             storage.resize_(nbytes)
+
+
+def _runs(group: Group, buffer: Tensor, record: Record) -> list[_Run]:
+    """This rank's own parts of a buffer, as few as may be copied each as one: memory of the buffer, and the numbers of the
+    first and the last tensor of the record that come there. They lie in both at the same distances, close together."""
+    assert group.whole is not None
+    runs: list[tuple[int, int, int, int]] = []  # elements of the buffer, first and last tensor
+    shift = None
+    for number, slot in enumerate(group.slots):
+        start, before = group.whole.starts[slot] + slot.path.start, shift
+        shift = start * buffer.itemsize - record.starts[number]
+        joins = shift == before and record.forms[number].dtype == buffer.dtype and start - runs[-1][1] < _CLOSE_NUMEL
+        begin, _, first, _ = runs.pop() if joins else (start, 0, number, number)
+        runs.append((begin, start + slot.path.local_numel, first, number))
+    return [(buffer.as_strided((end - begin,), (1,), begin), first, last) for begin, end, first, last in runs]
 
 
 def _segment(group: Group, slot: Slot, buffer: Tensor, start: int) -> Segment:

@@ -1,8 +1,9 @@
 """The gathered parameters of a unit: from the all-gather that brings them until they are freed.
 
 [Note: a disk may fail on one rank] Resting parameters in another tier are fetched before each gather, copied into the
-gathered buffer, and let go. If they are on a disk, every rank sends a byte with each gather that says whether its disk
-failed, and all ranks raise the same error. Memory of the host does not fail, and the host waits for no answer.
+gathered buffer, and let go. If they are on a disk, every rank sends a byte before each gather that says whether its disk
+failed, and all ranks raise the same error. Memory of the host does not fail, and the host waits for no answer. The byte comes
+first because the host reads the answer: the communicator of an accelerator has one queue, so it would wait for the gather.
 """
 
 from __future__ import annotations
@@ -63,15 +64,18 @@ class InFlight:
             self.memory = memory = Gathered(source, self._slots, groups, transport)
         else:
             memory.renew()
+        if groups.is_away and groups.may_fail:
+            self._told = Told(transport, self.failure, f"Fetching {self._unit}")
         memory.fill_own(has_failed=self.failure is not None)
-        if memory.segments:
-            memory.wait_for_own()
+        beside = memory.beside
+        if memory.segments and beside is None:
             self._pending = transport.all_gather(memory.segments, self._what)
+        elif memory.segments and beside is not None:
+            with beside:  # it waits for the copies there; what computes waits for neither before `finish`
+                self._pending = transport.all_gather(memory.segments, self._what)
         self.phase = Phase.GATHERING
         if groups.is_away:
             groups.let_go()
-            if groups.may_fail:
-                self._told = Told(transport, self.failure, f"Fetching {self._unit}")
 
     def fetch(self) -> None:
         """Begins to read resting parameters from their tier, for the next gather."""
@@ -81,14 +85,14 @@ class InFlight:
 
     def finish(self) -> None:
         """Waits for the all-gather that is under way."""
+        if self._told is not None:
+            self.failure = self._told.failure()
+            self._told = None
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
         if self.memory is not None:
             self.memory.wait_for_own()
-        if self._told is not None:
-            self.failure = self._told.failure()
-            self._told = None
         if self.memory is not None and self.memory.travelling:
             try:
                 self.memory.make_products()
@@ -112,10 +116,10 @@ class InFlight:
     def drop(self) -> None:
         """Drops the gathered parameters, and gives up a gather under way, wherever an interrupt has left it."""
         pending, told, self._pending, self._told = self._pending, self._told, None, None
-        if pending is not None:
-            pending.wait()  # the next message would be taken for it
         if told is not None:
             told.failure()
+        if pending is not None:
+            pending.wait()  # the next message would be taken for it
         self._groups.let_go()
         self.phase, self.memory, self.failure = Phase.AT_REST, None, None
 

@@ -107,10 +107,10 @@ class Record:
             raise
         return self.fetched
 
-    def values(self, number: int) -> Tensor:
-        """A tensor that has arrived, flat, in host memory."""
+    def values(self, number: int, last: int | None = None) -> Tensor:
+        """A tensor that has arrived, flat, in host memory; or all from this one to `last`, with what lies between them."""
         assert self.fetched is not None, "not fetched"
-        return self.fetched.tensor(self, number)
+        return self.fetched.tensor(self, number, last)
 
     def drop(self) -> None:
         """Gives up the fetched tensors."""
@@ -148,14 +148,14 @@ class Record:
         except BaseException:
             stretch.close(self)
             raise
-        for number, value in values.items():
-            room = stretch.tensor(self, number)
-            if value.device.type != "cpu":
-                stretch.arriving.append(Arriving(room, value, computed or value.dtype))
-            else:
-                room.copy_(value)
+        there = {number: value for number, value in values.items() if value.device.type != "cpu"}
+        if there:
+            rooms = [stretch.tensor(self, number) for number in there]
+            stretch.arriving = Arriving(rooms, list(there.values()), computed or rooms[0].dtype)
+        for number in values.keys() - there.keys():
+            stretch.tensor(self, number).copy_(values[number])
         stretch.unwritten, self.writing = parcels, stretch
-        if not stretch.arriving:
+        if stretch.arriving is None:
             stretch.go_on(self)
 
     def finish_writing(self) -> None:
@@ -239,7 +239,7 @@ class Stretch:
         nbytes = sum(parcel.nbytes for parcel in parcels)
         self._memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
         self._transfers: list[Transfer] = []
-        self.arriving: list[Arriving] = []
+        self.arriving: Arriving | None = None
         self.unwritten: list[Parcel] = []
 
     def read(self, record: Record, parcels: Sequence[Parcel]) -> None:
@@ -252,9 +252,9 @@ class Stretch:
 
     def go_on(self, record: Record) -> None:
         """Waits for gradients on their way from the device, and begins to write them to the tier."""
-        arriving, self.arriving = self.arriving, []
-        for each in arriving:
-            each.finish()
+        arriving, self.arriving = self.arriving, None
+        if arriving is not None:
+            arriving.finish()
         unwritten, self.unwritten = self.unwritten, []
         self.write(record, unwritten)
 
@@ -263,10 +263,11 @@ class Stretch:
         wait_all(self._transfers)
         self._transfers = []
 
-    def tensor(self, record: Record, number: int) -> Tensor:
-        """The memory of a tensor of the record, flat."""
-        numel, dtype, _ = record.forms[number]
-        return self._part(record.starts[number], numel * dtype.itemsize).view(dtype)
+    def tensor(self, record: Record, number: int, last: int | None = None) -> Tensor:
+        """The memory of a tensor of the record, flat. See `Record.values`."""
+        start, end = record.starts[number], number if last is None else last
+        numel, dtype, _ = record.forms[end]
+        return self._part(start, record.starts[end] - start + numel * dtype.itemsize).view(dtype)
 
     def close(self, record: Record, left: torch.Event | None = None) -> None:
         """Waits for transfers, and gives the memory back. `left`: the end of a copy from it to the device."""
@@ -276,8 +277,8 @@ class Stretch:
 
     def abandon(self, record: Record, left: torch.Event | None = None) -> None:
         """Gives the memory back without waiting for transfers, as a finalizer must: whoever borrows it next waits."""
-        for each in self.arriving:
-            each.finish()
+        if self.arriving is not None:
+            self.arriving.finish()
         memory, self._memory = self._memory, _NOTHING
         record.shelf.give_back(memory, left)
 
