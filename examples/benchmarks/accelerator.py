@@ -11,14 +11,15 @@ count to warm up, then two at least are timed, and `--rounds` at most. What fail
 
     %                of the multiplications of a matrix product in the same time; recomputed ones do not count
     / plain          time of a step, against the plain way with as many tokens
-    to, from GB      planned to cross the link in a step; for others than zero_fn by arithmetic
+    to, from GB      planned to cross the link in a step, gradients as float32 though half of that may travel; for others than
+                     zero_fn by arithmetic
     host GB          planned to be taken there
     device GB, plan  most memory of the device, measured and planned with activations
     loss @ step      the last one; those of ways with equal steps agree where the arithmetic does
 
-With --traces FOLDER a step of "device" and of the ways that offload is profiled (`accelerator_traces.py`), and little is
-timed. With --largest the largest models are trained that fit (`accelerator_largest.py`). The bounds of all this are measured
-by `accelerator_bounds.py`.
+With --traces FOLDER a step of "device" and of the ways that offload is profiled (`accelerator_traces.py`); unless they are
+named, there are no other ways, counts of tokens and rounds. With --largest the largest models are trained that fit
+(`accelerator_largest.py`). The bounds of all this are measured by `accelerator_bounds.py`.
 """
 
 from __future__ import annotations
@@ -41,9 +42,10 @@ from measured import table
 from torch import Tensor
 
 _WARM = 2
+_TIMED = ["plain", "device", "host", "host, forward", "FSDP2, host", "states", "FSDP2", "plain, again"]
 _TRACED = ["device", "host", "host, forward", "FSDP2, host", "states"]
 _KEPT_FOR_LAST_S = 8.0
-_AROUND_S = 10.0  # of the time that is asked for, to begin and to end a process
+_AROUND_S = 15.0  # of the time that is asked for, to begin and to end a process
 
 
 class Cell:
@@ -135,6 +137,7 @@ class Steps:
                     steps = yield from self._cell(way, cell, now + (until - now) / (len(self._tokens) - number), steps)
                 except Exception as error:
                     yield self._failed(way, f"{self._counts[number]:,}", _said(error))
+                    trained.model.zero_grad()
                     for parameter in trained.parameters:
                         parameter.grad = None
             del trained, cell
@@ -186,7 +189,7 @@ class Steps:
             "plan": f"{(planned + activations) / 1e9:.1f}",
             "loss @ step": f"{cell.loss:.6f} @ {steps}",
         }
-        if self._options.traces is not None:
+        if self._options.traces is not None and way in _TRACED and count == self._counts[len(self._counts) // 2]:
             for line in profiled(lambda: cell.trained.step(cell.tokens), Path(self._options.traces), way):
                 print(f"{way}, {count:,} tokens: {line}", flush=True)
             steps += 1
@@ -213,13 +216,13 @@ def shown(rows: Sequence[dict[str, str]]) -> str:
 def steps(options: argparse.Namespace, device: torch.device) -> list[dict[str, str]]:
     """Prints a row for each way and count of tokens, and all of them in the end."""
     rows = []
-    for row in Steps(options, device).rows():
-        print(
-            "  ".join(value if name in ("way", "failed") else f"{name} {value}" for name, value in row.items()),
-            flush=True,
-        )
-        rows.append(row)
-    print(f"\n{shown(rows)}", flush=True)
+    try:
+        for row in Steps(options, device).rows():
+            rows.append(row)
+            named = (value if name in ("way", "failed") else f"{name} {value}" for name, value in row.items())
+            print("  ".join(named), flush=True)
+    finally:
+        print(f"\n{shown(rows)}", flush=True)
     return rows
 
 
@@ -232,10 +235,12 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
     parser.add_argument(
         "--recompute-from", type=int, help="tokens from which blocks are recomputed; None: by arithmetic"
     )
-    parser.add_argument("--rounds", type=int, help="timed steps of a cell, at most; None: 5, with --traces 1")
+    parser.add_argument("--rounds", type=int, help="timed steps of a cell, at most; None: 4, with --traces 1")
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--traces", help="a folder: a step of some ways is profiled, and its trace written there")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, help='None: all of this device, beside CUDA without "disk"')
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, help="None: all of this device, beside CUDA without disk, stages"
+    )
     parser.add_argument("--threads", type=int, help="of the host; None: its cores, 16 at most, beside CUDA")
     parser.add_argument("--product", type=int, default=8192, help="width of the matrix product")
     parser.add_argument("--largest", action="store_true", help="the largest models that train, and nothing else")
@@ -247,11 +252,11 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
     if options.threads is not None or device.type == "cuda":
         torch.set_num_threads(options.threads or min(os.cpu_count() or 1, 16))
     if options.ways is None:
-        cuda = _TRACED if options.traces is not None else [way for way in WAYS if way != "disk"]
+        cuda = _TRACED if options.traces is not None else _TIMED
         options.ways = cuda if device.type == "cuda" else [way for way in WAYS if not way.startswith("FSDP2")]
     is_short = options.largest or options.traces is not None
     options.tokens = options.tokens or ([16384] if is_short else [8192, 16384, 65536])
-    options.rounds = options.rounds or (1 if is_short else 5)
+    options.rounds = options.rounds or (1 if is_short else 4)
     begun = dist.is_initialized()
     try:
         if options.largest:

@@ -43,8 +43,13 @@ def seconds(run: Callable[[], object], rounds: int = 5) -> float:
 
 def product_flops(device: torch.device, width: int) -> float:
     """Multiplications and additions that a square matrix product in bfloat16 does in a second."""
-    one, other, out = (torch.ones(width, width, dtype=torch.bfloat16, device=device) for _ in range(3))
+    one, other, out = (_matrix(device, width) for _ in range(3))
     return 2 * width**3 / seconds(lambda: torch.mm(one, other, out=out))
+
+
+def _matrix(device: torch.device, width: int) -> Tensor:
+    """Of random values: a product of equal ones takes less power, and is faster."""
+    return torch.randn(width, width, device=device).bfloat16()
 
 
 def bounds(device: torch.device, path: str | None, numel: int, most_seconds: float) -> Iterator[str]:
@@ -82,7 +87,7 @@ def _copies(device: torch.device, nbytes: int) -> Iterator[str]:
     here, there = torch.ones(2, nbytes, dtype=torch.uint8, device=device)
     to, back = torch.Stream(device), torch.Stream(device)
     width = 8192 if is_pinned else 64
-    matrix, product = (torch.ones(width, width, dtype=torch.bfloat16, device=device) for _ in range(2))
+    matrix, product = (_matrix(device, width) for _ in range(2))
 
     def copied(piece: int, *, to_it: bool, from_it: bool, products: int) -> float:
         def run() -> None:
@@ -229,7 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("--path", help="a folder of a disk, to measure it, too")
     parser.add_argument("--seconds", type=float, default=25, help="after them no other question is asked")
-    parser.add_argument("--numel", type=int, default=50_000_000, help="elements of an AdamW")
+    parser.add_argument("--numel", type=int, default=1 << 26, help="elements of an AdamW")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device is None:

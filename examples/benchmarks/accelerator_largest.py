@@ -23,8 +23,7 @@ SHAPES = ["32x4096x1024", "50x4096x1024", "38x2560x1024"]  # 6.5, 10 and 3 billi
 _STEPS = 3
 _BUFFERS_NBYTES = 1 << 30
 _SHARE = 0.95  # of what one way of the steps may take: nothing is known of holes with such sizes
-_PINNED_S_PER_GB = 0.25  # until the first was pinned
-_STEP_S_PER_B = 1.0  # for a billion parameters, with 16 K tokens
+_BUILT_S, _STEP_S = 0.25, 1.0  # for a GB on the host, for a billion parameters with 16 K tokens: until one was measured
 
 
 class Rest(NamedTuple):
@@ -144,12 +143,13 @@ def trained(shape: Shape, rest: Rest, device: torch.device, tokens: int) -> dict
 
 def largest(device: torch.device, shapes: Sequence[str], tokens: int, seconds: float) -> list[dict[str, str]]:
     """Prints and returns a row for each shape that fits and for which there is time."""
-    end = time.monotonic() + seconds
+    end, pace = time.monotonic() + seconds, {"built s": _BUILT_S, "s/step": _STEP_S}
+    print(f"{torch.get_num_threads()} threads of the host, {tokens:,} tokens a step, {_STEPS} steps", flush=True)
     rows: list[dict[str, str]] = []
     failed: list[str] = []
     for text in shapes:
         try:
-            rows += list(_row(text, device, tokens, end, failed))
+            rows += list(_row(text, device, tokens, end, pace, failed))
         except Exception as error:
             print("".join(traceback.format_exception(error))[-1500:], flush=True)
             failed.append(" ".join([f"{text}: {type(error).__name__}:", *str(error).splitlines()[:2]])[:300])
@@ -160,7 +160,10 @@ def largest(device: torch.device, shapes: Sequence[str], tokens: int, seconds: f
     return rows
 
 
-def _row(text: str, device: torch.device, tokens: int, end: float, failed: list[str]) -> Iterator[dict[str, str]]:
+def _row(
+    text: str, device: torch.device, tokens: int, end: float, pace: dict[str, float], failed: list[str]
+) -> Iterator[dict[str, str]]:
+    """One row if there is room and time; how fast it went is kept for the next one. Else `failed` is told."""
     shape, there = Shape.named(text), (_SHARE * device_nbytes(device), host_nbytes())
     rest = fitting(shape, tokens, *there)
     said = f"{text}, {shape.numel / 1e9:.2f} B parameters"
@@ -171,9 +174,13 @@ def _row(text: str, device: torch.device, tokens: int, end: float, failed: list[
         return
     taken = [each * shape.numel / 1e9 for each in (rest.device, rest.host)]
     print(f"{said}: {rest}; {taken[0]:.1f} and {taken[1]:.1f} GB at rest, of {room}", flush=True)
-    needed = (rest.host * _PINNED_S_PER_GB + _STEPS * _STEP_S_PER_B) * shape.numel / 1e9
+    needed = pace["built s"] * taken[1] + _STEPS * pace["s/step"] * shape.numel / 1e9
     left = end - time.monotonic()
     if needed > left:
         failed.append(f"{said}: {rest}; takes about {needed:.0f} s, {left:.0f} s are left")
         return
-    yield trained(shape, rest, device, tokens)
+    row = trained(shape, rest, device, tokens)
+    pace["s/step"] = float(row["s/step"]) / (shape.numel / 1e9)
+    if rest.host:
+        pace["built s"] = float(row["built s"]) / taken[1]
+    yield row

@@ -4,6 +4,8 @@
     FSDP2             fully_shard for each block over a group of one, computing in bfloat16
     FSDP2, host       the same with CPUOffloadPolicy: parameters, gradients, states and the step on the host
     device            zf.zero3 over a group of one, zf.precision
+    zero1, zero2      the other stages
+    precision         zf.precision alone, without a group
     states            states on the host: gradients and parameters visit them (plain ZeRO-Offload)
     host              parameters, gradients and states on the host
     host, forward     the same; the next forward finishes the step, unit by unit
@@ -15,6 +17,7 @@ All compute in bfloat16 with masters, gradient sums and states in float32, and a
 from __future__ import annotations
 
 import gc
+import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from contestants import GPT, RATE
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.profiler import record_function
@@ -121,7 +124,8 @@ def group_of_one(device_type: str) -> DeviceMesh | None:
         if device_type != "cuda":
             return None
         torch.cuda.set_device(0)
-        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
+        store = FileStore(f"{tempfile.mkdtemp()}/store", 1)
+        dist.init_process_group("nccl", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
     return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("dp",))
 
@@ -189,10 +193,14 @@ def _fsdp2_on_cuda(policy: Callable[[], OffloadPolicy]) -> Callable[[GPT, str], 
     return build
 
 
-def _device(model: GPT, _path: str) -> Trained:
-    mesh, is_fused = group_of_one(model.head.weight.device.type), _is_fused_on(model.head.weight.device)
-    ours: nn.Module = zf.precision(zf.zero3(model, mesh, donate=True) if mesh is not None else model)
-    return _stepped(ours, _adamw(ours, fused=is_fused), is_ours=True)
+def _on_device(stage: Callable[..., GPT] | None) -> Callable[[GPT, str], Trained]:
+    def build(model: GPT, _path: str) -> Trained:
+        device = model.head.weight.device
+        mesh = None if stage is None else group_of_one(device.type)
+        ours = zf.precision(model if mesh is None or stage is None else stage(model, mesh, donate=True))
+        return _stepped(ours, _adamw(ours, fused=_is_fused_on(device)), is_ours=True)
+
+    return build
 
 
 def _states(model: GPT, _path: str) -> Trained:
@@ -213,13 +221,16 @@ def _away(tier: Callable[[str], Any], finish: Any = "step") -> Callable[[GPT, st
 _PLAIN = Way(_plain, 18)
 WAYS = {
     "plain": _PLAIN,
-    "device": Way(_device, 16),
+    "device": Way(_on_device(zf.zero3), 16),
     "host": Way(_away(lambda _: zf.cpu()), 2, 18),
     "host, forward": Way(_away(lambda _: zf.cpu(), "forward"), 2, 18),
     "FSDP2, host": Way(_fsdp2_on_cuda(CPUOffloadPolicy), 0, 16, (8, 4)),  # gathered in float32, for each pass
     "states": Way(_states, 10, 8),
     "FSDP2": Way(_fsdp2_on_cuda(OffloadPolicy), 16),
     "disk": Way(_away(zf.nvme), 2),
+    "zero1": Way(_on_device(zf.zero1), 18),
+    "zero2": Way(_on_device(zf.zero2), 18),
+    "precision": Way(_on_device(None), 18),
     "plain, again": _PLAIN,
 }
 
