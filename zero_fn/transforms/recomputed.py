@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from zero_fn.transforms.parked import Parked, Parking
 from zero_fn.transport.agreement import agree, content_digest
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Segment
+from zero_fn.values.tiers import is_away
 
 __all__ = ["Recomputed"]
 
@@ -69,22 +70,29 @@ class Recomputed:
         leaves, spec = tree_flatten((args, kwargs))
         if not self._has_agreed:
             self._require_equal(leaves)
-        inputs = _Inputs(leaves, spec, self._transport, self._parking, self.name)
+        own = {at: leaf for at, leaf in enumerate(leaves) if self._lets_go(leaf)}
+        inputs = _Inputs(own, spec, self._transport, self._parking, self.name)
 
-        def run(_: Tensor) -> Any:
-            given, named = inputs.take()
+        def run(_: Tensor, *others: Any) -> Any:
+            given, named = inputs.take(others)
             return forward(*given, **named)
 
         # The empty tensor tells the checkpoint the device, whose random state it restores.
         first = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), torch.empty(0))
         device = torch.empty(0, device=first.device)
-        outputs = checkpoint(run, device, use_reentrant=False)
+        # Inputs that stay are kept by torch, which refuses those that were changed in place meanwhile.
+        others = [None if at in own else leaf for at, leaf in enumerate(leaves)]
+        outputs = checkpoint(run, device, *others, use_reentrant=False)
         try:
             inputs.let_go()
         except (StorageError, TierError):
             self._tell_others()
             raise
         return outputs
+
+    def _lets_go(self, leaf: object) -> bool:
+        """Whether an input does not stay as it is until the backward."""
+        return _may_be_cut(leaf) and (self._transport is not None or is_away(self._parking.tier, leaf.device.type))
 
     def _tell_others(self) -> None:
         """Ends the collectives of other ranks, which would wait for this one: its disk or memory failed."""
@@ -119,16 +127,20 @@ class Recomputed:
 
 
 class _Inputs:
-    """The inputs of one forward: whole until the forward has run, then the parts that this rank keeps."""
+    """The inputs of one forward that do not stay as they are: whole until the forward has run, then what this rank keeps."""
 
-    def __init__(self, leaves: list[Any], spec: TreeSpec, transport: Links | None, parking: Parking, name: str) -> None:
-        self._leaves, self._spec, self._name = leaves, spec, name
+    def __init__(
+        self, own: dict[int, Tensor], spec: TreeSpec, transport: Links | None, parking: Parking, name: str
+    ) -> None:
+        """`own`: these inputs, by their number among all inputs."""
+        self._own, self._spec, self._name = own, spec, name
         self._transport, self._parking = transport, parking
         self._kept: list[tuple[int, torch.Size, bool, Parked]] = []  # number, shape and `requires_grad` of each input
 
-    def take(self) -> Any:
-        """The arguments. Those that were let go come back as leaves: the graph of a recomputation is read, never run."""
-        leaves = list(self._leaves)
+    def take(self, others: Sequence[Any]) -> Any:
+        """The arguments, among `others`, which stayed. Those that were let go come back as leaves: the graph of a
+        recomputation is read, never run."""
+        leaves = [self._own.get(at, leaf) for at, leaf in enumerate(others)]
         segments = []
         for at, shape, requires_grad, parked in reversed(self._kept):  # what was parked last comes back first
             value, numel = parked.take(), shape.numel()
@@ -145,16 +157,13 @@ class _Inputs:
 
     def let_go(self) -> None:
         """Drops the parts of inputs that other ranks keep, and parks the parts of this one."""
-        if self._transport is None and self._parking.tier is None:
-            return
-        for at, leaf in enumerate(self._leaves):
-            if _may_be_cut(leaf):
-                own = leaf.detach()
-                if self._transport is not None:
-                    start, numel, _ = self._part(leaf.numel())
-                    own = own.reshape(-1).narrow(0, start, numel).clone()
-                self._kept.append((at, leaf.shape, leaf.requires_grad, self._parking.park(own)))
-                self._leaves[at] = None
+        for at, leaf in list(self._own.items()):
+            own = leaf.detach()
+            if self._transport is not None:
+                start, numel, _ = self._part(leaf.numel())
+                own = own.reshape(-1).narrow(0, start, numel).clone()
+            self._kept.append((at, leaf.shape, leaf.requires_grad, self._parking.park(own)))
+            del self._own[at]
 
     def _part(self, numel: int) -> tuple[int, int, int]:
         """The part of an input of so many elements that this rank keeps: its first element, its elements, and those of the
@@ -165,6 +174,6 @@ class _Inputs:
         return start, min(piece, numel - start), piece
 
 
-def _may_be_cut(leaf: object) -> bool:
+def _may_be_cut(leaf: object) -> TypeGuard[Tensor]:
     """Whether an input is cut and parked. Parameters are not, as they are no activations; nor DTensors, which are placed."""
     return isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter | DTensor) and leaf.is_floating_point()
