@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,10 +19,7 @@ from tests.accelerator import benchmark, device, programs, races, random_program
 def main(where: str, folder: str, examples: int, size: int, rank: int) -> None:
     torch.set_num_threads(1)
     is_real = not where.endswith(".so")
-    if is_real:
-        device.use(where)
-    else:
-        device.load(Path(where))
+    device.choose(where)
     found: dict[str, object] = {}
     if size == 1:
         found |= programs.results(folder) | races.results(folder)

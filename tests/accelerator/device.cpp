@@ -47,6 +47,7 @@ struct Uses {
 std::map<size_t, Uses> uses;                 // by place: numbers of operations, also of those of who had the memory before
 int64_t operations = 0, known_to_host = 0;  // how many the default stream has done, and how many the host has waited for
 int64_t in_use = 0, most_in_use = 0;           // bytes that were asked for
+int64_t most_allowed = kRoom;                  // of them in use
 int64_t to_device = 0, from_device = 0;        // bytes copied
 std::atomic<int64_t> waits = 0;                // operations for which the host has to wait until the device has done all
 int64_t stalls = 0, copies = 0, events = 0;    // waits of what computes for other streams; copies on these; ends of such
@@ -79,6 +80,7 @@ struct Memory final : Allocator {
     std::lock_guard<std::recursive_mutex> guard(lock);
     if (seen == nullptr) seen = reserved(PROT_NONE), real = reserved(PROT_READ | PROT_WRITE);
     const size_t size = rounded(nbytes);
+    TORCH_CHECK_WITH(OutOfMemoryError, in_use + static_cast<int64_t>(nbytes) <= most_allowed, "pretend out of memory");
     auto& fitting = unused[size];
     size_t place = end_of_used;
     if (fitting.empty()) {
@@ -448,6 +450,12 @@ extern "C" void pretend_streams(int64_t* found) {
   std::lock_guard<std::recursive_mutex> guard(lock);
   found[0] = stalls, found[1] = copies, found[2] = events;
   stalls = copies = events = 0;
+}
+
+// Bytes of memory that may be in use.
+extern "C" void pretend_limit(int64_t nbytes) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  most_allowed = nbytes;
 }
 
 // Bytes of memory in use, and the most since the last call.

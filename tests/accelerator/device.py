@@ -6,6 +6,7 @@ For a process of its own: what `load` does cannot be undone.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import os
 import shutil
@@ -15,8 +16,8 @@ import tempfile
 import time
 import traceback
 import types
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -36,9 +37,11 @@ __all__ = [
     "UNMEASURED",
     "Unmeasured",
     "begin_group",
+    "choose",
     "compiled",
     "compiler",
     "host",
+    "limited",
     "load",
     "moved",
     "outcome",
@@ -77,7 +80,10 @@ def compiled(folder: Path) -> Path:
     libraries = [f"-L{_TORCH / 'lib'}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{_TORCH / 'lib'}"]
     key = hashlib.sha256("\0".join([_SOURCE.read_text(), torch.__version__, *command]).encode()).hexdigest()[:32]
     path = folder / f"pretend-{key}.so"
-    if not path.exists():
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of tests may be at it
+        if path.exists():
+            return path
         with tempfile.TemporaryDirectory(dir=folder) as own:
             made = Path(own) / path.name
             done = subprocess.run([*command, *libraries, "-o", str(made)], capture_output=True, text=True, check=False)
@@ -126,6 +132,14 @@ def load(path: Path) -> None:
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 
+def choose(where: str) -> None:
+    """`load` of a compiled library, or `use` of the name of a real device."""
+    if where.endswith(".so"):
+        load(Path(where))
+    else:
+        use(where)
+
+
 def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
     """Begins a process group whose collectives the device has, and checks that its mesh has them.
 
@@ -167,13 +181,16 @@ UNMEASURED = "not measured on this device"
 
 
 def outcome(name: str, run: Callable[[], object]) -> str:
-    """What became of a program: "right", not measured, or a traceback. Also printed, for whoever stops the process midway."""
+    """What became of a program: "right", not measured, what it lacks, or a traceback. Also printed with its seconds, for
+    whoever stops the process midway."""
     started = time.monotonic()
     try:
         run()
         said = short = "right"
-    except Unmeasured:
-        said = short = UNMEASURED
+    except Unmeasured as error:
+        said = short = str(error) or UNMEASURED
+    except ModuleNotFoundError as error:
+        said = short = f"lacks {error.name}"
     except Exception as error:
         said = traceback.format_exc()[-1500:]
         at = traceback.extract_tb(error.__traceback__)[-1]
@@ -228,6 +245,28 @@ def used() -> tuple[int, int]:
     found = (ctypes.c_int64 * 2)()
     _loaded[0].pretend_used(found)
     return found[0], found[1]
+
+
+@contextmanager
+def limited(room: int | None) -> Iterator[None]:
+    """Inside, no more than this many bytes of its memory are given out beside those in use. A real device gives them out in
+    blocks of 2 MiB and more."""
+    if room is None:
+        yield
+    elif _is_real():
+        torch.accelerator.empty_cache()
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.accelerator.memory_reserved() + room) / total)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        _loaded[0].pretend_limit(ctypes.c_int64(used()[0] + room))
+        try:
+            yield
+        finally:
+            _loaded[0].pretend_limit(ctypes.c_int64(1 << 37))
 
 
 def same(found: Any, expected: Any) -> bool:

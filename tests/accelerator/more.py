@@ -1,11 +1,14 @@
-"""Programs that need a real accelerator: compiled blocks, float16 with a loss scale, NCCL beside the engine of autograd.
+"""Programs that need a real accelerator: compiled blocks, float16 with a loss scale, NCCL beside the engine of autograd, and
+optimizers that torch has for such devices only.
 
 `python -m tests.accelerator.more cuda` prints for each "right" or what is wrong. The oracle is the plain model on the device.
+The device "pretend" runs those of `ON_PRETEND`: there blocks are compiled by `aot_eager`.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,22 +17,46 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
 
-__all__ = ["PROGRAMS"]
+__all__ = ["ON_PRETEND", "PROGRAMS"]
 
 
 def compiled_blocks(mesh: DeviceMesh) -> None:
     """Blocks compiled after the transform, at each stage."""
     for stage in ("zero1", "zero2", "zero3"):
         model, plain = getattr(zf, stage)(net(), mesh), net()
-        for block in model.blocks:
-            block.compile()
+        compile_blocks(model)
         require_same(model, adamw(model), plain, adamw(plain))
+
+
+def compile_blocks(model: Any) -> None:
+    for block in model.blocks:
+        block.compile(backend="aot_eager" if device.NAME == "pretend" else "inductor")
+
+
+def compiled_blocks_with_all_away(mesh: DeviceMesh) -> None:
+    for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
+        for dtype in (torch.float32, torch.bfloat16):
+            model, plain = net(), net()
+            if dtype is torch.bfloat16:
+                model, plain = zf.precision(model), zf.precision(plain)
+            model = all_away(place(model), device.host())
+            compile_blocks(model)
+            require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
+
+
+def recomputed_with_all_away(mesh: DeviceMesh) -> None:
+    """Inputs of blocks visit the host while parameters, gradients and states rest there; blocks are recomputed from both."""
+    for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
+        model, plain = all_away(place(zf.precision(net())), device.host()), zf.precision(net())
+        model = zf.checkpoint_activations(model, units=nn.Sequential, offload=device.host())
+        require_same(model, zf.streamed(adamw(model)), plain, adamw(plain))
 
 
 def compiled_whole(mesh: DeviceMesh) -> None:
@@ -66,6 +93,33 @@ def fused_and_foreach_on_shards(mesh: DeviceMesh) -> None:
         require_same(model, optimizers[0], plain, optimizers[1])
 
 
+def fused_with_all_away(mesh: DeviceMesh) -> None:
+    """The oracle is torch's fused AdamW on the device."""
+    with tempfile.TemporaryDirectory() as folder:
+        for tier in (device.host(), zf.nvme(folder)):
+            for finish in ("step", "forward"):
+                model, plain = all_away(zf.zero3(net(), mesh), tier), net()
+                optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (model, plain)]
+                require_same(model, zf.streamed(optimizers[0], finish=finish), plain, optimizers[1])
+
+
+def muon(mesh: DeviceMesh) -> None:
+    """Over one rank no matrix is cut, so what looks at whole matrices is right at stage 3, too."""
+    if not hasattr(torch.optim, "Muon"):
+        raise ModuleNotFoundError(name="torch.optim.Muon")
+    found = []
+    for place in (lambda model: model, lambda model: zf.zero3(model, mesh)):
+        torch.manual_seed(0)
+        model = place(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).to(device.NAME))
+        optimizer = torch.optim.Muon(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            model(torch.ones(2, 64, device=device.NAME)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(model))
+    assert device.same(*found)
+
+
 def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
     """The host runs many steps ahead: memory that is given back too early would be written by a later step."""
     for away in (False, True):
@@ -73,7 +127,8 @@ def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
         model = all_away(model, device.host()) if away else model
         optimizer: Any = zf.streamed(adamw(model)) if away else adamw(model)
         other = adamw(plain)
-        busy = torch.ones(4096, 4096, device=device.NAME)
+        width = 64 if device.NAME == "pretend" else 4096
+        busy = torch.ones(width, width, device=device.NAME)
         for tokens in [next(batches())] * 20:
             for each, own in ((model, optimizer), (plain, other)):
                 busy = (busy @ busy).clamp_(-1, 1)  # the device is behind
@@ -83,22 +138,25 @@ def many_steps_ahead_of_the_device(mesh: DeviceMesh) -> None:
         assert device.same(values(model), values(plain)), away
 
 
-PROGRAMS: tuple[Callable[[DeviceMesh], None], ...] = (
+ON_PRETEND: tuple[Callable[[DeviceMesh], None], ...] = (
     many_steps_ahead_of_the_device,
-    fused_and_foreach_on_shards,
-    in_float16,
     compiled_blocks,
-    compiled_whole,
+    compiled_blocks_with_all_away,
+    recomputed_with_all_away,
+    muon,
 )
+PROGRAMS = (*ON_PRETEND, fused_and_foreach_on_shards, fused_with_all_away, in_float16, compiled_whole)
 
 
-def main(name: str) -> None:
-    device.use(name)
+def main(where: str) -> None:
+    device.choose(where)
+    found = {}
     with tempfile.TemporaryDirectory() as folder:
         mesh = device.begin_group(f"{folder}/store", 0, 1)
-        for run in PROGRAMS:
-            device.outcome(run.__name__, functools.partial(run, mesh))
+        for run in ON_PRETEND if device.NAME == "pretend" else PROGRAMS:
+            found[run.__name__] = device.outcome(run.__name__, functools.partial(run, mesh))
         dist.destroy_process_group()
+    print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

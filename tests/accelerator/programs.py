@@ -20,6 +20,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
@@ -90,7 +91,11 @@ def trained(model: nn.Module, optimizer: Any, tokens: Iterator[Tensor] | None = 
 
 
 def values(model: nn.Module) -> list[Tensor]:
-    return [value.detach().clone().cpu() for value in model.state_dict().values()]
+    """Whole, on the host."""
+    return [
+        (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone().cpu()
+        for value in model.state_dict().values()
+    ]
 
 
 def require_same(

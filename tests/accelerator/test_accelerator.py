@@ -12,12 +12,26 @@ from typing import Any
 import pytest
 
 from tests.accelerator import collectives, device, races
+from tests.accelerator.entries import PROGRAMS as ENTRIES
+from tests.accelerator.more import ON_PRETEND
 from tests.accelerator.programs import PROGRAMS
 from tests.accelerator.ranks import CASES
 from tests.profiles import PROFILE
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = {"dev": 10, "ci": 500}.get(PROFILE, 5_000)
+
+
+needs_compiler = pytest.mark.skipif(
+    device.compiler() is None, reason="the device is compiled, and there is no compiler of C++"
+)
+
+
+@pytest.fixture
+def library(pytestconfig: pytest.Config, tmp_path: Path) -> Path:
+    """The device, compiled once."""
+    cache = getattr(pytestconfig, "cache", None)
+    return device.compiled(cache.mkdir("accelerator") if cache is not None else tmp_path)
 
 
 def said(library: Path, folder: Path, size: int) -> list[dict[str, Any]]:
@@ -51,13 +65,10 @@ def printed(folder: Path, size: int, command: Sequence[object]) -> list[str]:
     return found
 
 
-@pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
+@needs_compiler
 def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_rest(
-    tmp_path: Path, pytestconfig: pytest.Config
+    library: Path, tmp_path: Path
 ) -> None:
-    """One test, so that the device is compiled by one process of tests only."""
-    cache = getattr(pytestconfig, "cache", None)
-    library = device.compiled(cache.mkdir("accelerator") if cache is not None else tmp_path)
     (alone,) = said(library, tmp_path / "alone", 1)
     losses = alone.pop("losses")
     assert {"plain", "device", "states", "host", "host, forward", "disk", "plain, again"} <= set(losses)
@@ -70,3 +81,31 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     for out in printed(tmp_path / "collectives", 2, words):
         assert [line.partition(": ")[0] for line in out.splitlines()] == [*collectives.CASES, "a rank that stops"]
         assert all(": right, " in line for line in out.splitlines()), out
+
+
+def said_alone(library: Path, folder: Path, module: str, *arguments: object) -> dict[str, str]:
+    """What became of each case of a program of one process, which is the last line that it prints."""
+    (out,) = printed(folder, 1, [f"tests.accelerator.{module}", library, *arguments])
+    found: dict[str, str] = json.loads(out.splitlines()[-1])
+    return found
+
+
+@needs_compiler
+def test_programs_that_a_real_device_runs_compiled_are_right(library: Path, tmp_path: Path) -> None:
+    found = said_alone(library, tmp_path / "more", "more")
+    assert found == dict.fromkeys([run.__name__ for run in ON_PRETEND], "right")
+
+
+@needs_compiler
+def test_what_people_call_first_is_right_on_an_accelerator(library: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+    pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
+    found = said_alone(library, tmp_path / "own", "entries", tmp_path / "own")
+    assert found == dict.fromkeys([run.__name__ for run in ENTRIES], "right")
+
+
+@needs_compiler
+def test_a_llama_generates_the_same_tokens_from_the_device_the_host_and_a_disk(library: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
+    found = said_alone(library, tmp_path / "own", "generation", tmp_path / "own", "--numel", "3e5", "--tokens", "8")
+    assert found == dict.fromkeys(["device", "host", "disk"], "right")

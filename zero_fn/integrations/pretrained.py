@@ -14,14 +14,17 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed import DistributedConfig
 from transformers.utils.quantization_config import QuantizationMethod
 
 import zero_fn as zf
 from zero_fn.integrations.placing import Place, place_module
+from zero_fn.resting import on_spec
 from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.substitute import move_buffers
 from zero_fn.values.units import subclass_of
 
@@ -50,18 +53,20 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
             quantised by another library than torchao.
         StateError: Nothing was loaded inside, or `place` transformed nothing.
     """
-    if not hasattr(PreTrainedModel, "maybe_distribute_model"):
+    if not hasattr(PreTrainedModel, "maybe_distribute_model") or DistributedConfig().tp_size is None:
         raise zf.ConfigError(
             "This version of transformers cannot load a model that is transformed already.",
-            why="it has no PreTrainedModel.maybe_distribute_model",
+            why="it has no PreTrainedModel.maybe_distribute_model that a transform could stand in for",
             fix="pip install 'transformers>=5.24'; or zf.zero3(AutoModelForCausalLM.from_pretrained(folder), mesh['dp'])",
         )
     loaded: list[nn.Module] = []
     read = functools.partial(_from_pretrained, PreTrainedModel.from_pretrained.__func__, place, loaded)
     distribute = functools.partial(_distribute, place)
+    wrap = functools.partial(_as_read, core_model_loading._dtensor_from_local_like)
     with (
         patch.object(PreTrainedModel, "from_pretrained", classmethod(read)),
         patch.object(PreTrainedModel, "maybe_distribute_model", classmethod(distribute)),
+        patch.object(core_model_loading, "_dtensor_from_local_like", wrap),
     ):
         yield
     if not loaded:
@@ -76,6 +81,12 @@ def _trim() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
+
+
+def _as_read(wrap: Callable[..., DTensor], local: Tensor, like: DTensor) -> DTensor:
+    """Stands in for transformers' own `wrap`, which moves a shard to the device. One that rests in a tier is not to go there."""
+    slot = slot_of(like)
+    return wrap(local, like) if slot is None or not slot.kind.is_away else on_spec(local.contiguous(), like._spec)
 
 
 def _lacking(cls: type, **facts: object) -> zf.CheckpointError:

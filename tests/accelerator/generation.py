@@ -1,0 +1,148 @@
+"""Text from a Llama whose parameters rest on the device, on the host and on a disk.
+
+    python -m tests.accelerator.generation cuda FOLDER --numel 1.2e9 --seconds 40
+
+The model is made on the device in bfloat16, with random values, once for each way. Prints for each way and number of prompts
+the tokens that came in its share of the time, their rate, the bytes of parameters that were read for them, the most memory
+of the device, and whether the tokens are those of the plain model. The first tokens, for which units are recorded and memory
+is pinned, are not timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zero_fn as zf
+from tests.accelerator import device
+
+__all__ = ["main"]
+
+WIDTHS = (64, 128, 256, 512, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+PROMPT = 16  # tokens
+
+
+def shape(numel: float) -> dict[str, int]:
+    """Sizes of a Llama of about so many parameters: the widest that has a layer for each 128 of its width."""
+    for width in reversed(WIDTHS):
+        vocabulary = min(32_000, 16 * width)
+        heads = width // 64
+        kv_heads = math.gcd(heads, 8)
+        layer = 2 * width * (width + 64 * kv_heads) + 3 * width * 4 * width + 2 * width
+        layers = round((numel - (2 * vocabulary + 1) * width) / layer)
+        if layers >= max(1, width // 128) or width == WIDTHS[0]:
+            break
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": 4 * width,
+        "num_hidden_layers": max(layers, 1),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+def llama(numel: float) -> Any:
+    """On the device, in bfloat16. Its values are large enough that tokens differ from one another."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        **shape(numel), max_position_embeddings=512, initializer_range=0.05, bos_token_id=1, eos_token_id=None,
+        pad_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with torch.device(device.NAME):
+        model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+    return model.requires_grad_(False).eval()
+
+
+def generated(model: Any, prompt: Tensor, tokens: int, seconds: float) -> tuple[Tensor, float]:
+    """The tokens that came, and the seconds they took. The one under way when the time is up still comes."""
+    torch.accelerator.synchronize()
+    start = time.perf_counter()
+    found = model.generate(prompt, max_new_tokens=tokens, do_sample=False, max_time=seconds)
+    torch.accelerator.synchronize()
+    return found[:, prompt.shape[1] :].cpu(), time.perf_counter() - start
+
+
+def room(way: str, folder: str) -> float:
+    """Bytes that are free where the parameters of a way rest."""
+    if way == "disk":
+        return shutil.disk_usage(folder).free
+    if way == "host":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    return torch.cuda.mem_get_info()[0] if device.NAME == "cuda" else math.inf
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("device", help="cuda, or the compiled device that pretends")
+    parser.add_argument("folder", help="of the fastest local disk")
+    parser.add_argument("--numel", type=float, default=1.2e9)
+    parser.add_argument("--tokens", type=int, default=32, help="to generate")
+    parser.add_argument("--prompts", type=int, nargs="+", default=[1, 8], help="how many at once")
+    parser.add_argument("--seconds", type=float, default=40, help="of the whole program")
+    options = parser.parse_args(arguments)
+    device.choose(options.device)
+    torch.use_deterministic_algorithms(False)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    ways: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "device": lambda model: model,
+        "host": lambda model: zf.offload(model, params=device.host(), donate=True),
+        "disk": lambda model: zf.offload(model, params=zf.nvme(options.folder), donate=True),
+    }
+    plain: dict[int, Tensor] = {}
+    found: dict[str, str] = {}
+    end = time.monotonic() + 0.8 * options.seconds
+
+    def run(way: str) -> None:
+        started = time.perf_counter()
+        model = llama(options.numel)
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        if way != "device" and 1.1 * nbytes > room(way, options.folder):
+            raise device.Unmeasured(f"{nbytes / 1e9:.1f} GB of parameters have no room on the {way}")
+        model = ways[way](model)
+        gc.collect()
+        print(f"{way}: {nbytes / 1e9:.2f} GB, made in {time.perf_counter() - started:.1f} s", flush=True)
+        for number, count in enumerate(options.prompts):
+            generator = torch.Generator().manual_seed(1)
+            prompt = torch.randint(2, model.config.vocab_size, (count, PROMPT), generator=generator).to(device.NAME)
+            share = (end - time.monotonic()) / ((len(ways) - [*ways].index(way)) * len(options.prompts) - number)
+            if share < 0:
+                raise device.Unmeasured("no time is left")
+            generated(model, prompt, 2, share / 4)
+            device.used()
+            tokens, seconds = generated(model, prompt, options.tokens, share * 3 / 4)
+            passes, (_, most) = tokens.shape[1], device.used()
+            expected = plain.setdefault(count, tokens)
+            both = min(passes, expected.shape[1])
+            alike = (tokens[:, :both] == expected[:, :both]).double().mean().item()
+            print(
+                f"{way}, {count} at once: {passes} tokens each in {seconds:.2f} s, {count * passes / seconds:.1f} tokens/s, "
+                f"{nbytes * passes / seconds / 1e9:.2f} GB/s of parameters, {most / 1e9:.2f} GB of the device, "
+                f"{alike:.1%} of the tokens are those of the device",
+                flush=True,
+            )
+            assert both > 0
+            assert torch.equal(tokens[:, :both], expected[:, :both]), "other tokens than on the device"
+
+    for way in ways:
+        found[way] = device.outcome(way, lambda way=way: run(way))  # type: ignore[misc]
+        gc.collect()
+        if device.NAME == "cuda":
+            torch.cuda.empty_cache()
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
