@@ -84,7 +84,7 @@ def _trim() -> None:
 
 
 def _as_read(wrap: Callable[..., DTensor], local: Tensor, like: DTensor) -> DTensor:
-    """Stands in for transformers' own `wrap`, which moves a shard to the device. One that rests in a tier is not to go there."""
+    """Stands in for transformers' `wrap`, which moves a shard to the device: not one that will rest in a tier."""
     slot = slot_of(like)
     return wrap(local, like) if slot is None or not slot.kind.is_away else on_spec(local.contiguous(), like._spec)
 
