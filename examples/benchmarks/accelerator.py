@@ -17,9 +17,9 @@ count to warm up, then two at least are timed, and `--rounds` at most. What fail
     device GB, plan  most memory of the device, measured and planned with activations
     loss @ step      the last one; those of ways with equal steps agree where the arithmetic does
 
-With --traces FOLDER a step of "device" and of the ways that offload is profiled (`accelerator_traces.py`); unless they are
-named, there are no other ways, counts of tokens and rounds. With --largest the largest models are trained that fit
-(`accelerator_largest.py`). The bounds of all this are measured by `accelerator_bounds.py`.
+With --traces FOLDER a step of "device" and of the ways that offload is profiled (`accelerator_traces.py`), with the middle
+count of tokens; unless counts are named, there are no other ways, counts and rounds. With --largest the largest models are
+trained that fit (`accelerator_largest.py`). The bounds of all this are measured by `accelerator_bounds.py`.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
     parser.add_argument(
         "--recompute-from", type=int, help="tokens from which blocks are recomputed; None: by arithmetic"
     )
-    parser.add_argument("--rounds", type=int, help="timed steps of a cell, at most; None: 4, with --traces 1")
+    parser.add_argument("--rounds", type=int, help="timed steps of a cell, at most; None: 4, or else 1")
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--traces", help="a folder: a step of some ways is profiled, and its trace written there")
     parser.add_argument(
@@ -251,10 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, str]]:
         raise SystemExit("there is no accelerator; examples/benchmarks/offload.py is for the CPU")
     if options.threads is not None or device.type == "cuda":
         torch.set_num_threads(options.threads or min(os.cpu_count() or 1, 16))
+    is_short = options.largest or (options.traces is not None and options.tokens is None)
     if options.ways is None:
-        cuda = _TRACED if options.traces is not None else _TIMED
+        cuda = _TRACED if is_short else _TIMED
         options.ways = cuda if device.type == "cuda" else [way for way in WAYS if not way.startswith("FSDP2")]
-    is_short = options.largest or options.traces is not None
     options.tokens = options.tokens or ([16384] if is_short else [8192, 16384, 65536])
     options.rounds = options.rounds or (1 if is_short else 4)
     begun = dist.is_initialized()

@@ -22,7 +22,6 @@ import zero_fn as zf
 SHAPES = ["32x4096x1024", "50x4096x1024", "38x2560x1024"]  # 6.5, 10 and 3 billion
 _STEPS = 3
 _BUFFERS_NBYTES = 1 << 30
-_SHARE = 0.95  # of what one way of the steps may take: nothing is known of holes with such sizes
 _BUILT_S, _STEP_S = 0.25, 1.0  # for a GB on the host, for a billion parameters with 16 K tokens: until one was measured
 
 
@@ -164,7 +163,7 @@ def _row(
     text: str, device: torch.device, tokens: int, end: float, pace: dict[str, float], failed: list[str]
 ) -> Iterator[dict[str, str]]:
     """One row if there is room and time; how fast it went is kept for the next one. Else `failed` is told."""
-    shape, there = Shape.named(text), (_SHARE * device_nbytes(device), host_nbytes())
+    shape, there = Shape.named(text), (device_nbytes(device), host_nbytes())
     rest = fitting(shape, tokens, *there)
     said = f"{text}, {shape.numel / 1e9:.2f} B parameters"
     kept = f"{HOST_KEPT_FREE >> 30} GiB kept free"

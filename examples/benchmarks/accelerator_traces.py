@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_STEP = "a step"
+_STEP, _PARTS = "a step", ("forward", "backward", "clip", "update")
 _GAPS, _NAMES = 5, 4
 _MOST_NBYTES = 14 << 20  # of a trace that is kept
 _ON_DEVICE = ("kernel", "gpu_memset", "gpu_memcpy")
@@ -65,8 +65,8 @@ def lines(events: Sequence[Event]) -> Iterator[str]:
     shares = (f"{name} {us / 1e3:.1f} ms ({100 * us / (end - begin):.0f} %)" for name, us in times.items())
     yield f"{(end - begin) / 1e3:.1f} ms; {', '.join(shares)}"
     on_host = [event for event in events if event.get("cat") in _ON_HOST and event["name"] != _STEP]
-    spans = [(event["name"], _span(event)) for event in on_host if event.get("cat") == "user_annotation"]
-    yield "host: " + ", ".join(f"{name} {(last - first) / 1e3:.1f} ms" for name, (first, last) in spans[:6])
+    parts = [event for event in on_host if event["name"] in _PARTS and event.get("cat") == "user_annotation"]
+    yield "host: " + ", ".join(f"{event['name']} {float(event['dur']) / 1e3:.1f} ms" for event in parts)
     for first, last in sorted(gaps(busy, begin, end), key=lambda gap: gap[0] - gap[1])[:_GAPS]:
         names: dict[str, float] = {}
         for event in on_host:

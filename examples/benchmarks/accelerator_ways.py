@@ -35,7 +35,7 @@ import zero_fn as zf
 from zero_fn.storage.memory import available
 
 HOST_KEPT_FREE = 10 << 30
-SHARE_OF_DEVICE = 0.92  # the rest is for the context, workspaces and holes of the allocator
+SHARE_OF_DEVICE = 0.88  # the rest is for the context, workspaces and holes of the allocator
 _VOCABULARY = 256
 
 
