@@ -78,9 +78,10 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     for found in said(library, tmp_path / "two", 2):
         assert found == dict.fromkeys([*CASES, "random programs"], "right")
     words = ["tests.accelerator.collectives", library, tmp_path / "collectives", "RANK", 2]
-    for out in printed(tmp_path / "collectives", 2, words):
-        assert [line.partition(": ")[0] for line in out.splitlines()] == [*collectives.CASES, "a rank that stops"]
-        assert all(": right, " in line for line in out.splitlines()), out
+    out, other = printed(tmp_path / "collectives", 2, words)
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [*collectives.CASES, "a rank that stops"]
+    assert all(": right, " in line for line in out.splitlines()), out
+    assert other == ""
 
 
 def said_alone(library: Path, folder: Path, module: str, *arguments: object) -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,10 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.groups import pretended
 from tests.ranks import Ranks
+from zero_fn.transport import segment
 from zero_fn.transport.guarded import Guarded
 from zero_fn.transport.links import Links
 from zero_fn.transport.segment import Pending, Segment
-from zero_fn.transport.waiting import Failure, OutOfStep, PeerLost, wait_for
+from zero_fn.transport.waiting import Failure, OnStream, OutOfStep, PeerLost, wait_for
 from zero_fn.values.mesh import Axis, mesh_axis
 
 
@@ -238,3 +241,25 @@ def test_a_deadline_is_the_timeout_of_an_accelerators_group(ranks: Ranks) -> Non
     """On NCCL the device waits, and the watchdog of the group ends the process."""
     for own, *inside in ranks(2).run(_timeouts):
         assert inside == [40, 7, 40, own, 9, own]
+
+
+def test_of_dropped_collectives_few_bytes_are_kept_and_none_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: deque[object] = deque(maxlen=1024)
+    monkeypatch.setattr(segment, "_dropped", kept)
+
+    def drop(work: object, nbytes: int) -> weakref.ref[Tensor]:
+        memory = torch.zeros(3)
+        Pending([(work, 1)], kept=memory, nbytes=nbytes)
+        return weakref.ref(memory)
+
+    assert drop(OnStream(None), 1 << 20)() is None, "the backend keeps it, until the device has used it"
+    assert not kept
+    first = drop(None, 1 << 20)
+    assert first() is not None, "a message may still come"
+    for _ in range(40):
+        drop(None, 1 << 20)
+    assert first() is not None
+    for _ in range(40):
+        drop(None, 1 << 28)
+    assert first() is None
+    assert len(kept) == 16

@@ -127,7 +127,7 @@ class _Event:
 
 def _limited(group: Any) -> list[tuple[Any, timedelta]]:
     """The backends of a group that take a timeout, each with the one that it has."""
-    backends = [group._get_backend(device) for device in group._device_types]
+    backends = dict.fromkeys(group._get_backend(device) for device in group._device_types)
     return [(each, each.options._timeout) for each in backends if hasattr(each, "_set_default_timeout")]
 
 

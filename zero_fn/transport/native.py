@@ -11,7 +11,6 @@ inside torch: see `zero_fn.local.gloo`. So on gloo each all-gather is issued alo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from zero_fn.transport.messages import Gathering, Reducing
 from zero_fn.transport.segment import Contribution, Contributions, Pending, Segment
-from zero_fn.transport.waiting import Failure
+from zero_fn.transport.waiting import Failure, OnStream
 
 __all__ = ["Native"]
 
@@ -125,19 +124,7 @@ class Native:
 
 def _work(work: Any, on: Tensor) -> tuple[Any, int | None]:
     """A work as `Pending` takes it. If a stream waits for it, the watchdog of the backend keeps the timeout."""
-    return (work if on.is_cpu else _OnStream(work)), None
-
-
-class _OnStream:
-    """A collective that a stream waits for, not the host. With a timeout the host would wait too, so none is passed on."""
-
-    __slots__ = ("_work",)
-
-    def __init__(self, work: Any) -> None:
-        self._work = work
-
-    def wait(self, _limit: timedelta) -> None:
-        self._work.wait()
+    return (work if on.is_cpu else OnStream(work)), None
 
 
 def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:

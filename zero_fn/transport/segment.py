@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.nontemporal import copy, mean
-from zero_fn.transport.waiting import Failure, wait_for
+from zero_fn.transport.waiting import Failure, OnStream, wait_for
 
 __all__ = [
     "PACKED_NBYTES",
@@ -171,14 +171,20 @@ class Contributions(Sequence[Contribution]):
         return self._make(at, self.rows[at])
 
 
-_dropped: deque[object] = deque(maxlen=1024)
+MOST_DROPPED_NBYTES = 1 << 30
+
+_dropped: deque[tuple[int, object]] = deque(maxlen=1024)
 """Memory of the last collectives that nobody waited for: messages may still arrive in it, and nobody knows when they have."""
 
 
-def keep_dropped(messages: object) -> None:
-    """Keeps the memory of a collective that nobody will wait for."""
-    if messages and _dropped is not None:  # None while the interpreter ends
-        _dropped.append(messages)
+def keep_dropped(messages: object, nbytes: int) -> None:
+    """Keeps the memory of a collective of some bytes that nobody will wait for: of the last 16, and of those before while all
+    are small."""
+    if _dropped is None:  # while the interpreter ends
+        return
+    _dropped.append((nbytes, messages))
+    while len(_dropped) > 16 and sum(each for each, _ in _dropped) > MOST_DROPPED_NBYTES:
+        _dropped.popleft()
 
 
 class Pending:
@@ -207,9 +213,11 @@ class Pending:
         self._works, self._finish, self.kept, self.nbytes = works, finish, kept, nbytes
 
     def __del__(self) -> None:
-        # The model failed and was dropped. If a receive were freed now, the next receive would get its message.
-        if getattr(self, "_works", ()):  # an interrupt may have come before it was made
-            keep_dropped((self._works, self._finish, self.kept))
+        # The model failed and was dropped. If a receive were freed now, the next receive would get its message. On a device
+        # the backend itself keeps what it reads and writes until then, and its memory is dear.
+        works = getattr(self, "_works", ())  # an interrupt may have come before it was made
+        if works and not isinstance(works[0][0], OnStream):
+            keep_dropped((works, self._finish, self.kept), self.nbytes)
 
     def wait(self) -> None:
         """Waits until the result may be used. May be called again. On CUDA the current stream waits, not the host."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from zero_fn.errors import LayoutError
 
-__all__ = ["Failure", "OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
+__all__ = ["Failure", "OnStream", "OutOfStep", "PeerLost", "deadline", "set_deadline", "started", "wait_for"]
 
 DEFAULT_DEADLINE_S, LONGEST_DEADLINE_S = 300.0, 1e9
 
@@ -78,6 +78,18 @@ def set_deadline(seconds: float | str, name: str = "deadline_s") -> None:
 
 if "ZERO_FN_DEADLINE_S" in os.environ:
     set_deadline(os.environ["ZERO_FN_DEADLINE_S"], "ZERO_FN_DEADLINE_S")
+
+
+class OnStream:
+    """A collective that a stream waits for, not the host. With a timeout the host would wait too, so none is passed on."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, _limit: timedelta) -> None:
+        self._work.wait()
 
 
 def wait_for(work: Any, peer: int | None) -> None:
