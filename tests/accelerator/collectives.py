@@ -2,9 +2,9 @@
 stops.
 
 `python -m tests.accelerator.collectives BACKEND FOLDER RANK SIZE` prints a line for each: its name, "right" or what is wrong,
-and its milliseconds, where it waits for each collective those of the collectives. Ranks but the first print what is wrong only.
-BACKEND is "nccl" or "gloo" on CUDA, or the compiled library of the device "pretend". After an exception there are no more: the
-other rank waits.
+and its milliseconds, where it waits for each collective those of the collectives. Other ranks print what is wrong only.
+BACKEND is "nccl" or "gloo" on CUDA, or the compiled library of the device "pretend". After an exception there are no more:
+the other rank waits.
 """
 
 from __future__ import annotations

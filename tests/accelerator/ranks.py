@@ -170,7 +170,11 @@ def the_host_runs_ahead(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]:
     tokens = next(batches())
     for name, place in ways.items():
         torch.manual_seed(0)
-        model = place(Rotary(), mesh)
+        plain = Rotary().to(device.NAME)
+        device.waits()
+        model = place(plain, mesh)
+        count = device.waits()
+        assert count <= 1 or "host" in name, (name, count, "for the digests of all parameters, once")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if "host" not in name else None
         for step in range(6):
             device.waits()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
-from zero_fn.transport.agreement import agree, agree_along, content_digest
+from zero_fn.transport.agreement import agree, agree_along, content_digests
 from zero_fn.transport.links import Links
 
 __all__ = ["agree_on_units"]
@@ -42,15 +42,15 @@ def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
         fix="torch.manual_seed(0) before building the model on every rank, or load the same state_dict",
     )
     # [Note: what several ranks hold]
+    shared = [
+        (slot, alike) for _, slot in slots if (alike := [hop.axis for hop in slot.path.hops if hop.layout is None])
+    ]
+    digests = content_digests(in_memory(slot.flat) for slot, _ in shared)
     agree_along(
         transport.exchange,
         transport.axes,
         "values of the same parameter",
-        [
-            (alike, f"{slot}, sum of bits {content_digest(in_memory(slot.flat))}")
-            for _, slot in slots
-            if (alike := [hop.axis for hop in slot.path.hops if hop.layout is None])
-        ],
+        [(alike, f"{slot}, sum of bits {each}") for (slot, alike), each in zip(shared, digests, strict=True)],
         why="what rests whole on several ranks is never gathered, so each would train a model of its own",
         fix="torch.manual_seed(0) before what draws or edits values on every rank, or load the same state_dict",
     )

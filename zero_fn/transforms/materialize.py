@@ -22,7 +22,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
 from zero_fn.runtime.whole_step import register_resting
-from zero_fn.transport.agreement import content_digest
+from zero_fn.transport.agreement import content_digests
 from zero_fn.values.grid import local_part
 
 __all__ = ["allocate", "materialize", "require_ways"]
@@ -161,8 +161,8 @@ def _initialise(unit: Unit, ways: list[Callable[[], None]], device: torch.device
         return []
     parts = [local_part(whole.detach(), slot.model) for slot, whole in zip(unit.slots, wholes, strict=True)]
     unit.at_rest.scatter(dict(zip(unit.slots, parts, strict=True)))
-    for slot, whole in zip(unit.slots, wholes, strict=True):
-        slot.initial = content_digest(whole)
+    for slot, digest in zip(unit.slots, content_digests(wholes), strict=True):
+        slot.initial = digest
     return [slot.fqn for slot, whole in zip(unit.slots, wholes, strict=True) if is_filled(whole)]
 
 

@@ -8,7 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -38,7 +38,7 @@ from zero_fn.runtime.unwritten import note_emptied_buffers
 from zero_fn.transforms.captured import follow_forwards, rebound, refuse_captured
 from zero_fn.transforms.loading import check_entries
 from zero_fn.transforms.wrapped import refuse_ddp
-from zero_fn.transport.agreement import content_digest
+from zero_fn.transport.agreement import content_digests
 from zero_fn.transport.links import Links
 from zero_fn.values.assignment import Assignment
 from zero_fn.values.grid import Grid, grid_of
@@ -167,6 +167,7 @@ def _substitute(
     for anchor in anchors:
         if members[anchor] or not anchor or anchor in assignment.outputs:
             units[anchor] = _unit_of(anchor, members[anchor], modules, run, grid)
+    _note_initial([pair for anchor, unit in units.items() for pair in zip(unit.slots, members[anchor], strict=True)])
     if reserves:
         _reserve(run, site)
     if assignment.axis is not None:
@@ -216,7 +217,6 @@ def _unit_of(
         places = [Place(modules[name], attribute) for name, attribute in parameter.places]
         home, levels = assignment.home(parameter.fqn), assignment.levels(parameter.fqn)
         slot = Slot(parameter.fqn, places, home, source, grid, levels)
-        slot.initial = _initial(source)
         if slot.extension is not None:  # the parameter of a list of parametrizations, which a module holds
             slot.extension = slot.extension.held_by(modules[parameter.places[0][0].rpartition(".parametrizations.")[0]])
         slots.append(slot)
@@ -434,12 +434,18 @@ def carry_over(old: nn.Parameter, new: nn.Parameter, memo: dict[int, Any]) -> No
         new.register_post_accumulate_grad_hook(rebound(post_hook, memo))  # type: ignore[no-untyped-call]
 
 
-def _initial(source: Tensor) -> int | None:
-    """A digest by which ranks compare initial values; None for shards, which differ by design."""
-    known = slot_of(source)
-    if known is not None:
-        return known.initial
-    return content_digest(local_of(source))
+def _note_initial(pairs: Sequence[tuple[Slot, NamedParameter]]) -> None:
+    """Notes the digests by which ranks compare initial values. After an earlier transform they are those of before: shards
+    differ by design."""
+    fresh = []
+    for slot, named in pairs:
+        known = slot_of(named.parameter)
+        if known is None:
+            fresh.append((slot, local_of(named.parameter)))
+        else:
+            slot.initial = known.initial
+    for (slot, _), digest in zip(fresh, content_digests(local for _, local in fresh), strict=True):
+        slot.initial = digest
 
 
 class _Donors:

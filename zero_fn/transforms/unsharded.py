@@ -16,7 +16,7 @@ from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.whole_step import begin_whole, end_whole
-from zero_fn.transport.agreement import agree_along, content_digest
+from zero_fn.transport.agreement import agree_along, content_digests
 
 __all__ = ["refresh", "unsharded"]
 
@@ -121,13 +121,14 @@ def _require_equal_edits(unit: Unit, wholes: list[Tensor]) -> None:
                 fix="edit values in place; change shapes before the transform",
             )
     if unit.run.transport.axes:
+        digests = content_digests(wholes)
         agree_along(
             unit.run.transport.exchange,
             unit.run.transport.axes,
             "edits",
             [
-                ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {content_digest(whole)}")
-                for slot, whole in zip(unit.slots, wholes, strict=True)
+                ([hop.axis for hop in slot.path.hops], f"{slot}, sum of bits {each}")
+                for slot, each in zip(unit.slots, digests, strict=True)
             ],
             why="each rank would keep its part of another tensor; nothing was written",
             fix="make the same edit on every rank (same seed), or broadcast the edited tensor first",
