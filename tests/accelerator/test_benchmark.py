@@ -53,3 +53,4 @@ def test_a_large_model_rests_where_the_least_is_on_the_host() -> None:
     assert fitting(shape, 16384, 75e9, 118e9) == Rest(False, False, 1.0)
     assert fitting(shape, 16384, 9e9, 118e9) == Rest(True, True, 1.0)
     assert fitting(shape, 16384, 9e9, 116e9) is None
+    assert fitting(shape, 16384, 14e9, 112.5e9) == Rest(True, True, 0.9)
