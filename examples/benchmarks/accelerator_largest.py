@@ -22,7 +22,7 @@ import zero_fn as zf
 SHAPES = ["32x4096x1024", "48x4096x1024", "38x2560x1024"]  # 6.5, 9.7 and 3 billion
 _STEPS = 3
 _BUFFERS_NBYTES = 1 << 30
-_BUILT_S, _STEP_S = 0.25, 1.0  # for a GB on the host, for a billion parameters with 16 K tokens: until one was measured
+_BUILT_S, _STEP_S = 0.2, 0.6  # for a GB on the host, for a billion parameters with 16 K tokens: until one was measured
 
 
 class Rest(NamedTuple):
