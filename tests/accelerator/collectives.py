@@ -150,6 +150,15 @@ case("reduce-scatter of several dtypes", tuple((dtype, dtype) for dtype in FLOAT
 )
 
 
+@case("broadcast, as an all-gather of what rank 0 holds")
+def of_first(ranks: Ranks) -> None:
+    for numel in NUMELS:
+        whole = numbers(9, numel, torch.float32)
+        memory = whole.to(device.NAME) if ranks.rank == 0 else torch.zeros(numel, device=device.NAME)
+        ranks.done(ranks.transport.all_gather, [Segment(memory, numel, numel)])
+        require_same(memory, whole, numel)
+
+
 @case("any")
 def ored(ranks: Ranks) -> None:
     for numel in NUMELS:

@@ -134,6 +134,24 @@ def test_native_all_gather_gives_the_same(ranks: Ranks, n: int) -> None:
         assert all(is_same(one, other) for one, other in zip(native, ours, strict=True))
 
 
+def _of_rank_0() -> tuple[list[Tensor], int]:
+    """Tensors that rank 0 holds, in memory for them alone."""
+    own = mesh_axis(axis(), verb="test")
+    wholes = [
+        torch.arange(numel).to(dtype) for numel, dtype in ((7, torch.float32), (3, torch.bool), (0, torch.float32))
+    ]
+    memory = [whole.clone() if own.rank == 0 else torch.zeros_like(whole) for whole in wholes]
+    pending = open_transport("native").all_gather([Segment(each, each.numel(), 7) for each in memory])
+    pending.wait()
+    assert all(is_same(one, other) for one, other in zip(memory, wholes, strict=True))
+    return memory, pending.nbytes
+
+
+def test_native_broadcasts_what_rank_0_holds_alone(ranks: Ranks) -> None:
+    """Buffers of rank 0 were gathered from all ranks: as often their bytes, and their memory."""
+    assert [nbytes for _, nbytes in ranks(3).run(_of_rank_0)] == [(7 * 4 + 3) * 2 // 3] * 3
+
+
 @pytest.mark.parametrize("backend", ["gloo", "other"])
 def test_native_gathers_one_by_one_on_gloo_and_together_elsewhere(backend: str) -> None:
     calls: list[tuple[str, int]] = []

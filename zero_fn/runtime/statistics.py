@@ -152,13 +152,12 @@ class Statistics:
     def _send(self) -> None:
         buffers = [buffer for buffer, _ in self._now()]
         sent = torch.cat([_bytes(buffer) for buffer in buffers])
-        whole = sent.new_empty(sent.numel() * (self._transport.size if self._transport.pads else 1))
-        whole[: sent.numel()] = sent
+        whole = sent.clone()
         route = [(number, sent.numel()) for number in range(len(self._transport.axes))]
         pieces = Segment(whole, sent.numel(), sent.numel(), route)
         self._transport.all_gather([pieces], "buffers of rank 0").wait()
-        if not torch.equal(whole[: sent.numel()], sent):
-            parts = torch.split(whole[: sent.numel()], [buffer.nbytes for buffer in buffers])
+        if not torch.equal(whole, sent):
+            parts = torch.split(whole, [buffer.nbytes for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))
 

@@ -24,6 +24,7 @@ class Gathering(list[Segment]):
     Attributes:
         numel: Elements of all tensors.
         nbytes: Bytes of the pieces of one rank.
+        of_first: The wholes, if rank 0 holds all of each: a broadcast then does what an all-gather would.
         packs: Segments that are packed, by the message in which they travel.
         apart: Segments that travel alone because they are large, uneven or in place already; each with views of the whole
             and of this rank's piece.
@@ -31,13 +32,15 @@ class Gathering(list[Segment]):
             group, and not every backend knows every dtype.
     """
 
-    __slots__ = ("apart", "nbytes", "numel", "packs", "travels_as_it_is")
+    __slots__ = ("apart", "nbytes", "numel", "of_first", "packs", "travels_as_it_is")
 
     def __init__(self, segments: Sequence[Segment], rank: int, size: int) -> None:
         super().__init__(segments)
         together: dict[torch.dtype, list[Segment]] = {}
         self.apart: list[tuple[Segment, Tensor, Tensor]] = []
-        for segment in segments:
+        of_first = [each.piece(0) for each in segments if each.numel <= each.piece_numel and each.source is None]
+        self.of_first = of_first if len(of_first) == len(segments) else []
+        for segment in segments if not self.of_first else ():
             rests_apart = segment.source is not None and segment.numel == segment.piece_numel * size
             if rests_apart and segment.is_small:
                 together.setdefault(segment.kind, []).append(segment)

@@ -44,6 +44,8 @@ class Native:
         if not segments:
             return Pending()
         plan = segments if isinstance(segments, Gathering) else Gathering(segments, self._rank, self._size)
+        if plan.of_first:
+            return self._broadcast([whole.view(torch.uint8) for whole in plan.of_first if whole.numel()])
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
         for pack in plan.packs:
@@ -92,6 +94,11 @@ class Native:
                 torch._foreach_copy_(outs, parts)
 
         return Pending(works, divide if sums else None, (inputs, contributions), plan.nbytes * (self._size - 1))
+
+    def _broadcast(self, wholes: list[Tensor]) -> Pending:
+        works = [dist.broadcast(each, group=self._group, group_src=0, async_op=True) for each in wholes]
+        nbytes = sum([each.nbytes for each in wholes]) * (self._size - 1) // self._size
+        return Pending([_work(work, wholes[0]) for work in works], kept=wholes, nbytes=nbytes)
 
     def _gather(self, wholes: list[Tensor], pieces: list[Tensor]) -> list[tuple[Any, int | None]]:
         """Begins all-gathers. [Note: gloo gathers one by one]"""
