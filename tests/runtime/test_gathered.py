@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from zero_fn.runtime.gathered import Gathered, Lent
 from zero_fn.runtime.in_flight import Phase
 from zero_fn.runtime.run import run_of
 from zero_fn.runtime.unit import Unit
+from zero_fn.transport import guarded
 
 WIDTH = 8
 
@@ -222,3 +224,14 @@ def test_what_rests_in_the_compute_dtype_is_sent_from_where_it_rests() -> None:
     train(model, 1)
     sent = zip(memory_of(unit).segments, unit.slots, strict=True)
     assert [segment.source is slot.flat for segment, slot in sent] == [True, True]
+
+
+def test_ranks_say_how_a_disk_did_before_they_gather(tmp_path: Path) -> None:
+    """The host reads the answer. Where a communicator has one queue, it would wait for the gather as well."""
+    with pretended(2) as mesh:
+        plain = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = zf.zero3(zf.offload(plain, params=zf.nvme(tmp_path)), mesh)
+        model(torch.ones(2, 8))
+        texts = [event.text for event in guarded._histories[mesh.get_group()].events]
+    about = [text for text in texts if "Fetching unit" in text or "all-gather of parameters" in text]
+    assert ["Fetching" in text for text in about] == [True, False] * 2, texts
