@@ -25,6 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import zero_fn as zf
 from tests.accelerator import device
 from tests.accelerator.programs import adamw, all_away, batches, net, require_same, trained, values
+from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.ored import Ored
 from zero_fn.values.tiers import Tier
 
 __all__ = ["PROGRAMS", "main"]
@@ -330,11 +332,34 @@ def memory_runs_out(mesh: DeviceMesh, folder: Path) -> None:
         assert 0 < len(failed) < 8, failed
 
 
+def default_device(mesh: DeviceMesh, folder: Path) -> None:
+    """Under `torch.set_default_device`, as many programs for an accelerator begin: what is meant for the host stays there."""
+    tokens, later = [*batches()], [*batches(2)]
+    torch.set_default_device(device.NAME)
+    try:
+        for tier in tiers(folder):
+            plain, model = zf.precision(net()), zf.zero3(all_away(zf.precision(net()), tier), mesh)
+            optimizer, other = zf.streamed(adamw(model)), adamw(plain)
+            require_same(model, optimizer, plain, other, lambda: iter(tokens))
+            saved = folder / type(tier).__name__
+            zf.save(saved, model, optimizer)
+            trained(model, optimizer, iter(later))
+            zf.load(saved, model, optimizer)
+            require_same(model, optimizer, plain, other, lambda: iter(later))
+        (run,) = runs_of(zf.zero3(net(), mesh), verb="a test")
+        sent = Ored(run.transport, [True], "a bit")
+        assert sent._bits.device.type == "cpu", "a message of the host, which is pinned on a real device"
+        assert sent.read() == [True]
+    finally:
+        torch.set_default_device(None)
+
+
 def require_on_device(model: nn.Module) -> None:
     assert {parameter.device.type for parameter in model.parameters()} == {device.NAME}
 
 
 PROGRAMS: tuple[Program, ...] = (
+    default_device,
     memory_runs_out,
     from_deepspeed,
     save_and_load,

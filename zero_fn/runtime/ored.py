@@ -36,10 +36,11 @@ class Ored:
         self._pending: Waits | None = None
         self._beside: _Beside | None = None
         if links.device.type == "cpu":
-            self._bits = torch.tensor(bits, dtype=torch.uint8)
+            self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu")
             self._pending = links.any(self._bits, what, check=check)
         else:
-            self._bits = torch.tensor(bits, dtype=torch.uint8, pin_memory=links.device.type == "cuda")
+            pinned = links.device.type == "cuda"
+            self._bits = torch.tensor(bits, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self._beside = _Beside(links, self._bits, what, check)
 
     def settle(self) -> None:
