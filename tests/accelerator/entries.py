@@ -338,6 +338,8 @@ def default_device(mesh: DeviceMesh, folder: Path) -> None:
     torch.set_default_device(device.NAME)
     try:
         for tier in tiers(folder):
+            away = all_away(net(), tier)
+            trained(away, zf.streamed(torch.optim.AdamW(away.parameters(), fused=True)), iter(tokens))
             plain, model = zf.precision(net()), zf.zero3(all_away(zf.precision(net()), tier), mesh)
             optimizer, other = zf.streamed(adamw(model)), adamw(plain)
             require_same(model, optimizer, plain, other, lambda: iter(tokens))

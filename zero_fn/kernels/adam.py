@@ -158,7 +158,7 @@ def _fused(piece: AdamPiece, rates: AdamRates) -> None:
     options = asdict(rates)
     kernel = torch._fused_adamw_ if options.pop("is_decoupled") else torch._fused_adam_
     largest = [piece.max_exp_avg_sq] if piece.max_exp_avg_sq is not None else []
-    step = [torch.tensor(float(piece.step))]
+    step = [torch.tensor(float(piece.step), device="cpu")]
     kernel([piece.param], [piece.grad], [piece.exp_avg], [piece.exp_avg_sq], largest, step, **options)
 
 
@@ -196,10 +196,10 @@ def _tried(rates: AdamRates, how: Rounding | None) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def drawn(spread: float) -> Sequence[Tensor]:
-        signs, sizes = torch.randn(2, sum(_TRIED_NUMELS), generator=generator)
+        signs, sizes = torch.randn(2, sum(_TRIED_NUMELS), generator=generator, device="cpu")
         return torch.split(signs * sizes.mul(spread).exp(), _TRIED_NUMELS)
 
-    params, averages = drawn(1.0), torch.zeros(2, sum(_TRIED_NUMELS))
+    params, averages = drawn(1.0), torch.zeros(2, sum(_TRIED_NUMELS), device="cpu")
     first, second = (torch.split(row, _TRIED_NUMELS) for row in averages)
     for step in range(1, 4):
         rows = zip(params, drawn(2.0), first, second, strict=True)

@@ -141,7 +141,7 @@ def on_host(values: Tensor, computed: torch.dtype) -> Tensor:
     """A dense gradient, or its copy in memory of the host. `computed` is the dtype in which it was computed."""
     if values.device.type == "cpu":
         return values
-    copied = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype)
+    copied = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="cpu")
     flat = (values.numel(),), (1,)
     Arriving([copied.as_strided(*flat)], [values.as_strided(*flat)], computed).finish()
     return copied
