@@ -24,7 +24,7 @@ class Gathering(list[Segment]):
     Attributes:
         numel: Elements of all tensors.
         nbytes: Bytes of the pieces of one rank.
-        of_first: The wholes, if rank 0 holds all of each: a broadcast then does what an all-gather would.
+        of_first: The only tensor, if rank 0 holds all of it: a broadcast then does what an all-gather would.
         packs: Segments that are packed, by the message in which they travel.
         apart: Segments that travel alone because they are large, uneven or in place already; each with views of the whole
             and of this rank's piece.
@@ -38,9 +38,11 @@ class Gathering(list[Segment]):
         super().__init__(segments)
         together: dict[torch.dtype, list[Segment]] = {}
         self.apart: list[tuple[Segment, Tensor, Tensor]] = []
-        of_first = [each.piece(0) for each in segments if each.numel <= each.piece_numel and each.source is None]
-        self.of_first = of_first if len(of_first) == len(segments) else []
-        for segment in segments if not self.of_first else ():
+        only = segments[0] if segments and not segments[1:] else None
+        if only is not None and (only.source is not None or only.numel > only.piece_numel):
+            only = None
+        self.of_first = only.piece(0) if only is not None else None
+        for segment in segments if self.of_first is None else ():
             rests_apart = segment.source is not None and segment.numel == segment.piece_numel * size
             if rests_apart and segment.is_small:
                 together.setdefault(segment.kind, []).append(segment)

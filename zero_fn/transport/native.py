@@ -44,8 +44,8 @@ class Native:
         if not segments:
             return Pending()
         plan = segments if isinstance(segments, Gathering) else Gathering(segments, self._rank, self._size)
-        if plan.of_first:
-            return self._broadcast([whole.view(torch.uint8) for whole in plan.of_first if whole.numel()])
+        if plan.of_first is not None:
+            return self._broadcast(plan.of_first.view(torch.uint8))
         wholes: list[Tensor] = []
         pieces: list[Tensor] = []
         for pack in plan.packs:
@@ -95,10 +95,11 @@ class Native:
 
         return Pending(works, divide if sums else None, (inputs, contributions), plan.nbytes * (self._size - 1))
 
-    def _broadcast(self, wholes: list[Tensor]) -> Pending:
-        works = [dist.broadcast(each, group=self._group, group_src=0, async_op=True) for each in wholes]
-        nbytes = sum([each.nbytes for each in wholes]) * (self._size - 1) // self._size
-        return Pending([_work(work, wholes[0]) for work in works], kept=wholes, nbytes=nbytes)
+    def _broadcast(self, whole: Tensor) -> Pending:
+        if not whole.numel():
+            return Pending()
+        work = dist.broadcast(whole, group=self._group, group_src=0, async_op=True)
+        return Pending([_work(work, whole)], kept=whole, nbytes=whole.nbytes * (self._size - 1) // self._size)
 
     def _gather(self, wholes: list[Tensor], pieces: list[Tensor]) -> list[tuple[Any, int | None]]:
         """Begins all-gathers. [Note: gloo gathers one by one]"""
