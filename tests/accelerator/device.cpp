@@ -1,10 +1,11 @@
 // An accelerator for machines that have none: torch's device "pretend", with memory, streams and events of its own.
 //
 // Its memory is at addresses that the host cannot read, so what touches it without a copy ends in a segmentation fault.
-// Operations are those of the CPU. Copies on other streams than the default one are done as late as is allowed, when
-// something waits for them, and hold no memory: what is freed or written too early is seen in the numbers. Memory that is
-// freed is filled with bytes that make NaNs. All else is done at once, so a copy that may come before it shows in no numbers:
-// it raises. Each stream and the host know how much they have waited for, and memory knows what has used it last.
+// Operations are those of the CPU. Copies on other streams than the default one, and those to the host that it has to wait
+// for, are done as late as is allowed, when something waits for them, and hold no memory: what is freed, read or written too
+// early is seen in the numbers. Memory that is freed is filled with bytes that make NaNs. All else is done at once, so a copy
+// that may come before it shows in no numbers: it raises. Each stream and the host know how much they have waited for, and
+// memory knows what has used it last.
 
 #include <ATen/Context.h>
 #include <ATen/EmptyTensor.h>
@@ -135,6 +136,15 @@ void issue(std::function<void()> work) {
   queues[current].waiting.push_back(std::move(work));
 }
 
+std::deque<std::pair<int64_t, std::function<void()>>> for_host;  // copies by the default stream that the host has to wait for
+
+// The host has waited for so many operations of the default stream.
+void host_waited(int64_t count) {
+  std::lock_guard<std::recursive_mutex> guard(lock);
+  known_to_host = std::max(known_to_host, count);
+  for (; !for_host.empty() && for_host.front().first <= known_to_host; for_host.pop_front()) for_host.front().second();
+}
+
 int64_t known_to(StreamId stream) { return stream == 0 ? operations : std::max(queues[stream].known, known_to_host); }
 
 // Notes that the default stream uses the memory of a tensor, or requires that another stream has waited for who used it.
@@ -192,21 +202,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     const auto* recorded = static_cast<Recorded*>(event);
-    return recorded == nullptr || queues[recorded->stream].done >= recorded->count;
+    if (recorded == nullptr) return true;
+    const bool is_done = queues[recorded->stream].done >= recorded->count;
+    if (is_done) host_waited(recorded->known);
+    return is_done;
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override { delete static_cast<Recorded*>(event); }
   bool queryStream(const Stream& stream) const override { return queues[stream.id()].waiting.empty(); }
   void synchronizeStream(const Stream& stream) const override {
-    known_to_host = known_to(stream.id());
+    host_waited(known_to(stream.id()));
     run_until(stream.id(), issued(stream.id()));
   }
   void synchronizeEvent(void* event) const override {
     const auto* recorded = static_cast<Recorded*>(event);
-    known_to_host = std::max(known_to_host, recorded->known);
+    host_waited(recorded->known);
     run_until(recorded->stream, recorded->count);
   }
   void synchronizeDevice(const DeviceIndex) const override {
-    known_to_host = operations;
+    host_waited(operations);
     for (auto& each : queues) run_until(each.first, issued(each.first));
   }
 };
@@ -264,7 +277,7 @@ void count(const Tensor& from, const Tensor& to) {
 // The host waits until the default stream has done all.
 void wait() {
   waits++;
-  known_to_host = operations;
+  host_waited(operations);
 }
 
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -274,6 +287,9 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   if (non_blocking && current != 0) {
     copies++;
     issue([source = unheld(from), target = unheld(to)] { target.copy_(source); });
+  } else if (non_blocking && to.device().type() != kPretend) {
+    std::lock_guard<std::recursive_mutex> guard(lock);
+    for_host.emplace_back(operations, [source = on_cpu(from).clone(), target = unheld(to)] { target.copy_(source); });
   } else {
     if (!in_fallback && !non_blocking && from.device().type() != to.device().type()) wait();
     run_until(current, issued(current));

@@ -927,6 +927,14 @@ BUGS: tuple[Bug, ...] = (
         "tests/accelerator/test_accelerator.py",
     ),
     Bug(
+        "saved-before-it-has-come",
+        "checkpoint/saving.py:_copy",
+        "what is saved beside the training has come from the device before it is written",
+        "torch.accelerator.synchronize()",
+        "pass",
+        "tests/accelerator/test_accelerator.py",
+    ),
+    Bug(
         "gradients-written-before-they-came",
         "Stretch.go_on",
         "that gradients are written to a disk once they have come from the device",
