@@ -1596,6 +1596,11 @@ def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_bytes(files._signed(json.dumps(body)))
 
 
+def cuda_of_one_queue() -> object:
+    with mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS="1"), pretended(2, device_type="cuda") as mesh:
+        return zf.zero3(nn.Linear(2, 2, device="meta"), mesh)
+
+
 def guard_of_no_time() -> object:
     with zf.guard(deadline_s=0):
         return None
@@ -1897,7 +1902,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         units_differ_between_transforms, tiled_weight_is_tied,
     ),
     LayoutError: (
-        guard_of_no_time,
+        guard_of_no_time, cuda_of_one_queue,
         closure_over_a_module,
         streamed_until_no_moment, checkpoint_loads_nothing,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,

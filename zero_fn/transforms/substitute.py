@@ -8,6 +8,7 @@ cuts its shards from the old parameters into memory of its own and registers res
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -118,12 +119,15 @@ def substitute(
         reserves: Make room in other tiers. Without it no path is looked at: for a module on `meta` that will only be planned.
 
     Raises:
-        LayoutError: A part of the module cannot be copied.
+        LayoutError: A part of the module cannot be copied; or `CUDA_DEVICE_MAX_CONNECTIONS` is 1, on CUDA.
         LayoutError, UnitError, MeshError: The request contradicts an earlier transform.
         MeshError, PlacementError: A parameter is a DTensor that does not fit the axes; see `grid_of`.
         StateError: A forward, backward or `accumulate` of the module is still open; or the module was donated.
     """
     assignment = _assignment_of(module).join(request)
+    _require_streams(
+        {axis.device_type for axis in assignment.axes} | {each.device.type for each in module.parameters()}
+    )
     units = units_of(module)
     require_idle(units, verb)
     for unit in units:
@@ -196,6 +200,16 @@ def _substitute(
         forget_members(module)
         module.__dict__["forward"] = Donated(site)
     return twin
+
+
+def _require_streams(device_types: set[str]) -> None:
+    """Refuses a CUDA whose streams share one queue. It reads the variable when it starts, so it is too late to change it."""
+    if "cuda" in device_types and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        raise LayoutError(
+            "CUDA_DEVICE_MAX_CONNECTIONS is 1: nothing on the device would run beside the computation.",
+            why="all streams share one queue, so collectives and copies wait for what was issued before them",
+            fix="unset it before the process starts, or set it to 8 (as without it) or more",
+        )
 
 
 def _tiles(module: nn.Module) -> Iterator[str]:
