@@ -337,11 +337,15 @@ def default_device(mesh: DeviceMesh, folder: Path) -> None:
     tokens, later = [*batches()], [*batches(2)]
     torch.set_default_device(device.NAME)
     try:
-        for tier in tiers(folder):
-            away = all_away(net(), tier)
-            trained(away, zf.streamed(torch.optim.AdamW(away.parameters(), fused=True)), iter(tokens))
-            plain, model = zf.precision(net()), zf.zero3(all_away(zf.precision(net()), tier), mesh)
-            optimizer, other = zf.streamed(adamw(model)), adamw(plain)
+        for tier in (None, *tiers(folder)):
+            plain, model = zf.precision(net()), zf.zero3(zf.precision(net()), mesh)
+            if tier is None:
+                optimizer, other = adamw(model), adamw(plain)
+            else:
+                model = all_away(model, tier)
+                optimizer, other = zf.streamed(adamw(model)), adamw(plain)
+                fused = all_away(net(), tier)
+                trained(fused, zf.streamed(torch.optim.AdamW(fused.parameters(), fused=True)), iter(tokens))
             require_same(model, optimizer, plain, other, lambda: iter(tokens))
             saved = folder / type(tier).__name__
             zf.save(saved, model, optimizer)
