@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,7 +58,7 @@ NAME = "pretend"  # of the device that programs run on
 SLACK_NBYTES = 64  # what its allocator may add to a model
 _SOURCE = Path(__file__).with_name("device.cpp")
 _TORCH = Path(torch.__file__).parent
-_loaded: list[ctypes.CDLL] = []
+_loaded: list[Any] = []
 
 
 def compiler() -> str | None:
@@ -161,12 +162,28 @@ def begin_group(store: str, rank: int, size: int) -> DeviceMesh:
         os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     if backend == "gloo":
         give_groups_one_thread()
+        if _is_real():
+            _gather_tensors_one_by_one(NAME)
     dist.init_process_group(asked, store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout)
     if not _is_real():
         _loaded[0].pretend_join(dist.group.WORLD.group_name.encode())
     mesh = DeviceMesh.from_group(dist.group.WORLD, NAME, mesh_dim_names=("dp",))
     assert mesh_axis(mesh, verb="a test").backend == backend, "the mesh made a group of its own"
     return mesh
+
+
+def _gather_tensors_one_by_one(device_type: str) -> None:
+    """DTensor gathers by gloo's grouped all-gather, which takes memory of a device for that of the host and ends the process
+    (pytorch issue 152645, open in torch 2.11 to 2.15). The all-gather of one tensor is right there."""
+
+    def gathered(tensor: Tensor, size: int, group: Any) -> Tensor:
+        whole = tensor.new_empty((size * tensor.shape[0], *tensor.shape[1:]))
+        found: Any = group if isinstance(group, dist.ProcessGroup) else c10d._resolve_process_group(group)
+        (getattr(found, "all_gather_single", None) or found._allgather_base)(whole, tensor).wait()
+        return whole
+
+    _loaded.append(torch.library.Library("_c10d_functional", "IMPL"))
+    _loaded[-1].impl("all_gather_into_tensor", gathered, device_type.upper())
 
 
 def _is_real() -> bool:
