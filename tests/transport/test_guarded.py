@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.groups import pretended
 from tests.ranks import Ranks
 from zero_fn.transport import segment
 from zero_fn.transport.guarded import Guarded
-from zero_fn.transport.links import Links
+from zero_fn.transport.links import Links, open_transport
 from zero_fn.transport.segment import Pending, Segment
 from zero_fn.transport.waiting import Failure, OnStream, OutOfStep, PeerLost, wait_for
 from zero_fn.values.mesh import Axis, mesh_axis
@@ -263,3 +264,16 @@ def test_of_dropped_collectives_few_bytes_are_kept_and_none_on_a_device(monkeypa
         drop(None, 1 << 28)
     assert first() is None
     assert len(kept) == 16
+
+
+def _over_gloo(device_type: str) -> list[str]:
+    with warnings.catch_warnings(record=True) as said, patch("zero_fn.errors._said", set()):
+        warnings.simplefilter("always")
+        open_transport(mesh_axis(DeviceMesh.from_group(dist.group.WORLD, device_type), verb="test"))
+    return [str(each.message).splitlines()[0] for each in said]
+
+
+def test_gloo_on_cuda_is_said(ranks: Ranks) -> None:
+    """DTensor's all-gather ends the process there, without a word."""
+    for device_type, expected in (("cpu", []), ("cuda", ["gloo moves what rests on CUDA."])):
+        assert ranks(2).run(_over_gloo, device_type) == [expected, expected]

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero_fn.errors import DisagreementError, LostRankError
+from zero_fn.errors import DisagreementError, LostRankError, warn_once
 from zero_fn.transport.exchange import Alone
 from zero_fn.transport.guarded import Guarded, Watched
 from zero_fn.transport.messages import Gathering
@@ -54,6 +54,13 @@ def open_transport(axis: Axis) -> Transport:
     """
     if axis.size == 1:
         return Alone()
+    if axis.device_type == "cuda" and axis.backend == "gloo":
+        warn_once(
+            "gloo moves what rests on CUDA.",
+            axis=axis,
+            why="where torch gathers a DTensor, as full_tensor() does, it ends the process there (pytorch issue 152645)",
+            fix='init_process_group("nccl"); since NCCL 2.30 ranks may share a GPU: NCCL_MULTI_RANK_GPU_ENABLE=1',
+        )
     make = BY_BACKEND.get(axis.backend, Native) if axis.device_type == "cpu" else Native
     return make(axis.group, axis.rank, axis.size)
 
