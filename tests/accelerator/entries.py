@@ -151,30 +151,34 @@ def accelerator(mesh: DeviceMesh, folder: Path) -> None:
                 optimizer.zero_grad()
             yield loss.item()
 
-    def numbers(make: Callable[[], Any]) -> list[float]:
+    def numbers(kind: Any, place: Callable[[Any], Any] | None = None, tier: Tier | None = None) -> list[float]:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        made, model = make(), llama()
-        if not isinstance(made, ZeroAccelerator):  # on "pretend" `to` makes other parameters
+        model, options = llama(), {} if place is None or tier is not None else {"place": place}
+        made = kind(gradient_accumulation_steps=2, **options)
+        if place is None:  # on "pretend" `to` makes other parameters, which accelerate does not notice
             model.to(device.NAME)
-        optimizer = adamw(model)
+        if tier is not None and place is not None:
+            model = all_away(place(model), tier)
+        optimizer: Any = adamw(model) if tier is None else zf.streamed(adamw(model))
         loader = torch.utils.data.DataLoader(Counting(), batch_size=4)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
         objects = made.prepare(model, optimizer, scheduler, loader)
         require_on_device(objects[0])
         found = list(steps(made, *objects))
-        made.save_state(str(folder / type(made).__name__))
+        saved = str(folder / f"{kind.__name__}, {len([*folder.iterdir()])}")
+        made.save_state(saved)
         found += steps(made, *objects)
-        made.load_state(str(folder / type(made).__name__))
-        assert device.same(list(steps(made, *objects)), found[6:]), (list(found), list(steps(made, *objects)))
+        made.load_state(saved)
+        assert device.same(list(steps(made, *objects)), found[6:]), "a loaded state trains on in another way"
         return found
 
-    expected = numbers(lambda: Accelerator(gradient_accumulation_steps=2))
+    expected = numbers(Accelerator)
     assert len(expected) == 12
     for stage in (zf.zero1, zf.zero3):
-        place = functools.partial(lambda stage, model: stage(model, mesh), stage)
-        found = numbers(lambda place=place: ZeroAccelerator(place=place, gradient_accumulation_steps=2))  # type: ignore[misc]
-        assert device.same(found, expected), (found, expected)
+        for tier in (None, *tiers(folder)):
+            found = numbers(ZeroAccelerator, functools.partial(lambda stage, model: stage(model, mesh), stage), tier)
+            assert device.same(found, expected), (found, expected)
 
 
 def read_into_shards(mesh: DeviceMesh, folder: Path) -> None:
