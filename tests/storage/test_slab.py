@@ -129,6 +129,23 @@ def test_pinning_that_is_refused_is_said_once_and_memory_stays(monkeypatch: pyte
     assert not Slab(PAGE_NBYTES, cpu(pinned=False), "states").is_pinned
 
 
+def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No accelerator here: the runtime keeps the error of a call, and the next kernel of torch raises it."""
+    pending: list[str] = []
+
+    def kernel(*_: object, device: str) -> None:
+        if pending:
+            raise RuntimeError(f"CUDA error: {pending.pop()}")
+
+    runtime = SimpleNamespace(cudaHostRegister=lambda *_: pending.append("refused") or 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch, "zeros", kernel)
+    with pytest.warns(RuntimeWarning, match="cudaHostRegister returned 1"):
+        Slab(PAGE_NBYTES, cpu(), "states")
+    torch.zeros(1, device="cuda")
+
+
 def test_memory_is_pinned_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     """No accelerator here: what is asked of a runtime, and that it is told before the memory goes."""
     calls: list[tuple[str, int, int]] = []

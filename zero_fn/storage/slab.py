@@ -125,5 +125,7 @@ def _register(mapped: MappedMemory, nbytes: int) -> bool:
             RuntimeWarning,
             stacklevel=3,
         )
+        with suppress(Exception):  # the driver's error is pending: the next kernel of this thread would raise it
+            torch.zeros(1, device="cuda")
         return False
     return True
