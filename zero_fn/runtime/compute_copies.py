@@ -117,10 +117,12 @@ class Copying:
         self._copy.version = self._version
 
 
-def forms_of_copies(slots: Sequence[Slot]) -> list[Form]:
+def forms_of_copies(slots: Sequence[Slot], parcel_nbytes: int) -> list[Form]:
     """The tensors of the compute copies of these parameters; empty if copies would not be smaller."""
     saved = sum(slot.path.local_numel * (slot.dtype.itemsize - slot.kind.compute_dtype.itemsize) for slot in slots)
-    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype) for slot in slots] if saved > 0 else []
+    if saved <= 0:
+        return []
+    return [Form(slot.path.local_numel, slot.kind.compute_dtype, slot.dtype, parcel_nbytes) for slot in slots]
 
 
 def _pieces(record: Record, parcel: Parcel, memory: Tensor) -> dict[int, Tensor]:

@@ -1,11 +1,14 @@
 """How the tensors of a record lie in one range of bytes of a tier. Pure arithmetic.
 
-    parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page and is at most 4 MiB
+    parcels     |---- 0 ----|---- 1 ----|---- 2 ----|-- 3 --|        each begins on a page
     tensors     |a|-- b --|c|---------- d ----------|  d |e||        each contiguous, on a boundary of 64 bytes
 
 A parcel is read and written as one, and has checksums of its own. So a unit is fetched as a whole for its forward, a tensor
 alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on the size
 of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
+
+Where parameters, gradients and states all rest in memory of the host, nothing passes through buffers. Parcels are larger
+there: each is a call of a kernel by all threads, and with parcels of 4 MiB these calls cost as much as the step itself.
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import torch
 from zero_fn.storage import whole_pages
 from zero_fn.values.chunks import Piece, chunks_of
 
-__all__ = ["PARCEL_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
+__all__ = ["IN_HOST_MEMORY_NBYTES", "PARCEL_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
 
 PARCEL_NBYTES = 4 << 20
+IN_HOST_MEMORY_NBYTES = 64 << 20
 _ALIGNMENT_NBYTES = 64
 
 
@@ -33,11 +37,13 @@ class Form(NamedTuple):
         dtype: Their dtype.
         packed_as: The dtype whose bytes decide where parcels are cut, so that a record and its compute copies are cut alike;
             None is `dtype`.
+        parcel_nbytes: Most bytes of a parcel, the same for all tensors of a group.
     """
 
     numel: int
     dtype: torch.dtype
     packed_as: torch.dtype | None = None
+    parcel_nbytes: int = PARCEL_NBYTES
 
 
 @dataclass(slots=True)
@@ -72,7 +78,7 @@ def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
         [form.numel for form in forms],
         [None] * len(forms),
         lambda number, numel: _padded(numel * (forms[number].packed_as or forms[number].dtype).itemsize),
-        PARCEL_NBYTES,
+        forms[0].parcel_nbytes if forms else PARCEL_NBYTES,
     )
     parcels, start = [], 0
     for pieces in packed:

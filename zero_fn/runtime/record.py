@@ -266,7 +266,7 @@ class Stretch:
     def tensor(self, record: Record, number: int, last: int | None = None) -> Tensor:
         """The memory of a tensor of the record, flat. See `Record.values`."""
         start, end = record.starts[number], number if last is None else last
-        numel, dtype, _ = record.forms[end]
+        numel, dtype, *_ = record.forms[end]
         return self._part(start, record.starts[end] - start + numel * dtype.itemsize).view(dtype)
 
     def close(self, record: Record, left: torch.Event | None = None) -> None:

@@ -24,7 +24,7 @@ from zero_fn.storage import whole_pages
 from zero_fn.streamed.inner import Schema, kept_by, schema_of
 from zero_fn.streamed.places import RestsAt, device_of, follow, passing_sizes, place_of
 from zero_fn.values.chunks import Piece, chunks_of
-from zero_fn.values.tiers import IN_MEMORY, Tier, bytes_text, is_accelerator, is_away
+from zero_fn.values.tiers import IN_MEMORY, Cpu, Tier, bytes_text, is_accelerator, is_away
 
 __all__ = ["BUFFER_NBYTES", "Chunk", "Planner", "SteppedPiece", "name_of", "padded_nbytes", "rooms_of"]
 
@@ -320,7 +320,7 @@ class Planner:
             if row.place is not None:
                 parcels_of.setdefault(row.place.record, row.place.parcels)
                 by_record.setdefault(row.place.record, {})[row.place.number] = row
-        found = []
+        found, nbytes = [], 0
         for record, row_of in by_record.items():
             sizes = passing_sizes(next(iter(row_of.values())).parameter)
             for index, parcel in enumerate(parcels_of[record]):
@@ -331,7 +331,8 @@ class Planner:
                 if mine:
                     cuts, device = [SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter)
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
-        nbytes = max((chunk.nbytes for chunk in found), default=0)
+                    if not isinstance(mine[0][0].tier, Cpu):  # there they need no buffer
+                        nbytes = max(nbytes, found[-1].nbytes)
         if nbytes > self.buffer_nbytes:
             raise TierError(
                 f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",

@@ -108,6 +108,11 @@ class Tiers:
         )
         return Tiers(params, grads, optim, 1.0 if fraction is None else fraction)
 
+    @property
+    def are_host_memory(self) -> bool:
+        """Whether all three states rest in memory of the host, whole."""
+        return self.fraction == 1 and all(isinstance(tier, Cpu) for tier in (self.params, self.grads, self.optim))
+
     def __str__(self) -> str:
         part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
         named = ((name, getattr(self, name)) for name in ("params", "grads", "optim"))
