@@ -323,16 +323,18 @@ Tensor& set_to_tensor(Tensor& self, const Tensor& other) {
   return set_to(self, other.storage(), other.storage_offset(), other.sizes(), other.strides());
 }
 
+ScalarType or_default(std::optional<ScalarType> dtype) { return dtype.value_or(c10::get_default_dtype_as_scalartype()); }
+
 Tensor made(
     IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>, std::optional<bool>,
     std::optional<MemoryFormat> format) {
-  return at::detail::empty_generic(size, &memory, DispatchKeySet(DispatchKey::PrivateUse1), dtype.value_or(kFloat), format);
+  return at::detail::empty_generic(size, &memory, DispatchKeySet(DispatchKey::PrivateUse1), or_default(dtype), format);
 }
 Tensor made_strided(
     IntArrayRef size, IntArrayRef stride, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device>,
     std::optional<bool>) {
   const DispatchKeySet keys(DispatchKey::PrivateUse1);
-  return at::detail::empty_strided_generic(size, stride, &memory, keys, dtype.value_or(kFloat));
+  return at::detail::empty_strided_generic(size, stride, &memory, keys, or_default(dtype));
 }
 Tensor viewed(const Tensor& self, IntArrayRef size) { return at::native::view(self, size); }
 Scalar item(const Tensor& self) {
