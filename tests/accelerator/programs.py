@@ -245,7 +245,8 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
 
     class Noting(SGD):
         def step(self, closure: Any = None) -> Any:
-            seen.append(device.waiting())
+            with suppress(device.Unmeasured):
+                seen.append(device.waiting())
             return super().step(closure)
 
     models: list[Any] = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))).to(device.NAME) for _ in range(2)]
@@ -260,9 +261,10 @@ def copies_go_on_while_the_host_steps(tier: Tier) -> None:
             each(torch.ones(2, 64).to(device.NAME)).square().mean().backward()
             each[2].weight.grad = each[2].weight.grad.t().contiguous().t()  # it lies in another order
             optimizer.step()
+    assert device.same(values(models[0]), values(models[1]))
+    device.waiting()  # which a real device does not tell
     assert len(seen) >= 4
     assert all(seen[:-1]), seen
-    assert device.same(values(models[0]), values(models[1]))
 
 
 @program
