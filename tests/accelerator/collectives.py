@@ -296,7 +296,7 @@ def main(backend: str, folder: Path, rank: int, size: int, *, stops: bool) -> in
         stop(device.begin_group(f"{folder}/store of a stop", rank, size), folder)
     arguments = ["-m", __spec__.name if __spec__ else __name__, backend, str(folder), str(rank), str(size), "stop"]
     # In its log torch waits for a dump of what ranks did, which nobody reads.
-    environment = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
+    environment = {**os.environ, "TORCH_NCCL_DUMP_ON_TIMEOUT": "0", "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "100"}
     pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     stopping = subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
     wrong = 0

@@ -25,8 +25,10 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
+from zero_fn.resting import local_of
 from zero_fn.runtime import ending, side_stream
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.record import record_of
 from zero_fn.runtime.side_stream import Arriving
 from zero_fn.storage import Transfer
 from zero_fn.transforms.parked import Parking
@@ -210,6 +212,23 @@ def bytes_over_the_link(tier: Tier) -> None:
     assert moved_by(model, optimizer.step) == (4, 8), (
         "parameters and gradients go to the states, and parameters come back"
     )
+
+
+@program
+def norms_on_the_host(tier: Tier) -> None:
+    """That of a large gradient is near to the truth, and clipping that changes nothing writes nothing."""
+    model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier)
+    model(torch.randn(64, 2048).to(device.NAME)).square().sum().backward()
+    (gradient,) = (parameter.grad for parameter in model.parameters())
+    record = record_of(local_of(gradient))
+    for order in (1.0, 2.0, 3.0, torch.inf):
+        truth = torch.linalg.vector_norm(gradient.detach().cpu().double(), order).item()
+        versions = [parcel.version for parcel in record.parcels]
+        found = nn.utils.clip_grad_norm_(model.parameters(), 1e30, norm_type=order).item()
+        assert abs(found / truth - 1) < (1e-6 if order < 3 else 1e-3), (order, found, truth)
+        assert [parcel.version for parcel in record.parcels] == versions
+        assert nn.utils.clip_grad_norm_(model.parameters(), found / 2, norm_type=order).item() == found
+        assert [parcel.version for parcel in record.parcels] != versions
 
 
 @program
