@@ -938,7 +938,7 @@ BUGS: tuple[Bug, ...] = (
         "gradients-written-before-they-came",
         "Stretch.go_on",
         "that gradients are written to a disk once they have come from the device",
-        "            arriving.finish()\n        unwritten",
+        "            arriving.synchronize()\n        unwritten",
         "            pass\n        unwritten",
         "tests/accelerator/test_accelerator.py",
     ),

@@ -27,6 +27,7 @@ forms_of = st.lists(
         st.one_of(st.integers(0, 40), st.sampled_from([1024, 1025, 1026, PARCEL_NBYTES // 4 + 5])),
         st.sampled_from([torch.float32, torch.bfloat16, torch.complex64, torch.int64]),
         st.none(),
+        st.just(PARCEL_NBYTES),
     ),
     min_size=1,
     max_size=6,
@@ -44,7 +45,7 @@ def recorded(path: Path, forms: Forms) -> tuple[Record, Any]:
 
 def values(forms: Forms, seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype, _ in forms]
+    return [torch.randint(-99, 99, (numel,), generator=generator).to(dtype) for numel, dtype, *_ in forms]
 
 
 @given(forms=forms_of, chosen=st.sets(st.integers(0, 5)), way=st.sampled_from(["copy", "behind"]))
@@ -52,7 +53,7 @@ def test_what_is_written_is_read_and_what_is_beside_it_stays(
     tmp_path_factory: pytest.TempPathFactory, forms: Forms, chosen: set[int], way: str
 ) -> None:
     record, shelf = recorded(tmp_path_factory.getbasetemp(), forms)
-    expected = [torch.zeros(numel, dtype=dtype) for numel, dtype, _ in forms]
+    expected = [torch.zeros(numel, dtype=dtype) for numel, dtype, *_ in forms]
     for seed in range(2):
         record.fetch()  # what is fetched ahead is out of date once something is written
         new = {n: value for n, value in enumerate(values(forms, seed)) if n in chosen or not seed}

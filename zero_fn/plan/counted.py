@@ -112,8 +112,7 @@ def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     """Adds the bytes that forward and backward move from and to tiers.
 
     Parameters, or their compute copies, are read from their tier for each gather; gradients are written to their tier once.
-    Beside an accelerator both cross the link to the host. There gradients count in the dtype at rest, though gradients in a
-    smaller dtype travel in that.
+    Beside an accelerator both cross the link to the host.
     """
     kind, away = group.kind, dict(group.forms_away())
     trained = [slot.parameter.requires_grad for slot in group.slots]

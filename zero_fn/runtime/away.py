@@ -87,7 +87,7 @@ class Away:
                         other.writing.go_on(other)
                 self._finish_writing(down_to=stagings_for(record.device.type) - 1)
                 self._writing.append(record)
-                record.begin_writing(values, group.kind.compute_dtype)
+                record.begin_writing(values)
 
     def finish_gradients(self, units: Iterable[Groups]) -> None:
         """Waits until all gradients are in their tier."""

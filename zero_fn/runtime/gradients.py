@@ -26,7 +26,6 @@ from zero_fn.resting import as_plain, goes_through_dlpack, local_of, rest_gradie
 from zero_fn.runtime.group import dense_offsets
 from zero_fn.runtime.hooks import gradient_hooks, parameter_hooks
 from zero_fn.runtime.pending_gradient import PendingGradient
-from zero_fn.runtime.side_stream import on_host
 from zero_fn.runtime.slot import Slot, trained
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage.recycled import Recurring
@@ -453,7 +452,7 @@ def add_gradient(slot: Slot, grad: Tensor) -> None:
     else:
         rest_gradient(parameter)
         resting, added = local_of(parameter.grad), local_of(grad)
-        resting.add_(on_host(added, slot.kind.compute_dtype) if isinstance(resting, TierTensor) else added)
+        resting.add_(added.cpu() if isinstance(resting, TierTensor) else added)
     if parameter._post_accumulate_grad_hooks:
         for post_hook in parameter_hooks(parameter):
             post_hook(parameter)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zero_fn.errors import StorageError
 from zero_fn.runtime.parcels import Form, Parcel, parcels_of
-from zero_fn.runtime.side_stream import Arriving
+from zero_fn.runtime.side_stream import side_stream
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.storage import Shelf, Transfer, wait_all
 from zero_fn.values.tiers import Cpu
@@ -126,13 +126,12 @@ class Record:
         self.begin_writing(values)
         self.finish_writing()
 
-    def begin_writing(self, values: Mapping[int, Tensor], computed: torch.dtype | None = None) -> None:
+    def begin_writing(self, values: Mapping[int, Tensor]) -> None:
         """Begins to write some tensors from a copy of their values; the others stay as they are.
 
         Args:
             values: Flat, by number, on the host or the device. Those on the device must stay as they are until
                 `finish_writing`.
-            computed: The dtype in which gradients on the device were computed, if known.
         """
         self.settle()
         self.finish_writing()
@@ -151,7 +150,8 @@ class Record:
         there = {number: value for number, value in values.items() if value.device.type != "cpu"}
         if there:
             rooms = [stretch.tensor(self, number) for number in there]
-            stretch.arriving = Arriving(rooms, list(there.values()), computed or rooms[0].dtype)
+            sources = list(there.values())
+            stretch.arriving = side_stream(sources[0].device).copy_all(rooms, sources)
         for number in values.keys() - there.keys():
             stretch.tensor(self, number).copy_(values[number])
         stretch.unwritten, self.writing = parcels, stretch
@@ -228,7 +228,7 @@ class Stretch:
     Its methods are given the record, which holds it: a reference back would be a cycle.
 
     Attributes:
-        arriving: Gradients on their way from the device into this memory.
+        arriving: The end of copies of gradients from the device into this memory; None if there are none.
         unwritten: The parcels to write once these have arrived.
     """
 
@@ -239,7 +239,7 @@ class Stretch:
         nbytes = sum(parcel.nbytes for parcel in parcels)
         self._memory = record.shelf.borrow(record.place + self._start, nbytes) if nbytes else _NOTHING
         self._transfers: list[Transfer] = []
-        self.arriving: Arriving | None = None
+        self.arriving: torch.Event | None = None
         self.unwritten: list[Parcel] = []
 
     def read(self, record: Record, parcels: Sequence[Parcel]) -> None:
@@ -254,7 +254,7 @@ class Stretch:
         """Waits for gradients on their way from the device, and begins to write them to the tier."""
         arriving, self.arriving = self.arriving, None
         if arriving is not None:
-            arriving.finish()
+            arriving.synchronize()
         unwritten, self.unwritten = self.unwritten, []
         self.write(record, unwritten)
 
@@ -278,7 +278,7 @@ class Stretch:
     def abandon(self, record: Record, left: torch.Event | None = None) -> None:
         """Gives the memory back without waiting for transfers, as a finalizer must: whoever borrows it next waits."""
         if self.arriving is not None:
-            self.arriving.finish()
+            self.arriving.synchronize()
         memory, self._memory = self._memory, _NOTHING
         record.shelf.give_back(memory, left)
 

@@ -8,27 +8,18 @@ of the device nor that of the host knows of these streams. So the memory must st
 [Note: pieces] The engine that copies in one direction takes one copy after the other, whatever the priority of their streams,
 and goes on with the next one of the same stream if that is ready (torchrec pull request 4315; not measured here). So a large
 copy is made in pieces with a small kernel between: there, small copies of other streams come in.
-
-[Note: in its own place] A gradient in half precision arrives in the upper half of its place, and is widened from the
-beginning, each time the first half of what is left: that is written to memory whose values are widened already.
-
-    place     |  ...  ...  ...  ...  |  a b c d e f g h  |
-    first     |  a a  b b  c c  d d  |  . . . . e f g h  |
-    second    |  a a  b b  c c  d d  |  e e  f f . . g h |
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from functools import cache
 
 import torch
 from torch import Tensor
 
-__all__ = ["Arriving", "SideStream", "on_host", "side_stream"]
+__all__ = ["SideStream", "side_stream"]
 
-_SMALL_NUMEL = 1 << 15  # so few are widened through a copy of them
 _PIECE_NBYTES = 32 << 20  # [Note: pieces]
 
 
@@ -88,60 +79,3 @@ class SideStream:
 def side_stream(device: torch.device) -> SideStream:
     """The side streams of a device of this process."""
     return SideStream(device)
-
-
-class Arriving:
-    """Gradients on their way from an accelerator into memory of the host, while the device computes the next ones.
-
-    A float32 gradient that was computed in bfloat16, and neither averaged nor added to since, is the same in bfloat16. Then
-    only that half of its bytes travels. The device compares the values; its answer travels with the half, and if they differ
-    the whole gradient follows. [Note: in its own place]
-    """
-
-    def __init__(self, places: Sequence[Tensor], values: Sequence[Tensor], computed: torch.dtype) -> None:
-        """Begins to copy.
-
-        Args:
-            places: Memory of the host for each of them, flat, not to be touched until `finish`.
-            values: On one device, flat, of the same numel and dtype.
-            computed: The dtype they were computed in.
-        """
-        self._halves: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        to, sources = list[Tensor](), list[Tensor]()
-        for place, value in zip(places, values, strict=True):
-            if 2 * computed.itemsize == place.dtype.itemsize and place.numel() > 1:
-                narrow = value.to(computed)
-                half = place.view(computed)[place.numel() :]
-                is_same = place.view(torch.uint8)[:1]  # unused until the half is widened, and pinned as it is
-                to += half, is_same
-                sources += narrow, (narrow.to(value.dtype) == value).all().view(torch.uint8).reshape(1)
-                self._halves.append((place, value, half, is_same))
-            else:
-                to.append(place)
-                sources.append(value)
-        self._end = side_stream(values[0].device).copy_all(to, sources)
-
-    def finish(self) -> None:
-        """Waits until the gradients are there."""
-        self._end.synchronize()
-        for place, value, half, is_same in self._halves:
-            if not is_same.item():
-                place.copy_(value)
-                continue
-            begin, numel = 0, place.numel()
-            while begin < numel:
-                left = numel - begin
-                end = begin + left // 2 if left > _SMALL_NUMEL else numel
-                source = half[begin:end]
-                place[begin:end].copy_(source if end < numel else source.clone())
-                begin = end
-
-
-def on_host(values: Tensor, computed: torch.dtype) -> Tensor:
-    """A dense gradient, or its copy in memory of the host. `computed` is the dtype in which it was computed."""
-    if values.device.type == "cpu":
-        return values
-    copied = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device="cpu")
-    flat = (values.numel(),), (1,)
-    Arriving([copied.as_strided(*flat)], [values.as_strided(*flat)], computed).finish()
-    return copied
