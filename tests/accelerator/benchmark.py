@@ -1,4 +1,7 @@
-"""`examples/benchmarks/accelerator.py` on the device "pretend", small."""
+"""`examples/benchmarks/accelerator.py` on the device "pretend", small.
+
+`python -m tests.accelerator.benchmark DEVICE PROGRAM ARGUMENTS` runs one program there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import torch
+
+from tests.accelerator import device as devices
 
 __all__ = ["losses"]
 
@@ -38,3 +43,10 @@ def losses(folder: str, device: torch.device) -> dict[str, str]:
     assert len({each["loss"] for each in [*rows, row]}) == 1, rows
     assert "Error" not in said.getvalue(), said.getvalue()
     return found
+
+
+if __name__ == "__main__":
+    devices.choose(sys.argv[1])
+    sys.argv[:] = sys.argv[2:]
+    sys.path.insert(0, str(BENCHMARKS))
+    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -6,7 +6,7 @@
 Each part is a process of its own, or several at once, ended when its time is up: what a part broke, and a hang, end with
 it. After each part DIR/report.md says all that is known so far. The output ends with a table of the parts, what was wrong,
 and the last lines of each measurement. Nothing is installed; what a part lacks, it says, and the next one begins.
-`--device pretend` tries the parts that can run on the device "pretend".
+`--device pretend` tries all of it, small, on the device "pretend".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.accelerator import device
 __all__ = ["main"]
 
 ROOT = Path(__file__).parents[2]
-STEPS = "examples/benchmarks/accelerator.py"
+STEPS, BOUNDS = "examples/benchmarks/accelerator.py", "examples/benchmarks/accelerator_bounds.py"
 
 
 class Part(NamedTuple):
@@ -38,14 +38,12 @@ class Part(NamedTuple):
     Attributes:
         seconds: Its time. A part that takes less leaves the rest to those after it.
         commands: Processes that run at once, as arguments of Python; DEVICE, FOLDER and SECONDS stand for what they are told.
-        on_pretend: Whether the device "pretend" can answer it.
         lines: Last lines of its output that are shown at the end.
         environment: Variables of its processes; NCCL stands for the library that `--nccl` names.
     """
 
     seconds: float
     commands: Sequence[Sequence[str]]
-    on_pretend: bool = False
     lines: int = 0
     environment: Mapping[str, str] = {}
 
@@ -60,6 +58,10 @@ def _collectives(backend: str) -> list[list[str]]:
     return [["-m", "tests.accelerator.collectives", backend, "FOLDER", str(rank), "2"] for rank in range(2)]
 
 
+def _steps(*options: str) -> list[list[str]]:
+    return [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", *options]]
+
+
 # NCCL takes two ranks on one device since 2.30, which may have to be loaded in place of torch's own.
 _BY_NCCL = {
     "LD_PRELOAD": "NCCL",
@@ -67,25 +69,40 @@ _BY_NCCL = {
     "NCCL_DEBUG": "WARN",
     "ZERO_FN_TEST_BACKEND": "nccl",
 }
-ON_REAL = [["-m", "tests.accelerator.more", "DEVICE"]]  # what "pretend" cannot answer
 PARTS = {
-    "bounds": Part(30, [["examples/benchmarks/accelerator_bounds.py", "--path", "FOLDER"]], lines=40),
+    "bounds": Part(40, [[BOUNDS, "--path", "FOLDER"]], lines=40),
     "programs": Part(
         100,
-        [*_programs(20, 1), ["-m", "tests.accelerator.entries", "DEVICE", "FOLDER"], *ON_REAL],
-        on_pretend=True,
+        [
+            *_programs(20, 1),
+            ["-m", "tests.accelerator.entries", "DEVICE", "FOLDER"],
+            ["-m", "tests.accelerator.more", "DEVICE"],
+        ],
     ),
-    "two ranks, gloo": Part(45, _programs(6, 2), on_pretend=True),
-    "collectives, gloo": Part(20, _collectives("gloo")),
-    "collectives, NCCL": Part(30, _collectives("nccl"), environment=_BY_NCCL),
+    "two ranks, gloo": Part(45, _programs(6, 2)),
+    "collectives, gloo": Part(30, _collectives("gloo")),
+    "collectives, NCCL": Part(45, _collectives("nccl"), environment=_BY_NCCL),
     "stages, NCCL": Part(45, _programs(6, 2), environment=_BY_NCCL),
-    "steps": Part(150, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS"]], lines=45),
-    "traces": Part(45, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", "--traces", "FOLDER"]], lines=45),
-    "largest": Part(45, [[STEPS, "--path", "FOLDER", "--seconds", "SECONDS", "--largest"]], lines=20),
+    "steps": Part(150, _steps(), lines=45),
+    "traces": Part(75, _steps("--traces", "FOLDER"), lines=45),
+    "largest": Part(120, _steps("--largest"), lines=20),
     "generation": Part(
         40, [["-m", "tests.accelerator.generation", "DEVICE", "FOLDER", "--seconds", "SECONDS"]], lines=12
     ),
 }
+_SMALL = {
+    STEPS: ["--gpt", "2x64x32", "--rounds", "1", "--tokens", "64", "--product", "64", "--shapes", "2x64x32"],
+    BOUNDS: ["--numel", "4096"],
+    "tests.accelerator.generation": ["--numel", "1e5", "--tokens", "2"],
+}
+_SLOWER = 6  # the device "pretend" computes with one core
+
+
+def _on_pretend(command: Sequence[str]) -> list[str]:
+    """The same command, small, for the device "pretend"."""
+    program = command[0] if command[0] in _SMALL else command[1]
+    command = ["DEVICE" if word == "gloo" else word for word in (*command, *_SMALL.get(program, ()))]
+    return ["-m", "tests.accelerator.benchmark", "DEVICE", *command] if program.startswith("examples") else command
 
 
 def about(name: str) -> dict[str, Any]:
@@ -188,14 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     end = time.monotonic() + 60 * options.minutes
     for name in options.parts:
         part, left = PARTS[name], end - time.monotonic()
-        lacks = _lacks(part, options.device, options.nccl, left)
+        if options.device == "pretend":
+            part = part._replace(seconds=_SLOWER * part.seconds, commands=[*map(_on_pretend, part.commands)])
+        lacks = _lacks(part, options.nccl, left)
         if lacks is not None:
             found["parts"][name] = {"ended": f"it did not begin: {lacks}", "seconds": 0, "said": ""}
         else:
             with tempfile.TemporaryDirectory(dir=options.folder or options.out) as folder:
                 told = {"DEVICE": where, "FOLDER": folder}
-                if options.device == "pretend":
-                    part = part._replace(commands=[each for each in part.commands if each not in ON_REAL])
                 found["parts"][name] = run(part, told, min(part.seconds, left), options.nccl)
                 for trace in Path(folder).glob("trace*"):
                     (options.out / trace.name).write_bytes(trace.read_bytes())
@@ -205,12 +222,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return found
 
 
-def _lacks(part: Part, name: str, nccl: str | None, left: float) -> str | None:
+def _lacks(part: Part, nccl: str | None, left: float) -> str | None:
     """Why a part cannot begin."""
     if left < min(part.seconds / 3, 10):
         return "no time is left"
-    if name == "pretend" and not part.on_pretend:
-        return 'the device "pretend" cannot answer it'
     if "NCCL" in part.environment.values() and nccl is None:
         return "--nccl names no library"
     return None

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.accelerator import real
+from tests.accelerator import device, real
 from tests.accelerator.real import PARTS, ROOT, Part
 
 
@@ -34,3 +34,14 @@ def test_every_part_names_a_program_that_is_there() -> None:
         for command in part.commands:
             path = f"{command[1].replace('.', '/')}" if command[0] == "-m" else command[0].removesuffix(".py")
             assert (ROOT / f"{path}.py").exists() or (ROOT / path / "__main__.py").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(device.compiler() is None, reason="the device is compiled, and there is no compiler of C++")
+def test_all_parts_run_on_a_device_that_pretends(tmp_path: Path) -> None:
+    found = real.main(["--device", "pretend", "--minutes", "30", "--out", str(tmp_path)])["parts"]
+    lack = {name for name, part in PARTS.items() if "NCCL" in part.environment.values()}
+    assert {name: part["ended"] for name, part in found.items()} == {
+        name: "it did not begin: --nccl names no library" if name in lack else "well" for name in PARTS
+    }
+    assert not [line for part in found.values() for line in part["said"].splitlines() if ": wrong: " in line]
