@@ -6,7 +6,7 @@ not their views, and the next gather gives them memory again (`UntypedStorage.re
 only if nobody else holds a view, who would be left without memory. The views here are never handed out, tensors on the same
 storage are, and torch counts the references to a storage: if there are more than those of the views cut here, the unit drops
 the buffers as they are, and whoever holds a part of them keeps an ordinary tensor. On CUDA memory is freed in the order of
-the stream, as when a tensor dies; this has not run on a device.
+the stream, as when a tensor dies.
 
 [Note: tensors that are lent] For activation checkpoints inside a unit, modules see gathered parameters in every backward, on
 an autograd node of their own. These tensors are made once, too, and kept from step to step, unless somebody holds or has

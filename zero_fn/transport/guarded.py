@@ -60,7 +60,8 @@ def guard(*, deadline_s: float | None = None, compare: bool | None = None) -> It
         deadline_s: Seconds that a collective may wait for a peer, 300 unless set. Where the host waits, `LostRankError` is
             raised. On NCCL the device waits: there it becomes the timeout of the process groups, whose watchdog **ends the
             process** with an error of torch that names the collective. It counts from when the host issues a collective,
-            so what the device has to compute before counts, too. Left out, `init_process_group(timeout=)` holds there.
+            so what the device has to compute before counts, too; and torch takes up to a minute more to end the process,
+            unless `TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=100`. Left out, `init_process_group(timeout=)` holds there.
             A backend that takes no timeout is warned about once.
         compare: Compare every collective over ranks before it is issued, and raise on every rank at the first that differs,
             with its unit and operation. Slow; for finding out where ranks diverge. All ranks set it alike.

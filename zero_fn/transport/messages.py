@@ -1,7 +1,7 @@
 """Messages for the backend's own collectives: small pieces are packed into one message, large ones sent from where they lie.
 
 What travels in which message is planned once: by `Gathering` for all-gathers of the same memory, by `Reducing` for reductions
-of the same sizes. The memory of a message is freed on the stream that unpacks it; this has not run on a device.
+of the same sizes. The memory of a message is freed on the stream that unpacks it.
 """
 
 from __future__ import annotations

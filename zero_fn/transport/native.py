@@ -1,8 +1,7 @@
 """The collectives of the backend itself: of NCCL, and of any backend but gloo on the host.
 
 Large pieces are gathered in one group of all-gathers, from where they rest to where they are used. Small even pieces are
-packed into one message. [Note: small pieces travel together] Packing has run on gloo and under torch's simulator of ranks,
-not on a device yet.
+packed into one message. [Note: small pieces travel together]
 
 [Note: gloo gathers one by one] gloo groups all-gathers of host memory only, and two groups at once may free memory twice,
 inside torch: see `zero_fn.local.gloo`. So on gloo each all-gather is issued alone.
