@@ -231,6 +231,15 @@ def norms_on_the_host(tier: Tier) -> None:
 
 
 @program
+def parcels_are_large_where_they_are_stepped(tier: Tier) -> None:
+    """Each is a call of a kernel; on the way to a disk they are small, as they pass through buffers."""
+    model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier, optim=tier)
+    model(torch.randn(2, 2048).to(device.NAME)).sum().backward()
+    (gradient,) = (parameter.grad for parameter in model.parameters())
+    assert len(record_of(local_of(gradient)).parcels) == (1 if isinstance(tier, Cpu) else 3)
+
+
+@program
 def what_moves_was_planned(tier: Tier) -> None:
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
     tests/plan/test_tiers.py."""

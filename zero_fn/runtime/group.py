@@ -12,7 +12,7 @@ from zero_fn.errors import StorageError
 from zero_fn.runtime.compute_copies import ParameterRecord, forms_of_copies
 from zero_fn.runtime.extended import travels
 from zero_fn.runtime.kind import Kind, Level, Lifetime, Rests, Shelved
-from zero_fn.runtime.parcels import IN_HOST_MEMORY_NBYTES, PARCEL_NBYTES, Form
+from zero_fn.runtime.parcels import PARCEL_NBYTES, STEPPED_IN_PLACE_NBYTES, Form
 from zero_fn.runtime.record import Record
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.tier_tensor import in_memory
@@ -146,7 +146,7 @@ class Group:
     def forms_away(self) -> list[tuple[Shelved, list[Form]]]:
         """The tensors that rest in other tiers, as elements and dtypes, by kind of state and tier."""
         found: list[tuple[Shelved, list[Form]]] = []
-        most = IN_HOST_MEMORY_NBYTES if self.kind.home.tiers.are_host_memory else PARCEL_NBYTES
+        most = STEPPED_IN_PLACE_NBYTES if self.kind.home.tiers.are_stepped_in_place else PARCEL_NBYTES
         for what, tier in self.kind.shelved():
             forms = [Form(slot.path.local_numel, self.kind.dtype, None, most) for slot in self.slots]
             found.append(((what, tier), forms))

@@ -7,8 +7,8 @@ A parcel is read and written as one, and has checksums of its own. So a unit is 
 alone for whoever asks for it, and a parcel at a time by a streamed optimizer, whose memory then does not depend on the size
 of the unit. Large tensors are cut where vector instructions do not notice (`zero_fn.values.chunks`).
 
-Where parameters, gradients and states all rest in memory of the host, nothing passes through buffers. Parcels are larger
-there: each is a call of a kernel by all threads, and with parcels of 4 MiB these calls cost as much as the step itself.
+Where states are stepped in memory of the host and nothing is on a disk, parcels are larger: each is a call of a kernel by all
+threads, and with parcels of 4 MiB these calls cost as much as the step itself.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 from zero_fn.storage import whole_pages
 from zero_fn.values.chunks import Piece, chunks_of
 
-__all__ = ["IN_HOST_MEMORY_NBYTES", "PARCEL_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
+__all__ = ["PARCEL_NBYTES", "STEPPED_IN_PLACE_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
 
 PARCEL_NBYTES = 4 << 20
-IN_HOST_MEMORY_NBYTES = 64 << 20
+STEPPED_IN_PLACE_NBYTES = 64 << 20
 _ALIGNMENT_NBYTES = 64
 
 

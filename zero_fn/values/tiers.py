@@ -109,9 +109,9 @@ class Tiers:
         return Tiers(params, grads, optim, 1.0 if fraction is None else fraction)
 
     @property
-    def are_host_memory(self) -> bool:
-        """Whether all three states rest in memory of the host, whole."""
-        return self.fraction == 1 and all(isinstance(tier, Cpu) for tier in (self.params, self.grads, self.optim))
+    def are_stepped_in_place(self) -> bool:
+        """Whether states are stepped in memory of the host, and nothing rests on a disk."""
+        return isinstance(self.optim, Cpu) and not any(isinstance(tier, Nvme) for tier in (self.params, self.grads))
 
     def __str__(self) -> str:
         part = f" ({self.fraction:g} of it)" if self.fraction != 1 else ""
