@@ -6,6 +6,7 @@ The oracle is each stage with everything on the device, and for those the stage 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -206,6 +207,7 @@ def gathered_behind_copies(mesh: DeviceMesh, tiers: Sequence[Tier]) -> list[Any]
 
 def require_room(name: str, tensors: list[Tensor], model: nn.Module, before: int) -> None:
     """They are on the device or in their tier, and have taken no more than they take now and one unit."""
+    gc.collect()  # what the graph of a forward has saved may be in a cycle
     now, most = device.used()
     held = zf.held(model).on_device + sum(
         buffer.nbytes for buffer in model.buffers()

@@ -331,7 +331,7 @@ class Planner:
                 if mine:
                     cuts, device = [SteppedPiece(*each) for each in mine], device_of(mine[0][0].parameter)
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
-                    if not isinstance(mine[0][0].tier, Cpu):  # there they need no buffer
+                    if sizes or not isinstance(mine[0][0].tier, Cpu):  # else no part of it passes through a buffer
                         nbytes = max(nbytes, found[-1].nbytes)
         if nbytes > self.buffer_nbytes:
             raise TierError(
