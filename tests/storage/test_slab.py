@@ -138,6 +138,7 @@ def test_pinning_that_is_refused_leaves_no_error_for_the_next_kernel(monkeypatch
             raise RuntimeError(f"CUDA error: {pending.pop()}")
 
     runtime = SimpleNamespace(cudaHostRegister=lambda *_: pending.append("refused") or 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # cupy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch, "zeros", kernel)
@@ -159,6 +160,7 @@ def test_memory_is_pinned_until_it_goes(monkeypatch: pytest.MonkeyPatch) -> None
         return 0
 
     found = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)  # cupy
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     slab = Slab(2 * PAGE_NBYTES, cpu(), "states")

@@ -128,7 +128,8 @@ def kept_by(
     try:
         try:
             states, elsewhere = _stepped(optimizer, group, probe, {})
-        except KeyError:  # it looks for states that it made when it was made
+        except KeyError:  # it looks for states that it made when it was made; they may be in their tier
+            born = born or dict(type(optimizer)([probe], **optimizer.defaults).state[probe])
             states, elsewhere = _stepped(optimizer, group, probe, born)
     except Exception as error:  # whatever an optimizer raises that wants a closure, sparse gradients, ...
         raise _refusal(optimizer, f"it cannot step one parameter alone: {type(error).__name__}: {error}") from error
