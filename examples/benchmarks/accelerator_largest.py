@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from accelerator_ways import HOST_KEPT_FREE, Shape, Trained, device_nbytes, forget, host_nbytes
+from accelerator_ways import HOST_KEPT_FREE, Shape, Trained, device_nbytes, forget, host_nbytes, stepped
 from contestants import GPT, RATE
 from measured import forget_peak, resident_nbytes, table
 from torch import nn
@@ -92,12 +92,7 @@ def built(shape: Shape, rest: Rest, device: torch.device) -> Trained:
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=RATE, fused=is_fused)
     if where:
         optimizer = zf.streamed(optimizer)
-
-    def update() -> None:
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return Trained(model, list(model.parameters()), update, lambda: zf.plan(model, optimizer))
+    return stepped(model, optimizer, is_ours=True)
 
 
 def trained(shape: Shape, rest: Rest, device: torch.device, tokens: int) -> dict[str, str]:

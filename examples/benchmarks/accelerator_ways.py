@@ -130,7 +130,9 @@ def group_of_one(device_type: str) -> DeviceMesh | None:
     return DeviceMesh.from_group(dist.group.WORLD, device_type, mesh_dim_names=("dp",))
 
 
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_ours: bool = False) -> Trained:
+def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, *, is_ours: bool = False) -> Trained:
+    """A model whose own parameters are clipped and stepped. `is_ours`: zero_fn predicts what it takes."""
+
     def update() -> None:
         optimizer.step()
         optimizer.zero_grad()
@@ -179,7 +181,7 @@ def fsdp2(mesh: DeviceMesh, policy: OffloadPolicy) -> Callable[[GPT, str], Train
         for block in model.blocks:
             fully_shard(block, **options)
         fully_shard(model, **options)  # in place
-        return _stepped(model, _adamw(model))
+        return stepped(model, _adamw(model))
 
     return build
 
@@ -198,14 +200,14 @@ def _on_device(stage: Callable[..., GPT] | None) -> Callable[[GPT, str], Trained
         device = model.head.weight.device
         mesh = None if stage is None else group_of_one(device.type)
         ours = zf.precision(model if mesh is None or stage is None else stage(model, mesh, donate=True))
-        return _stepped(ours, _adamw(ours, fused=_is_fused_on(device)), is_ours=True)
+        return stepped(ours, _adamw(ours, fused=_is_fused_on(device)), is_ours=True)
 
     return build
 
 
 def _states(model: GPT, _path: str) -> Trained:
     ours = zf.precision(model)
-    return _stepped(ours, zf.streamed(_adamw(ours), zf.cpu()), is_ours=True)
+    return stepped(ours, zf.streamed(_adamw(ours), zf.cpu()), is_ours=True)
 
 
 def _away(tier: Callable[[str], Any], finish: Any = "step") -> Callable[[GPT, str], Trained]:
@@ -213,7 +215,7 @@ def _away(tier: Callable[[str], Any], finish: Any = "step") -> Callable[[GPT, st
         to = tier(path)
         ours = zf.precision(model)
         ours = zf.offload(ours, params=to, grads=to, optim=to, reshard_after="backward", donate=True)
-        return _stepped(ours, zf.streamed(_adamw(ours), finish=finish), is_ours=True)
+        return stepped(ours, zf.streamed(_adamw(ours), finish=finish), is_ours=True)
 
     return build
 
