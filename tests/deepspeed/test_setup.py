@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -244,7 +243,7 @@ def test_overflows_are_taken_where_the_config_does_not_want_them_looked_for(rank
     ranks(2).run(_unchecked)
 
 
-def _resumed(config: Json) -> float:
+def _resumed(config: Json, folder: str) -> float:
     def steps(setup: zf.DeepSpeedSetup[Any], first: int, last: int) -> None:
         for step in range(first, last):
             with zf.accumulate(setup.model):
@@ -255,16 +254,16 @@ def _resumed(config: Json) -> float:
 
     through = zf.from_deepspeed(built(), config, axis())
     steps(through, 0, 3)
-    parts = (through.model, through.optimizer, through.scheduler, through.scaler)
-    saved = [copy.deepcopy(part.state_dict()) if part is not None else None for part in parts]
+    assert (through.steps, through.skipped_steps) == (3, 1)
+    zf.save(folder, through.model, through.optimizer, extra={"setup": through})
     steps(through, 3, 6)
     seed_generator(1)
     resumed = zf.from_deepspeed(Tower(), config, axis())
-    others = (resumed.model, resumed.optimizer, resumed.scheduler, resumed.scaler)
-    for other, state in zip(others, saved, strict=True):
-        if other is not None and state is not None:
-            other.load_state_dict(state)
+    zf.load(folder, resumed.model, resumed.optimizer, extra={"setup": resumed})
     steps(resumed, 3, 6)
+    assert (resumed.steps, resumed.skipped_steps) == (6, 1)
+    assert resumed.rates == through.rates == [resumed.optimizer.param_groups[0]["lr"]]
+    assert resumed.device == torch.device("cpu")
     assert (resumed.scaler is None) or resumed.scaler.get_scale() == through.scaler.get_scale()  # type: ignore[union-attr]
     return furthest(values(resumed.model), values(through.model))
 
@@ -275,7 +274,7 @@ def test_training_goes_on_where_it_was_saved(ranks: Ranks, tmp_path: Path, dtype
     if dtype == "fp16":
         section |= {"initial_scale_power": 10, "loss_scale_window": 2}
     config = {**zero(3, offload_optimizer={"device": device, "nvme_path": str(tmp_path)}), dtype: section}
-    assert ranks(2).run(_resumed, config) == [0.0, 0.0]
+    assert ranks(2).run(_resumed, config, str(tmp_path / "saved")) == [0.0, 0.0]
 
 
 def _on_two_axes() -> None:

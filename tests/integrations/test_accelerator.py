@@ -73,6 +73,22 @@ def test_prepared_models_have_the_numbers_of_replicas(prepared: Ranks) -> None:
     assert prepared(2).run(_compare, 2)[0] * 2 == each, "two microbatches are reduced once"
 
 
+def _float16(folder: str) -> None:
+    from tests.integrations.worlds import arguments
+    from zero_fn.integrations.transformers import ZeroTrainer
+
+    with pytest.raises(zf.ConfigError, match=r'compute in float32, and scale no loss(.|\n)*mixed_precision="bf16"'):
+        _accelerator(True, mixed_precision="fp16")
+    start()
+    args = arguments(folder, fp16=True)
+    with pytest.raises(zf.ConfigError, match=r"compute in float32, and scale no loss(.|\n)*bf16=True"):
+        ZeroTrainer(model=llama(), args=args, train_dataset=Counting(), place=place())
+
+
+def test_float16_that_accelerate_would_leave_out_is_refused(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_float16, str(tmp_path))
+
+
 def _in_two_calls() -> None:
     """The optimizer is built for the plain model, and prepared after it, as accelerate allows."""
 

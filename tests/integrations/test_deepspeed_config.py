@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.integrations.worlds import Counting, arguments, llama, numbers, place, require_close, start
+from tests.integrations.worlds import Counting, arguments, llama, lora, numbers, place, require_close, start
 from tests.ranks import Ranks
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
@@ -72,7 +73,8 @@ def _own(folder: str) -> None:
     """Optimizer and scheduler of the config, on weights of 16 bits; resumed to the bit, on a disk too."""
     options = {"save_strategy": "steps", "save_steps": 2, "bf16": True, "warmup_steps": 2, "max_steps": 5}
     disk = {"device": "nvme", "nvme_path": folder}
-    for config in ({**zero(2), **OWN}, {**zero(3, offload_optimizer=disk), **OWN}):
+    narrow = {"stage3_gather_16bit_weights_on_model_save": True}
+    for config in ({**zero(2), **OWN}, {**zero(3, offload_optimizer=disk, **narrow), **OWN}):
         ours = configured(folder, config, llama().bfloat16(), **options)
         wanted = numbers(ours)
         rates = [value for name, value in wanted if name == "learning_rate"]
@@ -123,6 +125,10 @@ def _skipped(folder: str, dtype: str) -> None:
     assert not all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(second, third, strict=True))
     assert ours.lr_scheduler.last_epoch == 2
+    assert ours.skipped_steps == 1
+    again = configured(folder, config, _Overflowing(llama(), 9, 1), **options)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
+    assert again.skipped_steps == 1, "it is not counted anew"
     assert (ours.accelerator.scaler is not None) == (dtype == "fp16")
     if dtype == "fp16":
         assert ours.accelerator.scaler.get_scale() == 128.0
@@ -132,6 +138,41 @@ def _skipped(folder: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_a_step_that_overflows_is_skipped(prepared: Ranks, tmp_path: Path, dtype: str) -> None:
     prepared(2).run(_skipped, str(tmp_path), dtype)
+
+
+def _in_files(folder: str) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {name: value for path in Path(folder).glob("*.safetensors") for name, value in load_file(path).items()}
+
+
+def _saved(folder: str, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]) -> None:
+    options = {dtype: True} if dtype else {}
+    ours = configured(folder, zero(3, **{entry: is_asked}), build(), **options)
+    ours.save_model(f"{folder}/out")
+    found = _in_files(f"{folder}/out")
+    narrow = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "", torch.float32)
+    wanted = {p.full_tensor().to(narrow if is_asked else torch.float32) for p in ours.model.parameters()}
+    assert found and {value.dtype for value in found.values()} == {value.dtype for value in wanted}
+    assert all(any(torch.equal(value, other) for other in wanted) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("entry", "dtype", "is_asked", "build"),
+    [
+        ("stage3_gather_16bit_weights_on_model_save", "bf16", True, llama),
+        ("stage3_gather_fp16_weights_on_model_save", "fp16", True, lora),
+        ("gather_16bit_weights_on_model_save", None, True, llama),
+        ("stage3_gather_16bit_weights_on_model_save", "bf16", False, llama),
+    ],
+    ids=["bf16", "fp16 and adapters", "float32", "not asked for"],
+)
+def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
+    prepared: Ranks, tmp_path: Path, entry: str, dtype: str | None, is_asked: bool, build: Callable[[], nn.Module]
+) -> None:
+    if build is lora:
+        pytest.importorskip("peft", reason="the package peft is not installed")
+    prepared(2).run(_saved, str(tmp_path), entry, dtype, is_asked, build)
 
 
 def _refused(folder: str) -> None:

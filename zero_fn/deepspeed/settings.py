@@ -49,6 +49,7 @@ class Settings:
         accumulation_steps: Microbatches of a step.
         compute: The dtype of gathered parameters; None: the dtype at rest.
         reduce: The dtype of gradient sums.
+        saved: The dtype in which a Trainer saves its model; None: that at rest.
         scaler: Makes the loss scaler, given the type of the device; None unless `compute` is float16.
         skips_overflow: Whether a step is skipped if its gradients are not finite.
         max_norm: The norm to which gradients are clipped; 0: not clipped.
@@ -62,6 +63,7 @@ class Settings:
     accumulation_steps: int
     compute: torch.dtype | None
     reduce: torch.dtype
+    saved: torch.dtype | None
     scaler: Callable[[str], Scaler] | None
     skips_overflow: bool
     max_norm: float
@@ -100,11 +102,13 @@ def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, obj
     micro_batch_size, accumulation_steps = found.pop("batch_sizes")
     clipping = "gradient_clipping"
     default = TakenEntry(clipping, "not given", f"{entries[clipping]:g}, DeepSpeed's default, in setup.step()")
+    is_narrow = any(entries[f"{_ZERO}.stage3_gather_{name}_weights_on_model_save"] for name in ("16bit", "fp16"))
     checked = {torch.float16: True, torch.bfloat16: entries["bf16.check_grad_overflow"]}
     return Settings(
         micro_batch_size,
         accumulation_steps,
         **found,
+        saved=found["compute"] if is_narrow else None,
         skips_overflow=checked.get(found["compute"], False),
         max_norm=entries[clipping],
         outcomes=(*entries.outcomes, *([] if entries.is_given(clipping) else [default])),

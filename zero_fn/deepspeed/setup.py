@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,12 @@ __all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "placed_by"]
 M = TypeVar("M", bound=nn.Module)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DeepSpeedSetup(Generic[M]):
     """What `from_deepspeed` returns. Printed, it lists the outcome of each entry of the config.
+
+    `zf.save(folder, setup.model, setup.optimizer, extra={"setup": setup})` saves all of it, and `zf.load` with the same
+    arguments loads it.
 
     Attributes:
         model: The transformed model.
@@ -46,6 +49,9 @@ class DeepSpeedSetup(Generic[M]):
         max_norm: The norm to which `step` clips gradients; 0: gradients are not clipped.
         skips_overflow: Whether `step` skips a step whose gradients are not finite.
         outcomes: The outcome of each entry of the config.
+        device: The device that computes, to which batches go.
+        steps: Calls of `step`, skipped ones too: `global_steps` of DeepSpeed.
+        skipped_steps: Those of them that were skipped because gradients were not finite.
     """
 
     model: M
@@ -57,6 +63,27 @@ class DeepSpeedSetup(Generic[M]):
     max_norm: float
     skips_overflow: bool
     outcomes: tuple[TakenEntry, ...]
+    device: torch.device
+    steps: int = 0
+    skipped_steps: int = 0
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of each parameter group in the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is neither in the model nor in the optimizer: the scheduler, the loss scale, and the counts of steps."""
+        parts = {"scheduler": self.scheduler, "scaler": self.scaler}
+        states = {name: part.state_dict() for name, part in parts.items() if part is not None}
+        return {**states, "steps": self.steps, "skipped_steps": self.skipped_steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned."""
+        for name, part in (("scheduler", self.scheduler), ("scaler", self.scaler)):
+            if part is not None and name in state:
+                part.load_state_dict(state[name])
+        self.steps, self.skipped_steps = state["steps"], state["skipped_steps"]
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to call `backward()` on: divided by `accumulation_steps`, times the loss scale of float16."""
@@ -89,6 +116,7 @@ class DeepSpeedSetup(Generic[M]):
         if is_taken and self.scheduler is not None:
             self.scheduler.step()
         self.optimizer.zero_grad()
+        self.steps, self.skipped_steps = self.steps + 1, self.skipped_steps + (not is_taken)
         return norm
 
     def _norm(self) -> float | None:
@@ -195,6 +223,7 @@ def from_deepspeed(
         max_norm=settings.max_norm,
         skips_overflow=settings.skips_overflow,
         outcomes=outcomes,
+        device=torch.empty(0, device=mesh.device_type).device,  # with its index
     )
 
 

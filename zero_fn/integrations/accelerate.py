@@ -38,7 +38,7 @@ from zero_fn.integrations.states import (
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.entry import runs_of
 
-__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples"]
+__all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples", "require_precision"]
 
 STATES = "zero_fn"
 """The folder, inside a checkpoint of accelerate or of a Trainer, to which each rank writes the shards that it owns."""
@@ -70,6 +70,21 @@ def require_own_samples(model: nn.Module, processes: int) -> None:
             )
 
 
+def require_precision(accelerator: Accelerator) -> None:
+    """Refuses float16 where accelerate would compute in float32 and scale no loss, without a word.
+
+    Raises:
+        ConfigError: `mixed_precision="fp16"` on a CPU.
+    """
+    if accelerator.mixed_precision == "fp16" and not accelerator.native_amp:
+        raise zf.ConfigError(
+            "accelerate has no float16 on this device: it would compute in float32, and scale no loss.",
+            device=accelerator.device.type,
+            fix='mixed_precision="bf16" (of a Trainer bf16=True); or a DeepSpeed config with "fp16": {"enabled": true}, '
+            "whose loss scale works here, too: ZeroTrainer(..., deepspeed=config), zf.from_deepspeed",
+        )
+
+
 class ZeroAccelerator(Accelerator):
     """An Accelerator that transforms models where `Accelerator` would wrap them in DDP.
 
@@ -83,6 +98,9 @@ class ZeroAccelerator(Accelerator):
         *args: Those of Accelerator.
         place: Any chain of transforms; None leaves plain models to accelerate.
         **options: Those of Accelerator.
+
+    Raises:
+        ConfigError: `mixed_precision="fp16"` on a CPU, where accelerate would do nothing.
     """
 
     place: Place[nn.Module] | None = None
@@ -93,6 +111,7 @@ class ZeroAccelerator(Accelerator):
 
     def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
+        require_precision(self)
         self.place = place
 
     def prepare(self, *objects: Any, **options: Any) -> Any:

@@ -32,7 +32,7 @@ import zero_fn as zf
 from zero_fn.checkpoint.exporting import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import placed_by
-from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples
+from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples, require_precision
 from zero_fn.integrations.placing import (
     Place,
     exchange_parameters,
@@ -166,6 +166,16 @@ class ZeroTrainerMixin(_AnyTrainer):
         super().create_accelerator_and_postprocess()
         # The Trainer offers no way to choose the class of its accelerator.
         self.accelerator.__class__ = ZeroAccelerator
+        require_precision(self.accelerator)
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps, of `state.global_step`, whose gradients were not finite: they moved neither weights nor rates.
+
+        It is read off the scheduler, so it goes on after a resume. Not with `lr_scheduler_type="reduce_lr_on_plateau"` or
+        "greedy", whose schedulers do not count steps.
+        """
+        return int(self.state.global_step - getattr(self.lr_scheduler, "last_epoch", 0))
 
     def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
         self._place_model()
@@ -225,15 +235,22 @@ class ZeroTrainerMixin(_AnyTrainer):
         return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes a folder that `from_pretrained` loads. All ranks call it, and return when it is complete."""
+        """Writes a folder that `from_pretrained` loads. All ranks call it, and return when it is complete.
+
+        Values have the dtype in which they rest; that in which the model computes if a DeepSpeed config has
+        `stage3_gather_16bit_weights_on_model_save`.
+        """
         output_dir = output_dir if output_dir is not None else str(self.args.output_dir)
+        dtype = None if self.settings is None else self.settings.saved
         if isinstance(self.model, PreTrainedModel) and not self.args.save_on_each_node and _is_streamable(self.model):
-            export(self.model, output_dir, convert=partial(_in_files, self.model), replaces=True)
+            export(self.model, output_dir, dtype=dtype, convert=partial(_in_files, self.model), replaces=True)
             with patch.object(self.model, "save_pretrained", lambda *_, **__: None):  # `export` has written the weights
                 if self.args.should_save:
                     self._save(output_dir, state_dict={})
         else:
             state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
+            if dtype is not None:
+                state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
             with _whole_prompts(self.model):
                 if self.args.should_save:
                     self._save(output_dir, state_dict=state)
