@@ -32,8 +32,8 @@ def test_a_skip_for_want_of_something_else_fails_the_run(tmp_path: Path, body: s
 
 
 def test_what_the_machine_lacks_may_be_skipped_and_failures_may_be_expected(tmp_path: Path) -> None:
-    body = "import pytest\ndef test_a(): pytest.skip('no GPU')\n@pytest.mark.xfail\ndef test_b(): assert 0\ndef test_c(): pass"
-    (tmp_path / "test_ours.py").write_text(body)
+    tests = ["def test_a(): pytest.skip('no GPU')", "@pytest.mark.xfail\ndef test_b(): assert 0", "def test_c(): pass"]
+    (tmp_path / "test_ours.py").write_text("\n".join(["import pytest", *tests]))
     done = _run(tmp_path)
     assert done.returncode == 0, done
     assert "1 passed, 1 skipped, 1 xfailed" in done.stdout
