@@ -212,30 +212,26 @@ def _over_a_placed_base(folder: str) -> None:
     if dist.get_rank() == 0:
         llama().save_pretrained(f"{folder}/base")  # type: ignore[operator]
     dist.barrier()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
 
     def adapters(model: nn.Module) -> nn.Module:
         torch.manual_seed(1)
         adapted: nn.Module = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=_TARGETS))
         return adapted
 
-    def place(model: nn.Module) -> nn.Module:
-        return zf.zero3(model, mesh)
-
     data = {"train_dataset": Counting()}
     plain = adapters(AutoModelForCausalLM.from_pretrained(f"{folder}/base"))
     wanted = numbers(Trainer(model=plain, args=arguments(folder), **data))
-    with placed(place):
+    with placed(place()):
         base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place, **data)  # type: ignore[arg-type]
+    ours = ZeroTrainer(model=adapters(base), args=arguments(folder), place=place(), **data)  # type: ignore[arg-type]
     require_close(numbers(ours), wanted)
     assert all(isinstance(parameter, DTensor) for parameter in ours.model.parameters())
     ours.save_model(f"{folder}/out")
     trained = _logits(ours.model.eval())
     torch.testing.assert_close(_logits(peft.PeftModel.from_pretrained(llama(), f"{folder}/out").eval()), trained)
-    with placed(place):
+    with placed(place()):
         base = AutoModelForCausalLM.from_pretrained(f"{folder}/base")
-    again = place(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
+    again = place()(peft.PeftModel.from_pretrained(base, f"{folder}/out"))
     torch.testing.assert_close(_logits(again.eval()), trained)
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zero_fn as zf
 from tests.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start
@@ -116,12 +115,7 @@ def _trainer(
     theirs = getattr(trl, trainer)
     ours = type(f"Zero{trainer}", (ZeroTrainerMixin, theirs), {})
     auto = AutoModelForSequenceClassification if trainer == "RewardTrainer" else AutoModelForCausalLM
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))  # by which PEFT goes
-
-    def into_shards(model: nn.Module) -> nn.Module:
-        return zf.zero3(model, mesh)
-
-    with placed(into_shards) if kind == "placed" else nullcontext():
+    with placed(place()) if kind == "placed" else nullcontext():
         model: nn.Module = auto.from_pretrained(folder)
     config = getattr(trl, trainer.replace("Trainer", "Config"))
     arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": _tokenizer(), **more}
@@ -133,7 +127,7 @@ def _trainer(
     if kind == "mixin":
         return ours(model=model, place=place(stage), **arguments)
     if kind == "placed":
-        return ours(model=model, place=into_shards, **arguments)
+        return ours(model=model, place=place(), **arguments)
     return ours(model=place()(model), **arguments)
 
 

@@ -7,7 +7,9 @@ transformed model. If it has stepped, its states have the shapes of whole parame
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -65,6 +67,7 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
     if device is not None and any(tensor.device.type != device.type for tensor in tensors):
         transformed = transformed.to(device)
     run_together(transformed)
+    let_adapters_be_whole()
     new = dict(transformed.named_parameters())
     return transformed, {id(parameter): new[name] for name, parameter in old.items() if name in new}
 
@@ -81,6 +84,26 @@ def run_together(module: nn.Module) -> None:
         own = getattr(type(child), "generate", None)
         if inspect.isfunction(own) and "synced_gpus" in inspect.signature(own).parameters:
             child.__dict__["generate"] = MethodType(_generate, child)
+
+
+def let_adapters_be_whole() -> None:
+    """Tells PEFT, once it is imported, that a module whose weight rests in shards computes with the whole weight.
+
+    PEFT takes a DTensor for tensor parallelism, and makes adapters for its local shape, unless the axis is called "fsdp".
+    """
+    name = "_get_in_out_features"
+    theirs = getattr(sys.modules.get("peft.tuners.tuners_utils"), name, None)
+    if theirs is None or hasattr(theirs, "__wrapped__"):
+        return
+
+    @wraps(theirs)
+    def sizes(module: nn.Module) -> Any:
+        slot = slot_of(module.weight) if isinstance(module, nn.Linear) else None
+        return theirs(module) if slot is None or slot.model else (module.in_features, module.out_features)
+
+    for path, other in list(sys.modules.items()):
+        if path.startswith("peft.") and vars(other).get(name) is theirs:
+            setattr(other, name, sizes)
 
 
 def _generate(self: Any, *args: Any, **options: Any) -> Any:

@@ -19,6 +19,8 @@ from zero_fn.values.tiers import IN_MEMORY
 
 __all__ = ["Description", "UnitRow", "describe"]
 
+_OWN = ", the device's own"  # how a row's tier ends that was asked for and is where the device computes
+
 
 @dataclass(frozen=True, slots=True)
 class UnitRow:
@@ -71,13 +73,15 @@ class Description:
                 f"{row.shard_elements:,}",
                 f"{row.padding_nbytes:,}",
                 row.placement,
-                row.tier,
+                row.tier.removesuffix(_OWN),
                 row.dtypes,
                 str(row.frozen or ""),
             )
             for row in self.rows
         ]
         lines = table(rows, right={1, 2, 3, 4, 8})
+        if any(row.tier.endswith(_OWN) for row in self.rows):
+            lines.append("cpu() is the device's own memory: nothing is copied")
         return "\n".join([f"axis {self.axis}", *lines, *([self.optimizer] if self.optimizer else [])])
 
 
@@ -139,7 +143,7 @@ def _tier(slot: Slot) -> str:
     tiers = slot.home.tiers
     if tiers == IN_MEMORY:
         return slot.flat.device.type
-    return str(tiers) if slot.kind.must_be_streamed else f"{tiers}, the device's own"
+    return str(tiers) if slot.kind.must_be_streamed else f"{tiers}{_OWN}"
 
 
 def _dtypes(slot: Slot) -> str:
