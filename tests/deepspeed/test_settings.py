@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import Counter
@@ -85,6 +86,9 @@ def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed(
         return found.kind, found.options.get("weight_decay")
 
     assert stock("Adam") == stock("adam") == stock("AdamW") == stock("ADAMW") == (torch.optim.AdamW, 0.0)
+    assert stock("DeepSpeedCPUAdam") == stock("FusedAdam") == stock("Adam")
+    assert stock("DeepSpeedCPUAdam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
+    assert stock("DeepSpeedCPUAdagrad") == stock("Adagrad")
     assert stock("Adam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
     assert stock("AdamW", adam_w_mode=False) == (torch.optim.AdamW, 0.0)
     assert stock("AdamW", torch_adam=True) == (torch.optim.AdamW, 0.01)
@@ -226,7 +230,6 @@ def test_an_entry_of_another_kind_is_named(config: Json, entry: str) -> None:
         (("bf16",), True),
         (("fp16", "enabled"), True),
         (("fp16", "loss_scale_window"), 0),
-        (("fp16", "auto_cast"), True),
         (("bf16", "bf16_optimizer_states"), True),
         (("communication_data_type",), "fp8"),
         (("data_types",), {"grad_accum_dtype": "bf16"}),
@@ -236,7 +239,6 @@ def test_an_entry_of_another_kind_is_named(config: Json, entry: str) -> None:
         (("activation_checkpointing",), {"partition_activations": True}),
         (("activation_checkpointing",), {"cpu_checkpointing": True}),
         (("aio",), {"use_gds": True}),
-        (("checkpoint",), {"load_universal": True}),
         (("tensorboard",), {"enabled": True}),
         (("wandb",), {"project": "x"}),
         (("curriculum_learning",), {"enabled": True}),
@@ -260,6 +262,91 @@ def test_a_misspelt_entry_is_named_with_what_was_meant() -> None:
         settings_of({**SMALL, "gradient_cliping": 0.5}, 1)
     with pytest.raises(ConfigError, match=r"zero_optimization.overlap_com\b(.|\n)*overlap_comm, or remove"):
         settings_of({**SMALL, "zero_optimization": {"stage": 1, "overlap_com": True}}, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "entry", "fix"),
+    [
+        ({"zero_optimization": {"aio": {"block_size": 1}}}, "zero_optimization.aio", "move it to the top level"),
+        ({"offload_param": {"device": "cpu"}}, "offload_param", 'move it to "zero_optimization"'),
+        ({"bf16": {"enabled": True, "initial_scale_power": 8}}, "bf16.initial_scale_power", 'move it to "fp16"'),
+        ({"pipeline_parallel": {"pp_size": 2}}, "pipeline_parallel", "docs/guides/pipelines.md"),
+        ({"moe": {"enabled": True, "ep_size": 4}}, "moe", "docs/guides/experts.md"),
+        ({"moe_expert_parallel_size": 4}, "moe_expert_parallel_size", "docs/guides/experts.md"),
+        ({"nebula": {"enabled": True}}, "nebula", "zf.save_async"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_entry_in_another_place_or_of_another_library_is_told_where_it_belongs(
+    config: Json, entry: str, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings_of({**SMALL, **config}, 1)
+    assert caught.value.facts["entry"] == entry
+    assert fix in caught.value.fix
+
+
+def test_what_does_nothing_says_so() -> None:
+    config = {**SMALL, "wall_clock_breakdown": True, "memory_breakdown": True, "steps_per_print": 100}
+    config["activation_checkpointing"] = {"profile": True, "number_checkpoints": 4}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    names = ("wall_clock_breakdown", "memory_breakdown", "steps_per_print")
+    for name in (*names, "activation_checkpointing.profile", "activation_checkpointing.number_checkpoints"):
+        assert became[name].startswith("does nothing: "), name
+
+
+@pytest.mark.parametrize(("said", "least"), [(1, 1.0), (1e-3, 1e-3), (1e-8, 2.0**-24), (0, 2.0**-24)])
+def test_the_least_scale_is_any_that_float16_can_hold(said: float, least: float) -> None:
+    scaler = settings_of({**SMALL, "fp16": {"enabled": True, "min_loss_scale": said}}, 1).scaler
+    assert isinstance(scaler, partial)
+    assert scaler.keywords["least"] == least
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_inputs_are_cast_whatever_auto_cast_says(said: bool) -> None:
+    settings = settings_of({**SMALL, "fp16": {"enabled": True, "auto_cast": said}}, 1)
+    assert next(each.became for each in settings.outcomes if each.entry == "fp16.auto_cast").startswith(
+        "inputs of a unit"
+    )
+
+
+def _scheduler(kind: str, **params: Any) -> Any:
+    return settings_of({**SMALL, "scheduler": {"type": kind, "params": params}}, 1).scheduler
+
+
+def test_cosine_is_a_warm_up_only_if_its_steps_are_there() -> None:
+    found = _scheduler("Cosine", total_num_steps=50, warmup_num_steps=5, cos_min_ratio=0.1)
+    assert (
+        found.keywords
+        == _scheduler("WarmupCosineLR", total_num_steps=50, warmup_num_steps=5, cos_min_ratio=0.1).keywords
+    )
+    for params in ({}, {"total_num_steps": 50}, {"T_max": 50}):
+        with pytest.raises(
+            ConfigError, match=r"scheduler\.type(.|\n)*WarmupCosineLR(.|\n)*CosineAnnealingLR"
+        ) as caught:
+            _scheduler("Cosine", **params)
+        assert caught.value.facts["entry"] == "scheduler.type"
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_max_lr"):
+        _scheduler("Cosine", total_num_steps=50, warmup_num_steps=5, warmup_max_lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("OneCycle", {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "decay_lr_rate": 0.1}),
+        ("LRRangeTest", {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 5}),
+    ],
+)
+def test_of_a_scheduler_that_is_not_there_only_its_name_is_refused(kind: str, params: Json) -> None:
+    with pytest.raises(ConfigError) as caught:
+        _scheduler(kind, **params)
+    assert caught.value.facts["entry"] == "scheduler.type"
+    assert "torch.optim.lr_scheduler" in caught.value.fix
+
+
+def test_a_misspelt_option_of_a_scheduler_is_named_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.warmup_num_step\b(.|\n)*fix +: warmup_num_steps"):
+        _scheduler("WarmupLR", warmup_num_step=5)
 
 
 def test_offload_without_a_place_is_refused() -> None:
@@ -323,12 +410,25 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str, complain
         config_of(file)
 
 
+def test_text_is_read_as_the_dict_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Hugging Face does: JSON, in base64 too. A file of that name is read first."""
+    text = json.dumps(STAGE_3, indent=1)
+    encoded = base64.urlsafe_b64encode(text.encode()).decode()
+    assert config_of(f"\n {text}") == config_of(encoded) == STAGE_3
+    for path in ("nowhere.json", "e30", "eyJ" * 300):  # the last two begin as base64 of an object does
+        with pytest.raises(ConfigError, match=r"OSError|FileNotFoundError"):
+            config_of(path)
+    monkeypatch.chdir(tmp_path)
+    Path("e30=").write_text('{"a": 1}')
+    assert config_of("e30=") == {"a": 1}
+
+
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b'{"a": "\xff"}')
-    for path in (tmp_path / "nowhere.json", tmp_path, tmp_path / "latin.json", "\0", '{"a": 1}'):
+    for path in (tmp_path / "nowhere.json", tmp_path, tmp_path / "latin.json", "\0", '{"a": 1', '{"a": 1} x'):
         with pytest.raises(ConfigError, match="cannot be read"):
             config_of(path)
-    with pytest.raises(ConfigError, match="a path or a dict, not list"):
+    with pytest.raises(ConfigError, match="a path, JSON or a dict, not list"):
         config_of([])  # type: ignore[arg-type]
 
 

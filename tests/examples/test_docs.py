@@ -1,19 +1,23 @@
 """Every block of Python in README.md and docs/ is run: the blocks of a page are one program, in their order.
 
 A page without a mark is run by one process, as a script. A page that begins with `<!-- ranks: N -->` is run by N ranks, after
-the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed.
+the lines of docs/guides/index.md. A block after `<!-- not run: why -->` needs what a test lacks: it is parsed. What
+pages and the package itself refer to is there.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import importlib
 import io
 import os
 import re
 import sys
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,7 +33,9 @@ _PAGES = [
 ]
 _BLOCK = re.compile(r"^(?P<mark><!-- not run: .+ -->\n)?```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 _RANKS = re.compile(r"\A<!-- ranks: (\d+) -->\n")
-_LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+_MENTION = re.compile(r"((?:[\w-]+/)*[\w-]+\.md|\bREADME\b)(?:, ([A-Z][\w ]+))?")
+"""A page in a text of the package, and the section if one is named: `docs/limits.md`, `README, Install`."""
 _FILE = re.compile(r"`(?:python )?((?:[\w.]+/)+\w+\.(?:py|c|txt|md|cpp))(?:::\w+)?`")
 
 
@@ -63,6 +69,8 @@ def page_of(path: Path) -> Page:
 
 
 _ALL = [page_of(path) for path in _PAGES]
+_UNDER_TORCHRUN = ("docs/start/launching.md", "docs/reports.md")
+_ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 def _ids(pages: list[Page]) -> pytest.MarkDecorator:
@@ -109,7 +117,8 @@ def test_a_page_on_ranks_says_where_its_names_come_from(page: Page) -> None:
 def test_a_page_runs_as_a_script(page: Page, tmp_path: Path, interpreter: Interpreter) -> None:
     script = tmp_path / "page.py"
     script.write_text(page.program())
-    assert interpreter.run(script).ended == 0
+    said = interpreter.run(script, environ=_ONE_RANK if page.name in _UNDER_TORCHRUN else None)
+    assert said.ended == 0, said
 
 
 def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
@@ -128,9 +137,79 @@ def test_the_first_example_learns_and_gives_ranks_batches_of_their_own(
 @pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
 def test_links_of_a_page_lead_somewhere(path: Path) -> None:
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    for target, _ in _LINK.findall(text):
+    for target, place in _LINK.findall(text):
         if not re.match(r"https?:|mailto:", target):
-            assert (path.parent / target).exists(), f"{path.name} links to {target}, which is not there"
+            found = path.parent / target if target else path
+            assert found.exists(), f"{path.name} links to {target}, which is not there"
+            assert not place or place in _anchors(found), (
+                f"{path.name} links to #{place} of {found.name}, which is not there"
+            )
+
+
+def _headings(path: Path) -> set[str]:
+    text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE))
+
+
+def _anchors(path: Path) -> set[str]:
+    """What comes after `#` in links to a page: its headings; to a lesson: its pictures."""
+    if path.suffix == ".ipynb":
+        return {f"picture-{number + 1}" for number in range(path.read_text(encoding="utf-8").count('"image/png":'))}
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in _headings(path)}
+
+
+_TEXTS = [path for path in sorted((_ROOT / "zero_fn").rglob("*")) if path.suffix in (".py", ".txt", ".c")]
+
+
+def test_pages_that_the_package_names_are_there() -> None:
+    """In docstrings, in fixes of errors, and in the table of entries of a DeepSpeed config."""
+    found = [(path.name, *said) for path in _TEXTS for said in _MENTION.findall(path.read_text(encoding="utf-8"))]
+    assert len(found) > 5
+    for where, name, section in found:
+        page = _ROOT / (name if name.endswith(".md") else f"{name}.md")
+        assert page.is_file(), f"{where} names {name}, which is not there"
+        assert not section or section in _headings(page), f"{where} names {section} in {name}, which is not there"
+
+
+def test_names_that_the_package_tells_to_write_are_there() -> None:
+    """`zf.save_async`, `torch.profiler`: in docstrings, fixes and the table, where no linter looks."""
+    for path in _TEXTS:
+        for name in set(re.findall(r"\b(?:zf|torch)(?:\.[A-Za-z_]\w*)+", path.read_text(encoding="utf-8"))):
+            assert _named(name.replace("zf.", "zero_fn.", 1)), f"{path.name} names {name}"
+
+
+@cache
+def _named(name: str) -> Any:
+    """The module of this name, or what a module or class has under it."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(name)
+    inside, _, last = name.rpartition(".")
+    return getattr(_named(inside), last)
+
+
+_MODELS = ["7 B", *(pytest.param(name, marks=pytest.mark.long) for name in ("13 B", "70 B", "175 B"))]
+
+
+@pytest.mark.parametrize("model", _MODELS)
+def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None:
+    path = _ROOT / "docs" / "guides" / "sizes.md"
+    space: dict[str, Any] = {"__name__": "sizes"}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    needs = cache(space["needs"])
+    lines = [
+        line.strip("| ").split(" | ")
+        for line in path.read_text("utf-8").splitlines()
+        if line.startswith(f"| {model} |")
+    ]
+    assert [stage for _, stage, *_ in lines] == 3 * list(space["STAGES"])
+    for number, (_, stage, *cells) in enumerate(lines):
+        if number < 8:  # at rest and in flight, in bfloat16 and in float32
+            plans = [needs(model, stage, ranks, number < 4) for ranks in (8, 64, 1024)]
+            assert cells == [f"{plan.held.total / 1e9:,.1f} ({plan.peak_nbytes / 1e9:,.1f})" for plan in plans]
+        else:
+            bf16, fp32 = (needs(model, stage, 64, is_bf16).sent_nbytes / 1e9 for is_bf16 in (True, False))
+            seconds = [f"{bf16 / 50:.1f} s", f"{bf16 / 300:.2f} s"]
+            assert cells == [f"{bf16:,.1f}", *seconds, f"{fp32:,.1f}", f"{fp32 / 50:.1f} s"]
 
 
 @pytest.mark.parametrize("path", [path for path in _PAGES if path.parent.name != "log"], ids=lambda path: path.stem)

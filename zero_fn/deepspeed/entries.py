@@ -1,16 +1,18 @@
 """The entries of a DeepSpeed config, read against the table of `keys`: their values, their outcomes, and all errors.
 
-Every entry of the config has an outcome or is refused; none is ignored. (DeepSpeed 0.19 accepts misspelt entries at the top
-level, text for numbers, and NaN.)
+Every entry of the config has an outcome or is refused. Of an entry that is taken and changes nothing, the outcome says so.
+(DeepSpeed 0.19 accepts misspelt entries at the top level, text for numbers, and NaN.)
 """
 
 from __future__ import annotations
 
+import base64
 import difflib
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,7 @@ def config_of(config: Config) -> Mapping[str, object]:
     """The config as an object of JSON.
 
     Args:
-        config: A path, or the object itself.
+        config: A path, the JSON as text or, as Hugging Face takes it, in base64, or the object itself.
 
     Raises:
         ConfigError: There is no such file, it is not a JSON object, or it has an entry twice.
@@ -37,23 +39,32 @@ def config_of(config: Config) -> Mapping[str, object]:
         return config
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
-            f"A DeepSpeed config is a path or a dict, not {type(config).__name__}.",
+            f"A DeepSpeed config is a path, JSON or a dict, not {type(config).__name__}.",
             got=repr(config)[:60],
             fix='zf.from_deepspeed(model, "ds_config.json", mesh["dp"])',
         )
     try:
-        text = Path(config).read_text(encoding="utf-8")
-        found = json.loads(text, object_pairs_hook=_once, parse_constant=_finite)
+        found = json.loads(_text_of(config), object_pairs_hook=_once, parse_constant=_finite)
         if not isinstance(found, Mapping):
             raise ValueError(f"it is not an object, but {found!r}")
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "A DeepSpeed config cannot be read.",
-            path=str(config)[:200],
+            config=str(config)[:200],
             error=f"{type(error).__name__}: {error}"[:200],
             fix="the path of a file of JSON (no comments, no comma before a closing bracket, no NaN), or the dict itself",
         ) from error
     return found
+
+
+def _text_of(config: str | os.PathLike[str]) -> str:
+    if isinstance(config, str) and not os.path.exists(config):
+        if config.lstrip().startswith("{"):
+            return config
+        with suppress(ValueError):  # a path is no base64, or not that of an object
+            if (found := base64.urlsafe_b64decode(config).decode()).lstrip().startswith("{"):
+                return found
+    return Path(config).read_text(encoding="utf-8")
 
 
 def _once(pairs: Sequence[tuple[str, object]]) -> dict[str, object]:
@@ -258,7 +269,10 @@ def shown(value: object) -> str:
 
 
 def _meant(name: str, section: Mapping[str, object], path: str) -> str:
-    """The fix for an unknown entry: the known one with the most similar name, or to remove it."""
+    """The fix for an unknown entry: the section that has it, the known one with the most similar name, or to remove it."""
+    homes = {known.rpartition(".")[0] for known in (*KEYS, *_SECTIONS) if known.rpartition(".")[2] == name}
+    if len(homes) == 1:
+        return f"move it to {json.dumps(*homes) if any(homes) else 'the top level'}, or remove it"
     known = {other.removeprefix(path).partition(".")[0] for other in KEYS if other.startswith(path)}
     near = difflib.get_close_matches(name, sorted(known - set(section)), n=1, cutoff=0.75)
     return f"{near[0]}, or remove it" if near else "remove it"

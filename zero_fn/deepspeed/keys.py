@@ -114,7 +114,8 @@ def _kind(text: str) -> EntryKind:
 
 
 KEYS: Mapping[str, Key] = {key.path: key for key in _keys(Path(__file__).with_name("keys.txt").read_text("utf-8"))}
-"""Every entry that is known, by its path. `optimizer.params.*` stands for all options of optimizers that have no row."""
+"""Every entry that is known, by its path. `optimizer.params.*` and `scheduler.params.*` stand for all options
+that have no row."""
 
 OTHER_NAMES: Mapping[str, str] = {
     "bfloat16": "bf16",

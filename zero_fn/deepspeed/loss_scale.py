@@ -102,5 +102,5 @@ def scaler_of(entries: Entries) -> Callable[[str], Scaler] | None:
         window=None if fixed else entries["fp16.loss_scale_window"],
         hysteresis=entries["fp16.hysteresis"],
         is_refilled=entries["fp16.consecutive_hysteresis"],
-        least=float(entries["fp16.min_loss_scale"]),
+        least=max(entries["fp16.min_loss_scale"], 2.0**-24),
     )

@@ -1,7 +1,8 @@
 """The section `optimizer`: a stock optimizer of torch, with DeepSpeed's defaults.
 
-[Note: what Adam is] DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false. The default of its
-`weight_decay` is 0, but 0.01 with `torch_adam`, which makes DeepSpeed use torch's AdamW.
+[Note: what Adam is] A config writes "Adam" or the name of a class, FusedAdam or DeepSpeedCPUAdam: each is torch's fused
+one, stepped where its states rest. DeepSpeed's Adam decays weights as AdamW does, unless `adam_w_mode` is false. The
+default of its `weight_decay` is 0, but 0.01 with `torch_adam`, which makes DeepSpeed use torch's AdamW.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def stock_of(entries: Entries) -> Stock | None:
 def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class, and the options whose defaults are DeepSpeed's. [Note: what Adam is]"""
     name = entries["optimizer.type"] or ""
-    small = name.lower()
-    if small in ("adam", "adamw"):
+    small = name.lower().removeprefix("deepspeed").removeprefix("cpu")
+    if small in ("adam", "adamw", "fusedadam"):
         is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
         decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
         kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam

@@ -9,6 +9,7 @@ The first two steps have the smallest rate: DeepSpeed counts steps from -1.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -30,6 +31,7 @@ _TAKES = {
 _OF_TORCH = {
     "OneCycle": "torch.optim.lr_scheduler.OneCycleLR(setup.optimizer, ...)",
     "LRRangeTest": "torch.optim.lr_scheduler.LambdaLR(setup.optimizer, lambda step: 1 + step / 2000)",
+    "Cosine": '"type": "WarmupCosineLR"; or torch.optim.lr_scheduler.CosineAnnealingLR(setup.optimizer, ...)',
 }
 
 
@@ -86,12 +88,20 @@ def warmup_of(entries: Entries) -> Callable[[Optimizer], Warmup] | None:
     if not entries.is_given("scheduler"):
         return None
     then, params = entries["scheduler.type"], "scheduler.params"
+    given = entries.given_under(params)
+    if then == "Cosine" and {"warmup_num_steps", "total_num_steps"} <= given.keys():  # no name that DeepSpeed has
+        then = "WarmupCosineLR"
     if then not in _TAKES:
         instead = _OF_TORCH.get(then, '"type": "WarmupLR"; or a scheduler of torch, over setup.optimizer')
         raise entries.refused("scheduler.type", " or ".join(_TAKES), instead)
     wants, total = f"one of {', '.join(_TAKES[then])}, which {then} has", f"{params}.total_num_steps"
-    foreign = [entry for entry in entries.given_under(params) if entry not in _TAKES[then]]
-    wrong = [entries.refused(f"{params}.{entry}", wants, "remove it") for entry in foreign]
+    wrong = [
+        entries.refused(
+            f"{params}.{entry}", wants, (*difflib.get_close_matches(entry, _TAKES[then], n=1), "remove it")[0]
+        )
+        for entry in given
+        if entry not in _TAKES[then]
+    ]
     if "total_num_steps" in _TAKES[then] and not entries.is_given(total):
         wrong.append(entries.refused(total, "the steps of the training", '"total_num_steps": 10000'))
     if wrong:

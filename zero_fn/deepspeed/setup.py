@@ -164,8 +164,8 @@ def from_deepspeed(
 
     Args:
         model: Any module, not transformed yet.
-        config: The path of a JSON file, or its content as a dict. `"auto"` is accepted where nothing has to be set, and for
-            a batch size that follows from the other two; see `auto`.
+        config: The path of a JSON file, or its content as a dict or text (in base64, too). `"auto"` is accepted where nothing
+            has to be set, and for a batch size that follows from the other two; see `auto`.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
         auto: Values for entries that are `"auto"` or missing, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
