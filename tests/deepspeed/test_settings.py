@@ -89,6 +89,9 @@ def test_the_same_config_asks_for_the_same_with_any_optimizer_name_of_deepspeed(
     assert stock("DeepSpeedCPUAdam") == stock("FusedAdam") == stock("Adam")
     assert stock("DeepSpeedCPUAdam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
     assert stock("DeepSpeedCPUAdagrad") == stock("Adagrad")
+    for kind, fix in (("FusedLamb", "norms of whole tensors"), ("OneBitAdam", "nothing travels compressed")):
+        with pytest.raises(ConfigError, match=fix):
+            stock(kind)
     assert stock("Adam", adam_w_mode=False) == (torch.optim.Adam, 0.0)
     assert stock("AdamW", adam_w_mode=False) == (torch.optim.AdamW, 0.0)
     assert stock("AdamW", torch_adam=True) == (torch.optim.AdamW, 0.01)

@@ -83,6 +83,8 @@ def _own(folder: str) -> None:
         assert type(ours.optimizer.optimizer) is (
             torch.optim.AdamW if config is not None and not ours._finish else zf.Streamed
         )
+        in_files = {value.dtype for value in _in_files(f"{folder}/checkpoint-2").values()}
+        assert in_files == {torch.float32 if config["zero_optimization"]["stage"] == 2 else torch.bfloat16}
         again = configured(folder, config, llama().bfloat16(), **options)
         assert numbers(again, resume_from_checkpoint=f"{folder}/checkpoint-2") == wanted
 

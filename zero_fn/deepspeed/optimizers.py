@@ -31,6 +31,10 @@ _OTHERS = {
     "muadam": "optimizer=lambda model: MuAdam(model.parameters(), lr=1e-3), of the package mup",
     "muadamw": "optimizer=lambda model: MuAdamW(model.parameters(), lr=1e-3), of the package mup",
     "musgd": "optimizer=lambda model: MuSGD(model.parameters(), lr=1e-1), of the package mup",
+    **dict.fromkeys(
+        ("onebitadam", "zerooneadam", "onebitlamb"),
+        '"type": "AdamW": nothing travels compressed here, and DeepSpeed 0.19.8 has removed it, too',
+    ),
 }
 """Optimizers of DeepSpeed that torch does not have, by their names in small letters, and what to write instead."""
 
@@ -68,8 +72,8 @@ def stock_of(entries: Entries) -> Stock | None:
 def _kind(entries: Entries) -> tuple[type[Optimizer], dict[str, Any]]:
     """The class, and the options whose defaults are DeepSpeed's. [Note: what Adam is]"""
     name = entries["optimizer.type"] or ""
-    small = name.lower().removeprefix("deepspeed").removeprefix("cpu")
-    if small in ("adam", "adamw", "fusedadam"):
+    small = name.lower().removeprefix("deepspeed").removeprefix("cpu").removeprefix("fused")
+    if small in ("adam", "adamw"):
         is_decoupled = small == "adamw" or entries[f"{_PARAMS}.adam_w_mode"]
         decay = 0.01 if entries[f"{_PARAMS}.torch_adam"] and is_decoupled else 0.0
         kind = torch.optim.AdamW if is_decoupled else torch.optim.Adam

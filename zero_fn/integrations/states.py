@@ -30,7 +30,9 @@ __all__ = [
 
 
 @torch.no_grad()
-def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None = None) -> dict[str, Any]:
+def whole_state(
+    module: nn.Module, *, keep: bool, names: Collection[str] | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """The state dict of a module with whole values in host memory. Tied entries stay one tensor.
 
     Communicates an all-gather for each parameter, one after the other. A rank that does not keep the values holds one whole
@@ -40,6 +42,7 @@ def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None 
         module: A transformed module, or one that holds such modules. All ranks call it.
         keep: Whether this rank keeps the values; a rank that does not gets an empty dict.
         names: The entries to gather; None gathers all.
+        dtype: The dtype of floating-point values; None: that in which they rest.
     """
     wholes: dict[int, Tensor] = {}
     state: dict[str, Any] = {}
@@ -48,6 +51,7 @@ def whole_state(module: nn.Module, *, keep: bool, names: Collection[str] | None 
             continue
         if isinstance(value, Tensor) and id(value) not in wholes:
             whole = value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            whole = whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
             wholes[id(value)] = whole.cpu() if keep else whole.new_empty(0)
         if keep:
             state[name] = wholes[id(value)] if isinstance(value, Tensor) else value

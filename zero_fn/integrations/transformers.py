@@ -248,9 +248,9 @@ class ZeroTrainerMixin(_AnyTrainer):
                 if self.args.should_save:
                     self._save(output_dir, state_dict={})
         else:
-            state = whole_state(self.model, keep=self.args.should_save, names=_names_of_adapters(self.model))
-            if dtype is not None:
-                state = {name: value.to(dtype) if value.is_floating_point() else value for name, value in state.items()}
+            state = whole_state(
+                self.model, keep=self.args.should_save, names=_names_of_adapters(self.model), dtype=dtype
+            )
             with _whole_prompts(self.model):
                 if self.args.should_save:
                     self._save(output_dir, state_dict=state)
