@@ -323,6 +323,10 @@ def test_cosine_is_a_warm_up_only_if_its_steps_are_there() -> None:
         found.keywords
         == _scheduler("WarmupCosineLR", total_num_steps=50, warmup_num_steps=5, cos_min_ratio=0.1).keywords
     )
+    config = {**SMALL, "scheduler": {"type": "Cosine", "params": {"total_num_steps": 50, "warmup_num_steps": 5}}}
+    became = {outcome.entry: outcome.became for outcome in settings_of(config, 1).outcomes}
+    assert became["scheduler.type"] == "setup.scheduler; that of WarmupCosineLR"
+    assert became["optimizer.type"] == "that of torch.optim"
     for params in ({}, {"total_num_steps": 50}, {"T_max": 50}):
         with pytest.raises(
             ConfigError, match=r"scheduler\.type(.|\n)*WarmupCosineLR(.|\n)*CosineAnnealingLR"

@@ -255,7 +255,7 @@ class Entries:
             return
         if taken is not None:
             self._taken[path] = taken
-        by_value = words if isinstance(words, str) else words[str(self[path])]
+        by_value = words if isinstance(words, str) else words.get(str(self[path]), words.get("else", ""))
         self.outcomes.append(TakenEntry(entry, shown(value), by_value))
 
 

@@ -74,7 +74,7 @@ class Key:
         default: Its value in a config that does not have it.
         role: "read"; "hint": checked, but changes nothing; "refused": refused unless it has its default.
         became: For an entry that is read, its meaning here; for a hint, why it changes nothing; for the rest, what to write
-            instead. A mapping gives it by the value of the entry.
+            instead. A mapping gives it by the value of the entry, else for others.
         auto: The meaning of `"auto"`; empty if a value has to be filled in.
     """
 
