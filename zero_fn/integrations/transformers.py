@@ -201,38 +201,12 @@ class ZeroTrainerMixin(_AnyTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self._load_weights(resume_from_checkpoint):
+        if not _load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self._load_weights(self.state.best_model_checkpoint):
+        if not _load_weights(self.model, self.state.best_model_checkpoint):
             super()._load_best_model()
-
-    def _load_weights(self, folder: str) -> bool:
-        """Loads the weights of a checkpoint. Returns False where the Trainer does it by itself: models with adapters.
-
-        Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
-        in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
-
-        Raises:
-            CheckpointError: The folder lacks parameters of the model, or one of both is of adapters and the other is not.
-        """
-        _require_same_kind(Path(folder), self.model)
-        if not isinstance(self.model, PreTrainedModel):
-            return False
-        if (Path(folder) / STATES).is_dir():
-            load_weights(Path(folder) / STATES, self.model)
-            return True
-        saved, found = type(self.model).from_pretrained(folder, dtype="auto", output_loading_info=True)
-        if found["missing_keys"]:
-            raise zf.CheckpointError(
-                f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
-                first=min(found["missing_keys"]),
-                folder=folder,
-                fix="resume with the model that was saved; or begin another run: from_pretrained(checkpoint), then train()",
-            )
-        self.model.load_state_dict(saved.state_dict())
-        return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes a folder that `from_pretrained` loads. All ranks call it, and return when it is complete.
@@ -287,6 +261,33 @@ def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:
     for callback in trainer.callback_handler.callbacks:
         if getattr(callback, "ref_model", None) is plain:
             callback.ref_model = trainer.ref_model
+
+
+def _load_weights(model: nn.Module, folder: str) -> bool:
+    """Loads the weights of a checkpoint. Returns False where the Trainer does it by itself: models with adapters.
+
+    Each rank reads its shards from `zero_fn/`. A checkpoint without that folder is read whole by `from_pretrained`: names
+    in files are not always those of the model (experts of Mixtral), and the Trainer skips what it does not find.
+
+    Raises:
+        CheckpointError: The folder lacks parameters of the model, or one of both is of adapters and the other is not.
+    """
+    _require_same_kind(Path(folder), model)
+    if not isinstance(model, PreTrainedModel):
+        return False
+    if (Path(folder) / STATES).is_dir():
+        load_weights(Path(folder) / STATES, model)
+        return True
+    saved, found = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    if found["missing_keys"]:
+        raise zf.CheckpointError(
+            f"The checkpoint lacks {len(found['missing_keys'])} parameters of the model.",
+            first=min(found["missing_keys"]),
+            folder=folder,
+            fix="resume with the model that was saved; or begin another run: from_pretrained(checkpoint), then train()",
+        )
+    model.load_state_dict(saved.state_dict())
+    return True
 
 
 def _require_same_kind(folder: Path, model: nn.Module) -> None:
