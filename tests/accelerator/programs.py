@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import itertools
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -169,6 +170,15 @@ def in_bfloat16(tier: Tier) -> None:
 
 
 @program
+def gradients_in_bfloat16(tier: Tier) -> None:
+    """They rest on the host, or stay on the device; the step reads them as they are."""
+    for kinds in ("params grads optim", "params optim", "grads optim"):
+        model = zf.offload(zf.precision(net(), grads=torch.bfloat16), **dict.fromkeys(kinds.split(), tier))
+        plain: nn.Module = zf.precision(net(), grads=torch.bfloat16)
+        require_same(model, zf.streamed(adamw(model)), plain, zf.streamed(adamw(plain), tier))
+
+
+@program
 def bytes_over_the_link(tier: Tier) -> None:
     """For each parameter and step: two to the device and four from it, where all rests on the host and computes in bfloat16.
     Norms, clipping and what is loaded or saved cost nothing."""
@@ -204,6 +214,15 @@ def bytes_over_the_link(tier: Tier) -> None:
     model = zf.offload(zf.precision(wide()), params=tier, grads=tier, optim=tier)
     passed(model)()
     assert moved_by(model, passed(model)) == (3.5, 4), "all but the last layer are gathered again in backward"
+
+    narrow = zf.precision(wide(), grads=torch.bfloat16)
+    model = zf.offload(narrow, params=tier, grads=tier, optim=tier, reshard_after="backward")
+    optimizer = zf.streamed(adamw(model))
+    passed(model)()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert moved_by(model, passed(model)) == (2, 2), "gradients rest in bfloat16"
+    assert moved_by(model, optimizer.step) == (0, 0)
 
     model = wide()
     optimizer = zf.streamed(adamw(model), tier)
@@ -243,10 +262,12 @@ def parcels_are_large_where_they_are_stepped(tier: Tier) -> None:
 def what_moves_was_planned(tier: Tier) -> None:
     """Over the link, to the byte, wherever it rests; to and from the host as a tier, the same. Disks are counted in
     tests/plan/test_tiers.py."""
-    for kinds in ("optim", "params optim", "grads optim", "params grads optim", "params grads"):
+    forms = ("optim", "params optim", "grads optim", "params grads optim", "params grads")
+    for kinds, grads in itertools.product(forms, (None, torch.bfloat16)):
         for fraction in (1.0, 0.5):
-            plain = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
-            plain[1].requires_grad_(False)
+            plain: nn.Module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(4))).to(device.NAME)
+            plain = zf.precision(plain, compute=torch.float32, grads=grads)
+            plain.get_submodule("1").requires_grad_(False)
             if "optim" in kinds:
                 model: Any = zf.offload(plain, **dict.fromkeys(kinds.split(), tier), fraction=fraction)
                 optimizer: Any = zf.streamed(adamw(model))

@@ -31,7 +31,7 @@ def test_stage_3_with_offload_is_read_as_it_says() -> None:
     assert settings.skips_overflow
     assert settings.scaler is None
     assert settings.max_norm == 1.0
-    assert settings.sharding == Sharding(stage=3, tiers=Tiers(cpu(), cpu(), cpu()))
+    assert settings.sharding == Sharding(stage=3, tiers=Tiers(cpu(), None, cpu()))
     assert settings.stock is not None
     assert settings.stock.kind is torch.optim.AdamW
     assert settings.stock.options == {
@@ -64,7 +64,7 @@ def test_infinity_is_read_as_it_says() -> None:
     settings = settings_of(INFINITY, 2)
     disk = nvme("/local_nvme")
     assert (settings.micro_batch_size, settings.accumulation_steps) == (8, 1)
-    assert settings.sharding == Sharding(3, 1, 10_000, Tiers(disk, disk, disk, 0.5))
+    assert settings.sharding == Sharding(3, 1, 10_000, Tiers(disk, None, disk, 0.5))
     assert settings.stock is not None
     assert settings.stock.kind is torch.optim.SGD
     assert not settings.skips_overflow
@@ -235,7 +235,7 @@ def test_an_entry_of_another_kind_is_named(config: Json, entry: str) -> None:
         (("fp16", "loss_scale_window"), 0),
         (("bf16", "bf16_optimizer_states"), True),
         (("communication_data_type",), "fp8"),
-        (("data_types",), {"grad_accum_dtype": "bf16"}),
+        (("data_types",), {"grad_accum_dtype": "fp16"}),
         (("data_types",), {"param_dtype": "bf16"}),
         (("gradient_allreduce_op",), "sum"),
         (("sparse_gradients",), True),
@@ -378,6 +378,18 @@ def test_states_of_parameters_in_a_tier_are_on_the_host_if_nothing_is_said() -> 
     assert settings_of({**SMALL, "zero_optimization": zero}, 1).sharding.tiers == Tiers(
         nvme("/local_nvme"), optim=cpu()
     )
+
+
+def test_gradients_rest_beside_the_states_where_that_is_asked_for() -> None:
+    asked = changed(STAGE_3, ("zero_optimization", "offload_optimizer", "gradients"), True)
+    assert settings_of(asked, 2).sharding.tiers == Tiers(cpu(), cpu(), cpu())
+
+
+def test_gradients_rest_in_the_dtype_that_a_config_says() -> None:
+    narrow = changed(STAGE_3, ("data_types",), {"grad_accum_dtype": "bf16"})
+    assert (settings_of(STAGE_3, 2).grads, settings_of(narrow, 2).grads) == (None, torch.bfloat16)
+    with pytest.raises(ConfigError, match="only bf16 computes gradients that may rest in 16 bits"):
+        settings_of({**SMALL, "data_types": {"grad_accum_dtype": "bf16"}}, 1)
 
 
 def test_gradients_that_are_not_computed_in_a_dtype_are_not_sent_in_it() -> None:

@@ -291,6 +291,10 @@ def precision_output_is_no_dtype() -> object:
     return zf.precision(Model(), output="float32")  # type: ignore[arg-type]
 
 
+def precision_with_wider_gradients() -> object:
+    return zf.precision(Model().bfloat16(), grads=torch.float32)
+
+
 def precision_twice_with_other_dtypes() -> object:
     return zf.precision(zf.precision(Model(), compute=torch.bfloat16), compute=torch.float16)
 
@@ -1378,6 +1382,13 @@ class Unknown(torch.optim.AdamW):
     pass
 
 
+def step_of_another_class_with_narrow_gradients() -> None:
+    model = zf.precision(Model(), grads=torch.bfloat16)
+    optimizer = Unknown(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
 def streamed_optimizer_cannot_wait() -> None:
     with tempfile.TemporaryDirectory() as folder:
         zf.streamed(Unknown(nn.Linear(2, 2).parameters()), zf.nvme(folder), finish="forward")
@@ -1907,7 +1918,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         streamed_until_no_moment, checkpoint_loads_nothing,
         offload_without_a_tier, offload_of_no_fraction, offload_to_two_tiers,
         where_pattern_matches_nothing, where_predicate_matches_nothing, persist_below_nothing,
-        reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype,
+        reshard_after_no_moment, precision_of_integers, precision_output_is_no_dtype, precision_with_wider_gradients,
         precision_twice_with_other_dtypes, precision_twice_with_other_sums, precision_twice_with_other_outputs,
         parameter_is_lazy, method_is_missing, method_is_a_generator, module_cannot_be_copied, module_is_scripted,
         launch_no_rank,
@@ -1976,7 +1987,7 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
         step_between_forward_and_backward, step_after_a_cast, step_in_a_hook_of_a_node, meta_without_reset_parameters,
         meta_that_nobody_wrote, part_of_a_model_that_stays_on_meta, emptied_buffer_that_nobody_wrote, forward_is_pickled,
         forward_is_traced, forward_is_exported, gradients_are_vectorized,
-        step_of_what_was_streamed,
+        step_of_what_was_streamed, step_of_another_class_with_narrow_gradients,
         streamed_after_a_failed_step, streamed_and_copied, streamed_parameter_was_cast, evicted_model_runs,
         evicted_unit_runs, evicted_twice, evicted_inside_unsharded, restored_twice, planned_module_is_transformed,
     ),

@@ -11,7 +11,7 @@ from zero_fn.values.tiers import Tiers, cpu
 
 
 def test_a_home_asks_for_nothing_by_default() -> None:
-    assert Home() == Home(Sharded.NOTHING, None, None, ReshardAfter.FORWARD)
+    assert Home() == Home(Sharded.NOTHING, None, None, None, ReshardAfter.FORWARD)
 
 
 def test_each_stage_includes_those_before_it() -> None:
@@ -20,15 +20,15 @@ def test_each_stage_includes_those_before_it() -> None:
 
 
 def test_join_collects_what_only_one_side_asks_for() -> None:
-    cast = Home(compute=torch.bfloat16, reduce=torch.float32)
+    cast = Home(compute=torch.bfloat16, reduce=torch.float32, grads=torch.bfloat16)
     cut = Home(Sharded.PARAMS, reshard_after=ReshardAfter.BACKWARD)
-    assert cast.join(cut) == Home(Sharded.PARAMS, torch.bfloat16, torch.float32, ReshardAfter.BACKWARD)
+    all_of_it = Home(Sharded.PARAMS, torch.bfloat16, torch.float32, torch.bfloat16, ReshardAfter.BACKWARD)
+    assert cast.join(cut) == cut.join(cast) == all_of_it
 
 
-@pytest.mark.parametrize("name", ["compute", "reduce"])
+@pytest.mark.parametrize("name", ["compute", "reduce", "grads"])
 def test_join_refuses_two_dtypes_for_one_parameter(name: str) -> None:
-    one = Home(compute=torch.bfloat16) if name == "compute" else Home(reduce=torch.bfloat16)
-    other = Home(compute=torch.float16) if name == "compute" else Home(reduce=torch.float16)
+    one, other = (Home(**{name: dtype}) for dtype in (torch.bfloat16, torch.float16))  # type: ignore[arg-type]
     with pytest.raises(LayoutError, match=f"different {name} dtypes") as caught:
         one.join(other)
     assert caught.value.facts == {"first": torch.bfloat16, "second": torch.float16}

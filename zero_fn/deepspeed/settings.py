@@ -49,6 +49,7 @@ class Settings:
         accumulation_steps: Microbatches of a step.
         compute: The dtype of gathered parameters; None: the dtype at rest.
         reduce: The dtype of gradient sums.
+        grads: The dtype of gradients at rest; None: that of their parameters.
         saved: The dtype in which a Trainer saves its model; None: that at rest.
         scaler: Makes the loss scaler, given the type of the device; None unless `compute` is float16.
         skips_overflow: Whether a step is skipped if its gradients are not finite.
@@ -63,6 +64,7 @@ class Settings:
     accumulation_steps: int
     compute: torch.dtype | None
     reduce: torch.dtype
+    grads: torch.dtype | None
     saved: torch.dtype | None
     scaler: Callable[[str], Scaler] | None
     skips_overflow: bool
@@ -89,6 +91,7 @@ def settings_of(config: Mapping[str, object], ranks: int, auto: Mapping[str, obj
         "batch_sizes": partial(_batch_sizes, ranks=ranks),
         "compute": _compute,
         "reduce": _reduce,
+        "grads": _grads,
         "scaler": scaler_of,
         "sharding": _sharding,
         "stock": stock_of,
@@ -152,6 +155,17 @@ def _reduce(entries: Entries) -> torch.dtype:
     return _DTYPES[name]
 
 
+def _grads(entries: Entries) -> torch.dtype | None:
+    """The dtype of gradients at rest."""
+    path = "data_types.grad_accum_dtype"
+    if entries[path] == "fp32":
+        return None
+    if not entries["bf16.enabled"]:
+        wants = '"fp32": only bf16 computes gradients that may rest in 16 bits'
+        raise entries.refused(path, wants, '"bf16": {"enabled": true}; or remove it')
+    return torch.bfloat16
+
+
 def _sharding(entries: Entries) -> Sharding:
     """The section `zero_optimization`."""
     stage, secondary = entries[f"{_ZERO}.stage"], entries[f"{_ZERO}.zero_hpz_partition_size"]
@@ -173,7 +187,8 @@ def _sharding(entries: Entries) -> Sharding:
         states, fraction = None, 1.0
     # Parameters in a tier are stepped on the host, so their states rest there too, unless the config says otherwise.
     optim = states or (cpu() if params is not None else None)
-    return Sharding(stage, secondary, persist_numel if stage == 3 else 0, Tiers(params, states, optim, fraction))
+    grads = states if entries[f"{_ZERO}.offload_optimizer.gradients"] else None
+    return Sharding(stage, secondary, persist_numel if stage == 3 else 0, Tiers(params, grads, optim, fraction))
 
 
 def _tier(entries: Entries, section: str) -> Tier | None:

@@ -18,6 +18,7 @@ from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
 from zero_fn.runtime.everywhere import same_along
+from zero_fn.runtime.norms import clip_grad_norm
 from zero_fn.streamed import streamed
 from zero_fn.surface.table import table
 from zero_fn.transforms.offload import offload
@@ -121,12 +122,9 @@ class DeepSpeedSetup(Generic[M]):
 
     def _norm(self) -> float | None:
         """The norm of all gradients, if it is needed. Clips them if there is a norm to clip to."""
-        if self.max_norm:
-            return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm))
-        if not self.skips_overflow:
+        if not self.max_norm and not self.skips_overflow:
             return None
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+        return float(clip_grad_norm(self.model.parameters(), self.max_norm or None))
 
     def __str__(self) -> str:
         rows = [(outcome.entry, outcome.value, outcome.became) for outcome in self.outcomes]
@@ -268,7 +266,7 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
 
     placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
     if settings.compute is not None:
-        placed = precision(placed, compute=settings.compute, reduce=settings.reduce)
+        placed = precision(placed, compute=settings.compute, reduce=settings.reduce, grads=settings.grads)
     if any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
         compute = settings.compute or torch.float32
         placed = precision(placed, compute=compute, reduce=settings.reduce, rest=torch.float32, where=is_widened)

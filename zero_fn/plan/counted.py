@@ -64,7 +64,7 @@ def at_rest(groups: Sequence[Group], *, optimizer_nbytes_per_element: int) -> He
             parameters += kind.resting_nbytes(slot.path)
             if not slot.parameter.requires_grad:
                 continue
-            gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.dtype.itemsize
+            gradients += 0 if kind.is_gradient_away else slot.path.gradient_numel * kind.gradient_dtype.itemsize
             states = slot.path.local_numel * optimizer_nbytes_per_element
             away = kind.states_away_nbytes(states)
             optimizer += states - away
@@ -103,7 +103,7 @@ def sent_nbytes(group: Group, *, times_gathered: int, is_exact: bool, pads: bool
             if slot.parameter.requires_grad:
                 summed = kind.sum_dtype if is_exact or number else kind.compute_dtype
                 total[hop.axis.name] += scattered * summed.itemsize
-                total[hop.axis.name] += gathered * kind.dtype.itemsize if hop.layout is None else 0
+                total[hop.axis.name] += gathered * kind.gradient_dtype.itemsize if hop.layout is None else 0
             numel = own
     return +total
 
@@ -130,5 +130,5 @@ def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
         numels = [slot.path.local_numel for slot in group.slots]
         dtype = kind.compute_dtype if has_copies else kind.dtype
         there = times_gathered * sum(numels) * dtype.itemsize if kind.is_away else 0
-        back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.dtype.itemsize
+        back = sum(n for n, flag in zip(numels, trained, strict=True) if flag) * kind.gradient_dtype.itemsize
         found.link = Link(found.link[0] + there, found.link[1] + (back if kind.is_gradient_away else 0))

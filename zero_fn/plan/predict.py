@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,8 @@ from zero_fn.errors import StateError
 from zero_fn.plan.counted import add_moved, at_rest, device_type_of, sent_nbytes
 from zero_fn.plan.walked import walk
 from zero_fn.runtime.entry import runs_of, units_of
-from zero_fn.streamed import NO_LINK, Footprint, Link, footprint
+from zero_fn.runtime.unit import Unit
+from zero_fn.streamed import NO_LINK, Footprint, Link, Streamed, footprint
 from zero_fn.surface.held import Held, padding_nbytes
 
 __all__ = ["Moved", "Plan", "plan"]
@@ -47,7 +48,7 @@ class Plan:
             as the mean of two steps in a row, since a step begins with the chunks that the last step left in buffers.
         link: Bytes per step that cross the link between the host and an accelerator.
         in_flight_nbytes: The most bytes of gathered parameters and whole gradients at one moment of a step, on top of
-            `held`.
+            `held`; or of gradients that a stock optimizer gets in another dtype than they rest in.
     """
 
     device_type: str
@@ -143,6 +144,8 @@ def plan(
             for group in unit.groups:
                 add_moved(group, times, found)
                 sent += sent_nbytes(group, times_gathered=times, is_exact=is_exact, pads=pads)
+    if not isinstance(optimizer, Streamed):
+        in_flight_nbytes = max(in_flight_nbytes, _widened_nbytes(units, optimizer))
     held = replace(
         rest,
         optimizer=rest.optimizer + found.states_nbytes,
@@ -160,3 +163,16 @@ def plan(
         moved={str(tier): Moved(found.read[tier], found.written[tier]) for tier in found.read | found.written},
         link=found.link,
     )
+
+
+def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
+    """Bytes of the gradients of a group that a step of a stock optimizer gets in the dtype of their parameters, if they rest
+    in another one."""
+    nbytes = {
+        id(slot.parameter): slot.path.local_numel * slot.dtype.itemsize
+        for unit in units
+        for slot in unit.slots
+        if slot.kind.gradient_dtype != slot.dtype and slot.parameter.requires_grad and not slot.kind.must_be_streamed
+    }
+    groups = [nbytes] if optimizer is None else [map(id, group["params"]) for group in optimizer.param_groups]
+    return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)

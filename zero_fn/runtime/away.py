@@ -123,9 +123,9 @@ def _take_gradients(group: Group) -> dict[int, Tensor]:
         if grad is None or place is None or isinstance(grad, PendingGradient):
             continue
         local, path = local_of(grad), slot.path
-        if isinstance(local, TierTensor) or local.dtype != slot.dtype:
+        if isinstance(local, TierTensor) or local.dtype != slot.kind.gradient_dtype:
             continue
         found[place.number] = path.flat_of(local)
         away = path.local_view(place)
-        slot.parameter.grad = away if slot.spec is None else on_spec(away, slot.spec)
+        slot.parameter.grad = away if slot.gradient_spec is None else on_spec(away, slot.gradient_spec)
     return found

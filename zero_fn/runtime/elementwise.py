@@ -13,6 +13,9 @@ with the local tensors of parameters, gradients and states. These are the same m
 parameters, gradients and states. A tensor that it does not find it takes for a state that stays where it is: every step would
 use the local gradients of the first one. So the compiler gets the DTensors.
 
+[Note: narrow gradients] Steps of torch take gradients in the dtype of their parameters. Those that rest in another one
+(`precision(grads=)`) are widened here, all of a group at once, and freed after the step.
+
 [Note: momentum of SGD] SGD alone writes its states after the arithmetic, under the parameters of those lists. The first hook
 after its step moves them to the resting parameters, as DTensors, before a hook of the user can look.
 """
@@ -130,6 +133,9 @@ class _LocalGroups:
                 cut_alike(grad, p) if type(grad) is Tensor and isinstance(p, DTensor) else grad
                 for p, grad in zip(parameters, lists[0], strict=True)
             ]
+        dtypes = [p.dtype for p in parameters]
+        if dtypes != [grad.dtype for grad in lists[0]]:  # [Note: narrow gradients]
+            lists[0][:] = [grad.to(dtype) for grad, dtype in zip(lists[0], dtypes, strict=True)]
         if all(map(_alike, zip(*rows, strict=True))):
             if type(optimizer) is SGD and group["momentum"]:
                 self.replaced.update((id(p), p) for p in parameters if isinstance(p, DTensor))

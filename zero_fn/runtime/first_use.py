@@ -29,7 +29,10 @@ def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
     agree(
         transport.exchange,
         "layouts",
-        [f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}" for unit, slot in slots],
+        [
+            f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}, {slot.kind.dtypes_text}"
+            for unit, slot in slots
+        ],
         why="the next all-gather would hang or mix parameters",
         fix="build and transform the same module on every rank",
     )

@@ -208,7 +208,7 @@ class Gradients:
         place = memory.places[i]
         if (
             slot.path.keeps_whole_gradient
-            and slot.kind.sum_dtype == slot.dtype
+            and slot.kind.sum_dtype == slot.kind.gradient_dtype
             and slot.path.numel
             and place is not None
         ):
@@ -279,7 +279,7 @@ class GradientMemory:
         by_dtype: dict[tuple[torch.dtype, torch.device], dict[Slot, int]] = {}
         for number, (slot, is_trained) in enumerate(zip(slots, trained, strict=True)):
             if is_trained:
-                by_dtype.setdefault((slot.dtype, slot.flat.device), {})[slot] = number
+                by_dtype.setdefault((slot.kind.gradient_dtype, slot.flat.device), {})[slot] = number
         for (dtype, device), members in by_dtype.items():
             offsets, total = dense_offsets(list(members), [slot.path.gradient_room for slot in members], dtype.itemsize)
             for slot, number in members.items():
@@ -317,7 +317,9 @@ class GradientMemory:
     def resting(self, buffers: list[Tensor], wanted: Sequence[bool]) -> list[Tensor | None]:
         """The gradients in these buffers as they rest, for each slot; None of those that are not wanted, or frozen."""
         chosen = [place for place in self._placed if wanted[place.number]]
-        grads = rested([(buffers[at.buffer].as_strided(*at.resting), at.is_quick, at.slot.spec) for at in chosen])
+        grads = rested(
+            [(buffers[at.buffer].as_strided(*at.resting), at.is_quick, at.slot.gradient_spec) for at in chosen]
+        )
         found: list[Tensor | None] = [None] * len(self.places)
         for place, grad in zip(chosen, grads, strict=True):
             found[place.number] = grad
@@ -338,7 +340,7 @@ class GradientMemory:
     def padding_nbytes(self) -> int:
         """Bytes of the buffers beyond the elements of the gradients."""
         total = sum(buffer.numel * buffer.dtype.itemsize for buffer in self._buffers)
-        return total - sum(at.slot.path.gradient_numel * at.slot.dtype.itemsize for at in self._placed)
+        return total - sum(at.slot.path.gradient_numel * at.slot.kind.gradient_dtype.itemsize for at in self._placed)
 
 
 class Reduction:

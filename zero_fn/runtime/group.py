@@ -148,7 +148,10 @@ class Group:
         found: list[tuple[Shelved, list[Form]]] = []
         most = STEPPED_IN_PLACE_NBYTES if self.kind.home.tiers.are_stepped_in_place else PARCEL_NBYTES
         for what, tier in self.kind.shelved():
-            forms = [Form(slot.path.local_numel, self.kind.dtype, None, most) for slot in self.slots]
+            own = self.kind.dtype if what == "parameters" else self.kind.gradient_dtype
+            # Gradients in another dtype are cut where their parameters are.
+            packed_as = self.kind.dtype if own != self.kind.dtype else None
+            forms = [Form(slot.path.local_numel, own, packed_as, most) for slot in self.slots]
             found.append(((what, tier), forms))
             copies = forms_of_copies(self.slots, most) if what == "parameters" else []
             if copies:

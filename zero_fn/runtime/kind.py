@@ -55,6 +55,9 @@ class Lifetime(Enum):
     ALWAYS = auto()
 
 
+_SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}
+
+
 class Rests(Enum):
     """Where the resting parameters of a group have their memory."""
 
@@ -104,6 +107,19 @@ class Kind:
     def sum_dtype(self) -> torch.dtype:
         """The dtype in which gradients are summed."""
         return self.home.sum_dtype(self.dtype)
+
+    @cached_property
+    def gradient_dtype(self) -> torch.dtype:
+        """The dtype in which gradients rest."""
+        return self.home.gradient_dtype(self.dtype)
+
+    @property
+    def dtypes_text(self) -> str:
+        """The dtypes at rest, in compute and of gradient sums, as text; and of gradients at rest, if that is another one."""
+        found = [self.dtype, self.compute_dtype, self.sum_dtype]
+        found += [self.gradient_dtype] * (self.gradient_dtype != self.dtype)
+        names = (str(dtype).removeprefix("torch.") for dtype in found)
+        return "/".join(_SHORT.get(name, name) for name in names)
 
     # -- which buffers live how long --------------------------------------------------------------------------------
 

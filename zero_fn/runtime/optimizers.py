@@ -92,6 +92,8 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 raise _on_node(slot)
             if slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
+            if slot.kind.gradient_dtype != slot.dtype and not (is_streamed or type(optimizer) in TORCH_ELEMENTWISE):
+                raise _takes_no_other_dtype(optimizer, slot)
             if slot.is_recast or slot.dtype != parameter.dtype:
                 _require_states_alike(optimizer, slot, parameter)
             unit = unit_of(slot)
@@ -150,6 +152,17 @@ def _not_streamed(optimizer: Optimizer, slot: Slot) -> StateError:
         why="a disk that fails in the middle would leave ranks in different states; nothing was updated",
         fix="optimizer = zf.streamed(optimizer, zf.nvme('/local_nvme')), or zf.streamed(optimizer, zf.cpu()); in a trainer "
         "ZeroTrainer(..., place=place, finish=zf.streamed)",
+    )
+
+
+def _takes_no_other_dtype(optimizer: Optimizer, slot: Slot) -> StateError:
+    return StateError(
+        f"{type(optimizer).__name__} was to step parameters whose gradients rest in another dtype.",
+        parameter=slot,
+        gradient=_name(slot.kind.gradient_dtype),
+        why="only optimizers of torch.optim and streamed ones get them widened; nothing was updated",
+        fix="zf.streamed(optimizer, zf.cpu(), elementwise=True); or leave these parameters out of "
+        "precision(grads=...) by where=",
     )
 
 

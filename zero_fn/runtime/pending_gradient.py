@@ -25,7 +25,7 @@ _aten = torch.ops.aten
 
 
 class PendingGradient(Tensor):
-    """Stands as `.grad` of a parameter; it has shape, dtype and device of the parameter, and no values.
+    """Stands as `.grad` of a parameter; it has the form of the gradient at rest, and no values.
 
     Attributes:
         earlier: The resting gradient that was there before, to which the reduced one will be added.
@@ -41,7 +41,7 @@ class PendingGradient(Tensor):
     def __new__(cls, slot: Slot, zero_sum: Callable[[], None]) -> PendingGradient:
         parameter = slot.parameter
         marker: PendingGradient = torch.Tensor._make_wrapper_subclass(
-            cls, parameter.shape, strides=parameter.stride(), dtype=parameter.dtype, device=parameter.device
+            cls, parameter.shape, strides=parameter.stride(), dtype=slot.kind.gradient_dtype, device=parameter.device
         )
         marker.earlier, marker.zero_sum, marker.parameter_name = None, zero_sum, str(slot)
         return marker

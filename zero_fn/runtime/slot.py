@@ -125,7 +125,7 @@ class Slot:
         model: Its placements on model axes (tensor parallelism); None if it has none.
         path: How it is cut over the data axes.
         kind: What it has in common with the others of its group.
-        spec: Its DTensor placements at rest; None on no axis.
+        spec, gradient_spec: The DTensor placements of parameter and gradient at rest; None on no axis.
         model_spec: Its DTensor placements while it is gathered, on model axes only.
         parameter: The registered resting parameter.
         local: The tensor of this rank in that.
@@ -158,6 +158,7 @@ class Slot:
         )
         self.kind: Kind
         self.spec: DTensorSpec | None = None
+        self.gradient_spec: DTensorSpec | None = None
         self.is_recast = False
         self.initial: int | None = None
         self.extension: Any = known.extension if known is not None else getattr(source, EXTENSION, None)
@@ -176,7 +177,9 @@ class Slot:
         if self.model is not None:
             shape, stride = self.full_shape, self.full_stride
             self.model_spec = spec_on(self.model, shape, stride, kind.compute_dtype)
-        self.spec = self._grid.spec(self.model, self.path.cut, shape, stride, kind.dtype)
+        self.spec = self.gradient_spec = self._grid.spec(self.model, self.path.cut, shape, stride, kind.dtype)
+        if self.spec is not None and kind.gradient_dtype != kind.dtype:
+            self.gradient_spec = spec_on(self.spec, shape, stride, kind.gradient_dtype)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -204,6 +207,8 @@ class Slot:
         """Makes `parameter` the resting parameter. `flat` is its memory on this rank."""
         self.parameter, self.flat = parameter, flat
         self.local = local_of(parameter)
+        if self.kind.gradient_dtype != self.dtype:
+            parameter.grad_dtype = None  # any: torch.distributed.checkpoint assigns zeros of the dtype of the parameter
         key = id(parameter)
         _slots[key] = weakref.ref(self, lambda _: _slots.pop(key, None))
         if type(self.local) is Tensor:

@@ -129,8 +129,11 @@ def _add_link(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> N
             parameter = cut.parameter
             if not parameter.requires_grad:
                 continue
-            slot, nbytes = slot_of(parameter), cut.piece.numel * parameter.dtype.itemsize
-            value, gradient = (nbytes * (is_away != on_host) for is_away in cut.away)
+            slot, dtypes = slot_of(parameter), (cut.dtype, cut.gradient_dtype)
+            value, gradient = (
+                cut.piece.numel * dtype.itemsize * (is_away != on_host)
+                for dtype, is_away in zip(dtypes, cut.away, strict=True)
+            )
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host
             # Bytes of host memory as a tier: of the states, to which values come, or of parameters and gradients that leave.
             tiers = slot.home.tiers if slot is not None else IN_MEMORY

@@ -81,6 +81,7 @@ class SteppedPiece:
         parameter, group: The parameter, and the number of its parameter group.
         piece: The elements of the parameter that are stepped here.
         numel, dtype: Elements and dtype of the whole parameter on this rank.
+        gradient_dtype: The dtype in which its gradient rests.
         shape, stride: The form that the optimizer sees: that of the parameter, or of one row if the parameter is cut.
         fields: By name of a state, its dtype and its first byte in the chunk.
         in_parcel: The first byte of the piece in the parcel of the chunk; None if the parameter is in memory.
@@ -90,8 +91,8 @@ class SteppedPiece:
     """
 
     __slots__ = (
-        "away", "dtype", "fields", "group", "in_parcel", "numel", "parameter", "piece", "present", "resident", "shape",
-        "stride",
+        "away", "dtype", "fields", "gradient_dtype", "group", "in_parcel", "numel", "parameter", "piece", "present",
+        "resident", "shape", "stride",
     )  # fmt: skip
 
     def __init__(self, row: _Stepped, piece: Piece, in_parcel: int | None) -> None:
@@ -111,6 +112,7 @@ class SteppedPiece:
             self.stride = tuple(prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
         self.fields: dict[str, tuple[torch.dtype, int]] = {name: (dtype, 0) for name, dtype in row.schema}
         slot = slot_of(row.parameter)
+        self.gradient_dtype = slot.kind.gradient_dtype if slot is not None else local.dtype
         self.away = (slot.kind.is_away, slot.kind.is_gradient_away) if slot is not None else (False, False)
         self.present: set[str] = set()
         self.resident: dict[str, Any] = {}
@@ -195,7 +197,12 @@ class Chunk:
         disk, and copies of what is on an accelerator, if the states are on the host."""
         if self.tier is None or not is_accelerator(self.device.type):
             return self.parcels_nbytes
-        copies = sum((2 - sum(cut.away)) * padded_nbytes(cut.piece.numel, cut.dtype) for cut in self.cuts)
+        copies = sum(
+            padded_nbytes(cut.piece.numel, dtype)
+            for cut in self.cuts
+            for dtype, is_there in zip((cut.dtype, cut.gradient_dtype), cut.away, strict=True)
+            if not is_there
+        )
         return self.parcels_nbytes + whole_pages(copies)
 
 

@@ -192,6 +192,8 @@ class _Step:
         stepping = stand_in(self._inner, groups, state)
         if not steps_in_one_pass(stepping, sends):
             sends = {}
+            for piece in stepped.values():
+                _widen(piece)
             raw_step(stepping)
         for cut, piece in stepped.items():
             cut.keep(states, state.get(piece, {}))
@@ -211,6 +213,15 @@ class _Step:
             piece.grad_dtype = grad.dtype
         piece.grad = grad
         return piece
+
+
+def _widen(piece: nn.Parameter) -> None:
+    """Gives a piece its gradient in its own dtype: steps of torch take no other."""
+    grad = piece.grad
+    if grad is not None and grad.dtype != piece.dtype:
+        piece.grad = None
+        piece.grad_dtype = piece.dtype
+        piece.grad = grad.to(piece.dtype)
 
 
 def _sends(stepped: Mapping[SteppedPiece, nn.Parameter], rooms: Mapping[int, Tensor]) -> dict[Tensor, Tensor]:

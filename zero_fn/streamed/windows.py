@@ -125,16 +125,20 @@ class Windows:
         window = Window(_parameter_record(chunk), buffer, chunk.parcels_nbytes)
         cuts = [cut for cut in chunk.cuts if id(cut.parameter) in self._grads]
         in_parcel: dict[SteppedPiece, Record] = {}
-        grads = NOTHING
+        grads, begins = NOTHING, dict[int, int]()
         if chunk.parcel is not None:
             window.parcel = window.open(window.record, chunk.parcel)
             window.copy = window.open(window.record and window.record.copies, chunk.parcel, is_read=False)
             in_parcel = {cut: record for cut in cuts if (record := self._gradient_record(cut)) is not None}
-            grads = window.open(next(iter(in_parcel.values()), None), chunk.parcel)
+            gradients = next(iter(in_parcel.values()), None)
+            grads = window.open(gradients, chunk.parcel)
+            if gradients is not None:  # in another dtype than their parameters they begin elsewhere
+                own = (window.record or gradients).parcels[chunk.parcel].offsets
+                begins = dict(zip(own, gradients.parcels[chunk.parcel].offsets, strict=True))
         for cut in cuts:
             self._show_value(cut, window)
             if cut in in_parcel and cut.in_parcel is not None:
-                window.grads[cut] = cut.at(grads, cut.in_parcel, cut.dtype)
+                window.grads[cut] = cut.at(grads, begins[cut.in_parcel], cut.gradient_dtype)
             else:
                 self._show_grad(cut, window)
         return window, window.arriving
@@ -163,7 +167,7 @@ class Windows:
     def _show_grad(self, cut: SteppedPiece, window: Window) -> None:
         grad = cut.of(self._laid_as_parameter(cut, local_of(self._grads[id(cut.parameter)])))
         # One in a larger dtype than its parameter would take the room of others: the step copies it.
-        copy = window.bring(grad) if grad.itemsize <= cut.dtype.itemsize else None
+        copy = window.bring(grad) if grad.itemsize <= cut.gradient_dtype.itemsize else None
         window.grads[cut] = grad if copy is None else copy
 
     def _laid_as_parameter(self, cut: SteppedPiece, grad: Tensor) -> Tensor:

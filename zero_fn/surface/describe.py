@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
@@ -34,7 +33,8 @@ class UnitRow:
         padding_nbytes: Bytes of padding on this rank, from alignment and uneven cuts; of all the unit, on its first row.
         placement: Placements of parameters, gradients and optimizer states, in this order: `R` is whole, `S(dim)` sharded.
         tier: Where they rest: the type of the device, or the tiers that `offload` gave parameters, gradients and states.
-        dtypes: The dtypes of the parameters at rest, of the computation, and of gradient sums.
+        dtypes: The dtypes of the parameters at rest, of the computation, and of gradient sums; also of gradients at rest, if
+            that is another one than of parameters.
         frozen: Number of parameters that are not trained.
     """
 
@@ -108,7 +108,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
         unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kinds.setdefault((_placement(slot), _tier(slot), _dtypes(slot)), []).append(slot)
+            kinds.setdefault((_placement(slot), _tier(slot), slot.kind.dtypes_text), []).append(slot)
         padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
             elements = sum(slot.path.numel for slot in slots)
@@ -144,12 +144,3 @@ def _tier(slot: Slot) -> str:
     if tiers == IN_MEMORY:
         return slot.flat.device.type
     return str(tiers) if slot.kind.must_be_streamed else f"{tiers}{_OWN}"
-
-
-def _dtypes(slot: Slot) -> str:
-    return "/".join(_short(dtype) for dtype in (slot.dtype, slot.kind.compute_dtype, slot.kind.sum_dtype))
-
-
-def _short(dtype: torch.dtype) -> str:
-    text = str(dtype).removeprefix("torch.")
-    return {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float64": "fp64"}.get(text, text)

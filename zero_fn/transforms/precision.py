@@ -25,6 +25,7 @@ def precision(
     *,
     compute: torch.dtype = torch.bfloat16,
     reduce: torch.dtype = torch.float32,
+    grads: torch.dtype | None = None,
     output: torch.dtype | None = None,
     rest: torch.dtype | None = None,
     where: Where = None,
@@ -34,9 +35,9 @@ def precision(
         model = zf.precision(zf.shard_params(model, mesh["dp"]), compute=torch.bfloat16)
 
     Between uses parameters keep their dtype, or get that of `rest`: they are the master weights that the optimizer updates.
-    They are gathered in `compute`. Gradients are summed over ranks and microbatches in `reduce`, and rest in the dtype of
-    their parameter. Floating point inputs of each unit (wrap group) are cast to `compute`, also in dataclasses. Buffers
-    are left alone.
+    They are gathered in `compute`. Gradients are summed over ranks and microbatches in `reduce`, and rest in `grads`, or in
+    the dtype of their parameter. Floating point inputs of each unit (wrap group) are cast to `compute`, also in
+    dataclasses. Buffers are left alone.
 
     Communicates: the collectives of the stage, in elements of `compute`. A gradient of a single backward is sent in
     `compute` and summed in `reduce`, which gives the same numbers as sending it in `reduce`; a sum over microbatches is
@@ -46,6 +47,11 @@ def precision(
         module: Any module, transformed or not, before or after other transforms.
         compute: Dtype of parameters and inputs in forward and backward.
         reduce: Dtype of gradient sums.
+        grads: Dtype in which reduced gradients rest, from backward to the step: torch.bfloat16 makes 2 bytes of 4 for each
+            element. Each sum is rounded once, when it is complete; the sums inside `accumulate` stay in `reduce`. Optimizers
+            of torch.optim widen the gradients of a group for their step (4 bytes an element while it lasts), streamed ones
+            those of a buffer; the kernel of a streamed Adam reads them as they are. Other optimizers are refused. None: the
+            dtype of the parameter. `clip_grad_norm_` of torch computes norms in this dtype, with three digits of bfloat16.
         output: Dtype to which floating point outputs of the whole module are cast, whatever `where` selects; None leaves
             them. A part gets its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the parameters between uses: torch.float32 makes master weights of a model that was loaded in 16
@@ -57,19 +63,22 @@ def precision(
         A new module with the type and the parameter names of `module`, which is unchanged.
 
     Raises:
-        LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing.
+        LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing; or
+            `grads` is larger than the dtype of a parameter at rest.
         StateError: `module` is running, or was donated.
 
     Source:
-        Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights).
+        Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ).
     """
-    for name, dtype in (("compute", compute), ("reduce", reduce), ("output", output), ("rest", rest)):
+    for name, dtype in (("compute", compute), ("reduce", reduce), ("grads", grads), ("output", output), ("rest", rest)):
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
-    home = Home(compute=compute, reduce=reduce)
+    home = Home(compute=compute, reduce=reduce, grads=grads)
     homes = {parameter.fqn: home for parameter in _castable(module, where)}
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, request, verb="precision")
+    if grads is not None:
+        _require_no_wider(result, where, grads, rest)
     if rest is None:
         return result
     chosen = {id(parameter.parameter) for parameter in _castable(result, where)}
@@ -78,6 +87,20 @@ def precision(
     )
     # Once more: as if they had been of this dtype from the beginning.
     return substitute(result, Assignment(), verb="precision", donate=True)
+
+
+def _require_no_wider(module: nn.Module, where: Where, grads: torch.dtype, rest: torch.dtype | None) -> None:
+    for each in _castable(module, where):
+        own = rest or each.parameter.dtype
+        if own.is_floating_point and grads.itemsize > own.itemsize:
+            raise LayoutError(
+                "Gradients would rest in a larger dtype than their parameter.",
+                parameter=each.fqn,
+                rests=own,
+                grads=grads,
+                why="an optimizer takes them in the dtype of the parameter, and would round them again",
+                fix="precision(rest=torch.float32, grads=...); or inside accumulate(): there they are summed in `reduce`",
+            )
 
 
 def _castable(module: nn.Module, where: Where) -> list[NamedParameter]:

@@ -68,6 +68,7 @@ class Home:
         compute: Dtype of the gathered parameter; None: the dtype at rest.
         reduce: Dtype in which gradients are summed over ranks and microbatches; None: float32 for gradients of 16 bits or
             less, their own dtype for others.
+        grads: Dtype in which gradients rest; None: that of their parameter.
         reshard_after: When the gathered parameter is freed.
         tiers: The tiers in which P, G and O rest.
     """
@@ -75,6 +76,7 @@ class Home:
     sharded: Sharded = Sharded.NOTHING
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    grads: torch.dtype | None = None
     reshard_after: ReshardAfter = ReshardAfter.FORWARD
     tiers: Tiers = IN_MEMORY
 
@@ -88,6 +90,7 @@ class Home:
             max(self.sharded, other.sharded),
             _dtype("compute", self.compute, other.compute),
             _dtype("reduce", self.reduce, other.reduce),
+            _dtype("grads", self.grads, other.grads),
             max(self.reshard_after, other.reshard_after),
             self.tiers.join(other.tiers),
         )
@@ -102,6 +105,10 @@ class Home:
         if self.reduce is not None and resting.is_floating_point:
             return self.reduce
         return torch.float32 if computed.is_floating_point and computed.itemsize < 4 else computed
+
+    def gradient_dtype(self, resting: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients rest, for a parameter that rests in the dtype `resting`."""
+        return self.grads if self.grads is not None and resting.is_floating_point else resting
 
 
 def _dtype(name: str, one: torch.dtype | None, other: torch.dtype | None) -> torch.dtype | None:
