@@ -133,14 +133,14 @@ class _LocalGroups:
                 cut_alike(grad, p) if type(grad) is Tensor and isinstance(p, DTensor) else grad
                 for p, grad in zip(parameters, lists[0], strict=True)
             ]
-        dtypes = [p.dtype for p in parameters]
-        if dtypes != [grad.dtype for grad in lists[0]]:  # [Note: narrow gradients]
-            lists[0][:] = [grad.to(dtype) for grad, dtype in zip(lists[0], dtypes, strict=True)]
         if all(map(_alike, zip(*rows, strict=True))):
             if type(optimizer) is SGD and group["momentum"]:
                 self.replaced.update((id(p), p) for p in parameters if isinstance(p, DTensor))
             for tensors in rows:
                 tensors[:] = [local_of(t) if isinstance(t, DTensor) else t for t in tensors]
+        dtypes = [p.dtype for p in parameters]
+        if dtypes != [grad.dtype for grad in lists[0]]:  # [Note: narrow gradients]
+            lists[0][:] = [grad.to(dtype) for grad, dtype in zip(lists[0], dtypes, strict=True)]
         return found
 
 
