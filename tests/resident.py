@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from zero_fn.local.ranks import _ensure_server
 
-__all__ = ["forget_peak", "in_new_process", "peak_nbytes"]
+__all__ = ["forget_peak", "give_memory_back", "in_new_process", "peak_nbytes"]
 
 T = TypeVar("T")
 
@@ -29,11 +29,12 @@ def in_new_process(function: Callable[..., T], *args: object) -> T:
     Left alone, glibc raises the size from which it does that to what was freed last, and the heap keeps holes of a unit.
     """
     _ensure_server()
-    with ProcessPoolExecutor(1, mp_context=get_context("forkserver"), initializer=_give_memory_back) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver"), initializer=give_memory_back) as pool:
         return pool.submit(function, *args).result()
 
 
-def _give_memory_back() -> None:
+def give_memory_back() -> None:
+    """From now on, memory that is freed goes back. Of glibc."""
     if sys.platform == "linux":
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, 64 * 1024)
 

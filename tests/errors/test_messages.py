@@ -54,7 +54,7 @@ from zero_fn.checkpoint.together import Agreed, Together
 from zero_fn.deepspeed.entries import config_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import settings_of
-from zero_fn.deepspeed.setup import _sharded
+from zero_fn.deepspeed.setup import _sharded, require_placed
 from zero_fn.errors import (
     CheckpointError,
     ConfigError,
@@ -1511,6 +1511,18 @@ def config_has_no_auto_where_one_is_filled_in() -> None:
         zf.from_deepspeed(nn.Linear(2, 2), config, mesh["dp"], auto={"gradient_clipping": 1.0})
 
 
+def config_says_otherwise_than_what_is_placed() -> None:
+    with alone() as mesh:
+        model = zf.zero1(nn.Linear(2, 2), mesh["dp"])
+        config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+        zf.from_deepspeed(model, config, mesh["dp"], optimizer=lambda model: torch.optim.SGD(model.parameters()))
+
+
+def config_has_another_mesh_than_what_is_placed() -> None:
+    with pretended_grid(2, 2) as mesh:
+        require_placed(settings_of({"train_batch_size": 2}, 2), mesh["tp"], zf.zero1(nn.Linear(2, 2), mesh["dp"]))
+
+
 def config_is_wrong_in_many_ways() -> None:
     from_config(
         gradient_cliping=1.0,
@@ -1901,7 +1913,7 @@ def checkpoint_lost_a_rank() -> object:
 
 CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     MeshError: (
-        config_of_second_shards_on_one_axis,
+        config_of_second_shards_on_one_axis, config_has_another_mesh_than_what_is_placed,
         mesh_is_no_mesh, mesh_has_two_axes, mesh_has_two_axes_without_names, mesh_without_this_rank,
         axes_share_ranks, axes_are_of_two_meshes, axes_are_three, mesh_is_on_meta, materialize_beside_the_mesh,
         hybrid_over_an_axis_that_is_missing, axis_is_that_of_tensor_parallelism, mesh_is_not_that_of_tensor_parallelism,
@@ -1964,7 +1976,8 @@ CASES: dict[type[ZeroError], tuple[Callable[[], object], ...]] = {
     ConfigError: (
         config_of_no_kind, config_is_nowhere, config_has_a_comment, config_is_a_list, config_says_something_twice,
         config_has_no_number, config_is_misspelt, config_has_text_for_a_number, config_waits_for_the_trainer,
-        config_has_no_auto_where_one_is_filled_in, config_is_wrong_in_many_ways, config_has_a_name_twice,
+        config_has_no_auto_where_one_is_filled_in, config_says_otherwise_than_what_is_placed,
+        config_is_wrong_in_many_ways, config_has_a_name_twice,
         config_wants_quantized_messages, config_wants_a_log, config_of_contradicting_batches, config_of_two_dtypes,
         config_offloads_replicas, config_offloads_parameters_at_stage_2, config_of_a_negative_rate,
         config_without_an_optimizer, config_beside_an_optimizer_of_before, config_sends_what_is_not_computed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import isfinite
@@ -13,24 +14,40 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, leaves_of
+from zero_fn.checkpoint.pretrained import load_pretrained
+from zero_fn.deepspeed.entries import Config, TakenEntry, config_of, filled, leaves_of
 from zero_fn.deepspeed.loss_scale import Scaler
 from zero_fn.deepspeed.settings import Settings, Sharding, settings_of
 from zero_fn.errors import ConfigError, MeshError
+from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.everywhere import same_along
 from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.runtime.run import run_of
+from zero_fn.runtime.slot import slot_of
 from zero_fn.streamed import streamed
+from zero_fn.surface.describe import home_of
 from zero_fn.surface.table import table
+from zero_fn.transforms.flatten_subclasses import is_part
 from zero_fn.transforms.offload import offload
 from zero_fn.transforms.precision import precision
 from zero_fn.transforms.shard import replicate, shard_grads, shard_optimizer, shard_params
-from zero_fn.values.mesh import axes_text, mesh_axis
+from zero_fn.values.mesh import axes_text, mesh_axis, root_of
 from zero_fn.values.tiers import IN_MEMORY
 from zero_fn.values.units import Units
 
-__all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "placed_by"]
+__all__ = ["DeepSpeedSetup", "agreed_settings", "from_deepspeed", "mesh_of", "placed_by", "require_placed"]
 
 M = TypeVar("M", bound=nn.Module)
+
+_NOT_PLACING = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "optimizer",
+    "scheduler",
+)
+"""Entries that do not say where a model rests. Their `"auto"` may have no value yet when it is loaded."""
 
 
 @dataclass(slots=True)
@@ -138,6 +155,7 @@ def from_deepspeed(
     *,
     auto: Mapping[str, object] | None = None,
     optimizer: Callable[[M], Optimizer] | None = None,
+    weights: str | os.PathLike[str] | None = None,
     units: Units = None,
     donate: bool = False,
 ) -> DeepSpeedSetup[M]:
@@ -161,12 +179,15 @@ def from_deepspeed(
     Communicates 16 bytes per rank, by which ranks learn that all have the same config; and what the transforms do.
 
     Args:
-        model: Any module, not transformed yet.
+        model: Any module: in memory, or on `meta` with `weights`. Or one that is placed as the config says, by `placed` of
+            `zero_fn.integrations.transformers` or by hand; adapters that were added since are placed, too.
         config: The path of a JSON file, or its content as a dict or text (in base64, too). `"auto"` is accepted where nothing
             has to be set, and for a batch size that follows from the other two; see `auto`.
         mesh: One axis, `mesh["dp"]`; two for `zero_hpz_partition_size`, the ranks of a secondary partition on the second.
         auto: Values for entries that are `"auto"` or missing, by their paths: `{"optimizer.params.lr": 3e-4}`.
         optimizer: A function that makes the optimizer from the transformed model, in place of the config's.
+        weights: A folder of safetensors, of which each rank reads its shards once the model is placed; see `load_pretrained`.
+            None: values stay as they are, and of a model on `meta` you load them.
         units: What is gathered together; see `shard_params`.
         donate: Free each whole parameter as soon as its shard is cut; `model` can no longer run.
 
@@ -175,7 +196,8 @@ def from_deepspeed(
 
     Raises:
         ConfigError: Entries are unknown, have wrong values, contradict others, ask for what is not done here, or are still
-            "auto". Names all of them by their paths, before anything is done.
+            "auto". Names all of them by their paths, before anything is done. Or `model` was placed in another way.
+        CheckpointError: The files of `weights` do not fit.
         DisagreementError: Ranks have different configs.
         MeshError: `mesh` does not have the axes that the config needs.
         TierError, StorageError: As `offload` and `streamed` raise them.
@@ -202,6 +224,8 @@ def from_deepspeed(
             fix="optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)",
         )
     placed = placed_by(settings, mesh, model, units, donate=donate)
+    if weights is not None:
+        load_pretrained(placed, weights)
     stepped = make(placed)
     if settings.sharding.tiers != IN_MEMORY:
         stepped = streamed(stepped)
@@ -226,7 +250,11 @@ def from_deepspeed(
 
 
 def agreed_settings(
-    config: Config, auto: Callable[[Mapping[str, object]], Mapping[str, object]], mesh: DeviceMesh
+    config: Config,
+    auto: Callable[[Mapping[str, object]], Mapping[str, object]],
+    mesh: DeviceMesh,
+    *,
+    is_placing: bool = False,
 ) -> Settings:
     """The settings of a config, once all ranks have the same config. An error is raised on every rank.
 
@@ -236,11 +264,15 @@ def agreed_settings(
         config: A path, or the object itself.
         auto: Given that object, values for entries that are `"auto"` or missing, by their paths.
         mesh: The ranks that share a batch.
+        is_placing: Only what says where a model rests is looked at.
     """
     failure: ConfigError | None = None
     try:
         found = config_of(config)
         values = auto(found)
+        if is_placing:
+            found = {name: value for name, value in filled(found, values).items() if name not in _NOT_PLACING}
+            values = {"train_micro_batch_size_per_gpu": 1}
         settings = settings_of(found, mesh.size(), values)
         # Ranks need not agree on folders of disks.
         said = (*leaves_of(found), *leaves_of(values))
@@ -254,7 +286,11 @@ def agreed_settings(
 
 
 def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = None, *, donate: bool = False) -> M:
-    """The model with placements, dtypes and tiers as the settings say.
+    """The model with placements, dtypes and tiers as the settings say. One that is placed is checked, and gets what it lacks:
+    places for adapters.
+
+    Raises:
+        ConfigError, MeshError: As `require_placed`.
 
     [Note: masters] As in DeepSpeed, trained parameters rest in float32, whatever dtype they were loaded in. Frozen ones keep
     their dtype if the model computes in 16 bits.
@@ -264,6 +300,10 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
         is_narrow = parameter.dtype in (torch.bfloat16, torch.float16)
         return is_narrow and (parameter.requires_grad or settings.compute is None)
 
+    if mesh_of(model) is not None:
+        mesh = require_placed(settings, mesh, model)
+        if all(slot_of(parameter) is not None for parameter in model.parameters()):
+            return model
     placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
     if settings.compute is not None:
         placed = precision(placed, compute=settings.compute, reduce=settings.reduce, grads=settings.grads)
@@ -275,6 +315,51 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
     return offload(
         placed, params=tiers.params, grads=tiers.grads, optim=tiers.optim, fraction=tiers.fraction, donate=True
     )
+
+
+def mesh_of(model: nn.Module) -> DeviceMesh | None:
+    """The mesh over which a model is placed: its data axis, or two of them, the outer one first. None of any other model."""
+    axes = next((axes for unit in units_of(model) if (axes := run_of(unit).transport.axes)), ())
+    if len(axes) < 2:
+        return axes[0].mesh if axes else None
+    return root_of(axes[0].mesh)[tuple(axis.name for axis in reversed(axes))]
+
+
+def require_placed(settings: Settings, mesh: DeviceMesh, model: nn.Module) -> DeviceMesh:
+    """Requires that a placed model rests as the settings say. Returns its own mesh, which may have other names.
+
+    The same transforms place parameters of these shapes on `meta`: but for tiers, where they would make room.
+
+    Raises:
+        ConfigError: A parameter has another placement, dtype or tier.
+        MeshError: The model is placed over other ranks than those of the mesh.
+    """
+    own, twin, sharding = mesh_of(model) or mesh, nn.Module(), settings.sharding
+    if (own.device_type, own.mesh.flatten().tolist()) != (mesh.device_type, mesh.mesh.flatten().tolist()):
+        raise MeshError(
+            "A model was placed over another mesh than the one that is given with its DeepSpeed config.",
+            placed=axes_text(own),
+            given=axes_text(mesh),
+            fix="the mesh over which the model was placed: placed(config, mesh)",
+        )
+    slots = [slot for unit in units_of(model) for slot in unit.slots if not is_part(slot.parameter)]
+    for number, slot in enumerate(slots):
+        shape = torch.empty(slot.path.shape, dtype=slot.dtype, device="meta")
+        twin.register_parameter(str(number), nn.Parameter(shape, slot.parameter.requires_grad))
+    twin = placed_by(replace(settings, sharding=replace(sharding, tiers=IN_MEMORY)), own, twin)
+    for parameter, slot in zip(twin.parameters(), slots, strict=True):
+        wanted = slot_of(parameter)
+        assert wanted is not None, "placed_by has left out a parameter"
+        found, said = home_of(slot, slot.home.tiers), home_of(wanted, sharding.tiers)
+        if found != said:
+            raise ConfigError(
+                "A model was placed in another way than its DeepSpeed config says.",
+                first=slot.fqn,
+                placed=found,
+                config=said,
+                fix="with placed(config): model = AutoModelForCausalLM.from_pretrained(folder); or a plain model",
+            )
+    return own
 
 
 def _sharded(model: M, sharding: Sharding, mesh: DeviceMesh, units: Units, *, donate: bool) -> M:

@@ -7,6 +7,7 @@ transformed model. If it has stepped, its states have the shapes of whole parame
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -14,7 +15,9 @@ from types import MethodType
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -22,12 +25,37 @@ import zero_fn as zf
 from zero_fn.runtime.registry import replacement_of
 from zero_fn.runtime.slot import slot_of
 
-__all__ = ["Place", "exchange_parameters", "place_module", "plain_trained", "refuse_stale", "run_together"]
+__all__ = [
+    "Place",
+    "all_ranks",
+    "exchange_parameters",
+    "place_module",
+    "plain_trained",
+    "refuse_stale",
+    "replaced_since",
+    "run_together",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
 Place = Callable[[M], M]
 """Any chain of transforms: `lambda model: zf.zero3(model, mesh["dp"])`."""
+
+
+def all_ranks(device_type: str | None = None) -> DeviceMesh:
+    """The axis "dp" over all processes. Starts their process group if nobody has.
+
+    Args:
+        device_type: Where models rest; None: on the accelerator, if there is one.
+    """
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(store=store, rank=0, world_size=1)  # a process that nobody launched
+    elif not dist.is_initialized():
+        dist.init_process_group()
+    found = torch.accelerator.current_accelerator(check_available=True)
+    device_type = device_type or ("cpu" if found is None else found.type)
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=("dp",))
 
 
 def plain_trained(module: nn.Module) -> list[str]:
@@ -64,7 +92,7 @@ def place_module(place: Place[M], module: M, device: torch.device | None = None)
             fix="place=lambda model: zf.zero3(model, mesh['dp'])",
         )
     tensors = (*transformed.parameters(), *transformed.buffers())
-    if device is not None and any(tensor.device.type != device.type for tensor in tensors):
+    if device is not None and any(tensor.device.type not in (device.type, "meta") for tensor in tensors):
         transformed = transformed.to(device)
     run_together(transformed)
     let_adapters_be_whole()

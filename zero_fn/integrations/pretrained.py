@@ -9,19 +9,23 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed import DistributedConfig
 from transformers.utils.quantization_config import QuantizationMethod
 
 import zero_fn as zf
-from zero_fn.integrations.placing import Place, place_module
+from zero_fn.deepspeed.entries import Config
+from zero_fn.deepspeed.setup import agreed_settings, placed_by
+from zero_fn.integrations.placing import Place, all_ranks, place_module
+from zero_fn.integrations.trainer_config import settings_for
 from zero_fn.resting import on_spec
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
@@ -32,27 +36,49 @@ __all__ = ["placed"]
 
 
 @contextmanager
-def placed(place: Place[nn.Module]) -> Iterator[None]:
+def placed(
+    place: Place[nn.Module] | Config,
+    mesh: DeviceMesh | None = None,
+    *,
+    args: Any = None,
+    auto: Mapping[str, object] | None = None,
+    frozen: bool = False,
+) -> Iterator[None]:
     """Makes `from_pretrained` of transformers return a transformed model; each rank reads only the shards that it owns.
 
-        with placed(lambda model: zf.zero3(model, mesh["dp"])):
+        with placed("ds_config.json", args=args):  # or with placed(lambda model: zf.zero3(model, mesh["dp"])):
             model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer = ZeroTrainer(model=model, args=args, deepspeed="ds_config.json", train_dataset=...)
 
-    Shards go to the device of the mesh, or to a tier, unit by unit. `place` gets the model on meta, without values: it may
-    not add adapters or read a weight. Adapters come afterwards; then `place` is called again, by a ZeroTrainer or by hand.
+    Shards go to the device of the mesh, or to a tier, unit by unit. A function gets the model on meta, without values: it may
+    not add adapters or read a weight. Adapters come afterwards; then the transforms are called again, by a ZeroTrainer, a
+    ZeroAccelerator, `from_deepspeed` or by hand.
 
     Weights that torchao quantises, as they are read or in a folder that was saved quantised, are an exception: transformers
     quantises whole weights, so each rank holds the quantised model whole in host memory before it cuts its shards. `place`
     gets that model with its values, after `zf.flatten_subclasses`, and may add adapters.
 
+    With a config, communicates 16 bytes per rank, by which ranks learn that all have the same one.
+
     Args:
-        place: Any chain of transforms.
+        place: Any chain of transforms; or a DeepSpeed config, as a path or the object itself, whose stage, dtypes and tiers
+            are taken. Its batch sizes, clipping, optimizer and scheduler are looked at where the model is trained, or here
+            with `args`.
+        mesh: The mesh for that config; None makes one axis of all ranks, "dp", and their process group if there is none.
+        args: TrainingArguments, which decide where the config says `"auto"`, as in a ZeroTrainer.
+        auto: Values where there are no `args`, by their paths: `{"bf16.enabled": True}`.
+        frozen: With a config, the model is not trained: it keeps the dtype of its files. For a base of adapters, or a
+            reference model. Without, parameters rest in float32, as the config's masters.
 
     Raises:
-        ConfigError: transformers has no such hook; `from_pretrained` was told to distribute the model itself; or weights are
-            quantised by another library than torchao.
+        ConfigError: transformers has no such hook; `from_pretrained` was told to distribute the model itself; weights are
+            quantised by another library than torchao; or the config cannot be followed.
+        DisagreementError: Ranks have different configs.
         StateError: Nothing was loaded inside, or `place` transformed nothing.
     """
+    if not callable(place):
+        mesh = mesh or all_ranks(None if args is None else args.device.type)
+        place = _configured(place, mesh, args, auto or {}, frozen=frozen)
     if not hasattr(PreTrainedModel, "maybe_distribute_model") or DistributedConfig().tp_size is None:
         raise zf.ConfigError(
             "This version of transformers cannot load a model that is transformed already.",
@@ -74,6 +100,17 @@ def placed(place: Place[nn.Module]) -> Iterator[None]:
             "Nothing was loaded inside placed().",
             fix="with placed(...): model = AutoModelForCausalLM.from_pretrained(folder)",
         )
+
+
+def _configured(
+    config: Config, mesh: DeviceMesh, args: Any, auto: Mapping[str, object], *, frozen: bool
+) -> Place[nn.Module]:
+    """The transforms of a DeepSpeed config."""
+    if args is not None:
+        settings = settings_for(config, args, mesh, max(0, args.max_steps))
+    else:
+        settings = agreed_settings(config, lambda _: auto, mesh, is_placing=True)
+    return lambda model: placed_by(settings, mesh, model.requires_grad_(False) if frozen else model)
 
 
 def _trim() -> None:

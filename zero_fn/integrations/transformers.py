@@ -14,6 +14,7 @@ and copies it as a reference model. So the model is transformed after `__init__`
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,17 +25,18 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, Trainer
 from transformers.core_model_loading import revert_weight_conversion
 
 import zero_fn as zf
 from zero_fn.checkpoint.exporting import export
 from zero_fn.deepspeed.settings import Settings
-from zero_fn.deepspeed.setup import placed_by
+from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples, require_precision
 from zero_fn.integrations.placing import (
     Place,
+    all_ranks,
     exchange_parameters,
     place_module,
     plain_trained,
@@ -72,8 +74,10 @@ class ZeroTrainerMixin(_AnyTrainer):
         finish: A function applied to the optimizer, such as `zf.streamed`; None applies none.
         deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place` and `finish`. `args` decide where
             it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
-            entry.
-        mesh: The mesh for that config; None makes one axis of all ranks.
+            entry. The model may be placed already, by `placed` or by hand, as the config says.
+        mesh: The mesh for that config; None takes that of a placed model, or makes one axis of all ranks.
+        weights: For a model on `meta`, a folder of safetensors of which each rank reads its shards once the model is placed,
+            by `zf.load_pretrained`: files have the names of parameters. Others, such as experts of Mixtral, `placed` reads.
         **options: Those of the Trainer.
 
     Raises:
@@ -81,7 +85,8 @@ class ZeroTrainerMixin(_AnyTrainer):
         StaleError: An optimizer was built before the model was transformed elsewhere.
         MeshError: The model is transformed over fewer ranks than there are processes, as with tensor parallelism.
         ConfigError: An argument of the Trainer asks for something that a transformed model cannot do (`sync_ref_model=True`
-            without `place`), or an entry of the DeepSpeed config cannot be followed or contradicts an argument.
+            without `place`), an entry of the DeepSpeed config cannot be followed or contradicts an argument, or the model
+            was placed in another way.
 
     Attributes:
         settings: What the DeepSpeed config asks for; None without one.
@@ -93,6 +98,7 @@ class ZeroTrainerMixin(_AnyTrainer):
     settings: Settings | None = None
     _place: Place[nn.Module] | None = None
     _finish: Any = None
+    _weights: str | os.PathLike[str] | None = None
     _settings_at: Callable[[int], Settings]
 
     def __init__(
@@ -102,9 +108,11 @@ class ZeroTrainerMixin(_AnyTrainer):
         finish: Any = None,
         deepspeed: Any = None,
         mesh: DeviceMesh | None = None,
+        weights: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> None:
         self._place, self._finish, self._is_configured = place, finish, deepspeed is not None
+        self._weights = weights
         super().__init__(*args, **options)
         _refuse_arguments(self.args)
         if deepspeed is not None:
@@ -113,15 +121,17 @@ class ZeroTrainerMixin(_AnyTrainer):
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
         """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""
-        if self._place is not None or self._finish is not None or zf.is_transformed(self.model):
+        if self._place is not None or self._finish is not None:
             raise zf.ConfigError(
                 "A ZeroTrainer was given a DeepSpeed config, and another way to place its model.",
-                fix='deepspeed="ds_config.json" alone, with a plain model; or place=, finish= without it',
+                fix='deepspeed="ds_config.json" alone; or place=, finish= without it',
             )
-        if mesh is None:
-            mesh = init_device_mesh(self.args.device.type, (self.args.world_size,), mesh_dim_names=("dp",))
+        own = mesh_of(self.model)
+        mesh = mesh or own or all_ranks(self.args.device.type)
         self._settings_at = partial(settings_for, config, self.args, mesh)
         settings = self._settings_at(max(0, self.args.max_steps))
+        if own is not None:
+            require_placed(settings, mesh, self.model)
         self.settings, self._place = settings, partial(placed_by, settings, mesh)
         self._finish = None if settings.sharding.tiers == IN_MEMORY else zf.streamed
         self.accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
@@ -140,7 +150,7 @@ class ZeroTrainerMixin(_AnyTrainer):
                     fix=f"{type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp']))",
                 )
             device = self.args.device if self.place_model_on_device else None
-            model, new = place_module(self._place, self.model, device)
+            model, new = place_module(self._placed_and_read, self.model, device)
             self.model = self.model_wrapped = self.callback_handler.model = model
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
@@ -150,6 +160,14 @@ class ZeroTrainerMixin(_AnyTrainer):
             refuse_stale([bare(self.optimizer)])
         if getattr(self.args, "sync_ref_model", False):
             _place_reference(self, self._place)
+
+    def _placed_and_read(self, model: nn.Module) -> nn.Module:
+        """The transformed model. If it was on meta, each rank has read its shards of `weights`."""
+        assert self._place is not None, "there is no place to read into"
+        placed = self._place(model)
+        if self._weights is not None and any(parameter.is_meta for parameter in placed.parameters()):
+            zf.load_pretrained(placed, self._weights)
+        return placed
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.

@@ -112,7 +112,8 @@ def require_memory(names: Sequence[str]) -> None:
         raise StateError(
             f"{len(names)} parameters are on meta, and other ranks are to be sent their values.",
             first=", ".join(names[:SHOWN]),
-            fix="model = zf.materialize(model, device); or model.to_empty(device=...) and load_state_dict()",
+            fix="values of files: zf.load_pretrained(model, folder), or weights=folder beside a DeepSpeed config; initial "
+            "ones: model = zf.materialize(model, device); or model.to_empty(device=...) and load_state_dict()",
         )
 
 

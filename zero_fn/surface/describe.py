@@ -14,9 +14,9 @@ from zero_fn.streamed import Streamed
 from zero_fn.surface.held import padding_nbytes
 from zero_fn.surface.table import table
 from zero_fn.values.home import Sharded
-from zero_fn.values.tiers import IN_MEMORY
+from zero_fn.values.tiers import IN_MEMORY, Tiers
 
-__all__ = ["Description", "UnitRow", "describe"]
+__all__ = ["Description", "UnitRow", "describe", "home_of"]
 
 _OWN = ", the device's own"  # how a row's tier ends that was asked for and is where the device computes
 
@@ -119,6 +119,12 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
             padding = 0
     states = repr(optimizer).partition("\n")[0] if isinstance(optimizer, Streamed) else None
     return Description(", ".join(map(str, axes)) or "none", tuple(rows), states)
+
+
+def home_of(slot: Slot, tiers: Tiers) -> str:
+    """Where a parameter rests, in words that are those of any other that rests alike, over axes of the same names."""
+    stages = " and ".join(f"stage {int(hop.level)} over {hop.axis}" for hop in slot.path.hops)
+    return f"{stages}, rest/compute/sum {slot.kind.dtypes_text}, {str(tiers) or 'on the device'}"
 
 
 def _placement(slot: Slot) -> str:
