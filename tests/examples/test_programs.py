@@ -13,7 +13,8 @@ import torch
 
 FOLDER = Path(__file__).parents[2] / "examples"
 HELPERS = {"gpt", "program"}
-PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS)
+COPIED = {"finetune_hf"}  # files that people copy: a folder gives the sizes, a library the options
+PROGRAMS = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem not in HELPERS | COPIED)
 WITHOUT_GPUS = pytest.mark.skipif(torch.cuda.device_count() > 0, reason="there is a GPU")
 
 
@@ -23,8 +24,16 @@ def module(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_helpers_are_few() -> None:
-    assert {path.stem for path in FOLDER.glob("*.py")} == HELPERS | set(PROGRAMS)
+    assert {path.stem for path in FOLDER.glob("*.py")} == HELPERS | COPIED | set(PROGRAMS)
     assert len(PROGRAMS) > 5
+
+
+@pytest.mark.parametrize("name", sorted(COPIED))
+def test_a_file_to_copy_is_short_and_needs_no_file_beside_it(name: str) -> None:
+    text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    imported = {node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom)}
+    assert not imported & (HELPERS | set(PROGRAMS))
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

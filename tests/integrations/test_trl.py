@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zero_fn as zf
-from tests.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start
+from tests.integrations.worlds import VOCABULARY, llama, numbers, place, require_close, start, tokenizer
 from tests.ranks import Ranks
 
 pytest.importorskip("trl", reason="the extra [trl] is not installed")
@@ -42,21 +42,6 @@ def prepared(ranks: Ranks) -> Ranks:
     """Two ranks that have imported the libraries, which may take longer than a collective may wait for a peer."""
     ranks(2, deadline_s=300).run(_import_all)
     return ranks
-
-
-def _tokenizer() -> Any:
-    """Words are numbers."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{str(number): number for number in range(3, VOCABULARY)}}
-    tokenizer = Tokenizer(WordLevel(words, unk_token="<pad>"))
-    tokenizer.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
-    )
 
 
 def _text(first: int, step: int, length: int) -> str:
@@ -96,7 +81,7 @@ def _written(folder: str, trainer: str) -> None:
             LlamaForSequenceClassification(config).save_pretrained(folder)
         else:
             llama().save_pretrained(folder)
-        _tokenizer().save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
     dist.barrier()
 
 
@@ -118,7 +103,7 @@ def _trainer(
     with placed(place()) if kind == "placed" else nullcontext():
         model: nn.Module = auto.from_pretrained(folder)
     config = getattr(trl, trainer.replace("Trainer", "Config"))
-    arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": _tokenizer(), **more}
+    arguments = {"args": config(output_dir=folder, **(_COMMON | options)), "processing_class": tokenizer(), **more}
     arguments["train_dataset"] = Dataset.from_list(_rows(trainer))
     if trainer in ("GRPOTrainer", "RLOOTrainer"):
         arguments["reward_funcs"] = _length_reward

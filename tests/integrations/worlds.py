@@ -81,6 +81,21 @@ def mixtral(seed: int = 0) -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(vocab_size=VOCABULARY, max_position_embeddings=64, **sizes, **heads))
 
 
+def tokenizer() -> Any:
+    """Words are numbers."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{str(number): number for number in range(3, VOCABULARY)}}
+    made = Tokenizer(WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<pad>"
+    )
+
+
 def lora() -> nn.Module:
     """Adapters, of which one matrix of a layer is frozen, as in LoRA-FA: it must be saved, too."""
     from peft import LoraConfig, get_peft_model
