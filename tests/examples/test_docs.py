@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch.distributed as dist
 
 from tests.examples.programs import ROOT as _ROOT
 from tests.examples.programs import Interpreter
@@ -88,13 +90,23 @@ def test_blocks_of_a_page_are_python(page: Page) -> None:
         ast.parse(code)
 
 
+@pytest.mark.parametrize("path", _PAGES, ids=[page.name for page in _ALL])
+def test_no_block_is_in_a_list(path: Path) -> None:
+    """It would be neither run nor parsed."""
+    assert not re.search(r"^ +```python$", path.read_text(encoding="utf-8"), re.MULTILINE)
+
+
 def _on_a_rank(preamble: str, program: str, name: str, folder: str) -> str:
     """Runs a page on a rank, in a folder of its own for all ranks; what it prints."""
     before, printed = os.getcwd(), io.StringIO()
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}  # as by torchrun
     os.chdir(folder)
     try:
+        if state := sys.modules.get("accelerate.state"):  # of the page before
+            state.AcceleratorState._reset_state(True)
         space: dict[str, object] = {"__name__": "__main__"}
-        with contextlib.redirect_stdout(printed):
+        with patch.dict(os.environ, told), contextlib.redirect_stdout(printed):
             exec(compile(preamble, "docs/guides/index.md", "exec"), space)
             exec(compile(program, name, "exec"), space)
     finally:
