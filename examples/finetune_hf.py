@@ -32,7 +32,7 @@ class Options:
     data: str = field(metadata={"help": "a text, or a .jsonl file"})
     config: str | None = field(default=None, metadata={"help": "a DeepSpeed config, in place of --stage and --offload"})
     stage: int = field(default=3, metadata={"help": "of ZeRO: 0, 1, 2 or 3"})
-    offload: bool = field(default=False, metadata={"help": "keep gradients and optimizer states on the host"})
+    offload: bool = field(default=False, metadata={"help": "keep optimizer states on the host"})
     length: int = field(default=1024, metadata={"help": "tokens of a sequence"})
     held_out: float = field(default=0.05, metadata={"help": "share of the sequences to evaluate on"})
     lora: int = field(default=0, metadata={"help": "rank of the adapters; 0 trains all weights"})
