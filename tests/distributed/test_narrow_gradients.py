@@ -96,9 +96,11 @@ def _tiers(folder: str) -> None:
         # In pieces, too: torch's fused step rounds its last elements in another way.
         own = zf.streamed(make(plain.parameters()), zf.cpu())
         wanted = _trained(plain, own, _by_hand)
+        model: Any = _narrow(zf.zero3(_built(kind), axis()))
+        _require_same(_trained(model, zf.streamed(make(model.parameters()))), wanted, (name, "on the device"))
         for tiers in away:
             for finish in ("step", "forward") if len(tiers) == 3 else ("step",):
-                model: Any = zf.offload(_narrow(zf.zero3(_built(kind), axis())), **tiers)
+                model = zf.offload(_narrow(zf.zero3(_built(kind), axis())), **tiers)
                 optimizer = zf.streamed(make(model.parameters()), finish=finish)  # type: ignore[arg-type]
                 _require_same(_trained(model, optimizer), wanted, (name, tiers, finish))
 

@@ -224,6 +224,19 @@ def test_the_tables_of_sizes_are_what_their_program_computes(model: str) -> None
             assert cells == [f"{bf16:,.1f}", *seconds, f"{fp32:,.1f}", f"{fp32 / 50:.1f} s"]
 
 
+def test_the_table_of_one_node_is_what_its_program_computes() -> None:
+    path = _ROOT / "docs" / "guides" / "one-node.md"
+    space: dict[str, Any] = {"__name__": "one node"}
+    exec(compile(page_of(path).program(), str(path), "exec"), space)
+    lines = [line.strip("| ").split(" | ") for line in path.read_text("utf-8").splitlines() if line.startswith("| ")]
+    rows = {row: cells for row, _, *cells in lines if row in space["ROWS"]}
+    assert list(rows) == list(space["ROWS"])
+    for row, cells in rows.items():
+        plans = [space["needs"](row, grads) for grads in (None, space["torch"].bfloat16)]
+        on_gpu = [f"{plan.held.on_device / 1e9:.1f} ({plan.peak_nbytes / 1e9:.1f})" for plan in plans]
+        assert cells == [*on_gpu, *(f"{8 * plan.host_nbytes / 1e12:.2f}" for plan in plans)], row
+
+
 @pytest.mark.parametrize("path", [path for path in _PAGES if path.parent.name != "log"], ids=lambda path: path.stem)
 def test_files_that_a_page_names_are_there(path: Path) -> None:
     """`runtime/run.py` may be named below the root, the package or the tests. The log names files as they were then."""

@@ -69,7 +69,8 @@ def streamed(
         optimizer: One of torch.optim that treats every element alone (Adam, AdamW, SGD, Adagrad, RMSprop, Adadelta, Adamax,
             NAdam, RAdam, ASGD, Rprop); for another class see `elementwise`. States that it has are moved.
         tier: `zf.nvme(path)` or `zf.cpu()`. None: for each parameter the tier of `zf.offload(model, optim=tier)`; the states
-            of other parameters stay on the device.
+            of other parameters stay on the device. Of all of them, if gradients rest in another dtype than parameters
+            (`precision(grads=)`), which are widened buffer by buffer.
         fraction: The part of the states, in bytes rounded to whole buffers, that is in the tier; the rest stays on the
             device. Buffers of both kinds take turns, so that transfers run beside computation (twin-flow).
         buffer: Bytes of a buffer, as a number or as text ("64MiB"). Larger parameters pass through it in pieces.

@@ -241,7 +241,9 @@ class Planner:
             follow(parameter)
         schemas = self.kept(parameters, in_pieces=True)
         wanted, groups = [self._tier_of(p) for p in parameters], self._groups_of(parameters)
-        if parameters and all(tier is None for tier, _ in wanted):
+        slots = [slot for slot in map(slot_of, parameters) if slot is not None]
+        widens = any(slot.kind.gradient_dtype != slot.dtype for slot in slots)  # buffer by buffer, without any tier
+        if parameters and all(tier is None for tier, _ in wanted) and not widens:
             raise TierError(
                 "streamed() was given no tier.",
                 optimizer=type(self.inner).__name__,

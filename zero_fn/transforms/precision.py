@@ -50,8 +50,9 @@ def precision(
         grads: Dtype in which reduced gradients rest, from backward to the step: torch.bfloat16 makes 2 bytes of 4 for each
             element. Each sum is rounded once, when it is complete; the sums inside `accumulate` stay in `reduce`. Optimizers
             of torch.optim widen the gradients of a group for their step (4 bytes an element while it lasts), streamed ones
-            those of a buffer; the kernel of a streamed Adam reads them as they are. Other optimizers are refused. None: the
-            dtype of the parameter. `clip_grad_norm_` of torch computes norms in this dtype, with three digits of bfloat16.
+            (`zf.streamed(optimizer)`, without a tier, too) those of a buffer; the kernel of a streamed Adam reads them as
+            they are. Other optimizers are refused. None: the dtype of the parameter. `clip_grad_norm_` of torch computes
+            norms in this dtype, with three digits of bfloat16.
         output: Dtype to which floating point outputs of the whole module are cast, whatever `where` selects; None leaves
             them. A part gets its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the parameters between uses: torch.float32 makes master weights of a model that was loaded in 16
