@@ -18,6 +18,10 @@ from tests.ranks import Ranks
 from tests.ranks import axis as axis_of_ranks
 from tests.seeds import seed_generator
 from tests.wholes import full
+from zero_fn.runtime import parcels
+from zero_fn.streamed.footprint import _streamed as footprint_of
+from zero_fn.streamed.pieces import Chunk, Planner, SteppedPiece
+from zero_fn.transforms import shard
 from zero_fn.transforms.offload import offloaded
 from zero_fn.values.home import Home
 from zero_fn.values.tiers import Nvme, Tiers
@@ -153,6 +157,60 @@ def test_an_accelerator_has_the_host_as_a_tier_too() -> None:
     assert there.host >= 18 * elements  # and copies to compute with
     assert "parameters, gradients on host, states on disk" in {away for _, away in found}
     assert there.bound == "collectives"
+
+
+def test_work_does_not_grow_with_blocks_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stage is placed once for its ten choices of tiers, and parcels of blocks that are alike are cut up once: 60 s of
+    CPU for 70 B before."""
+    placed: list[str] = []
+    cut: list[int] = []
+    substitute, chunks_of, lie = shard.substitute, parcels.chunks_of, SteppedPiece.lie
+
+    def work(blocks: int) -> tuple[list[str], int]:
+        placed.clear(), cut.clear(), parcels.planned_parcels.cache_clear()
+        with torch.device("meta"):
+            module = zf.precision(nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(blocks)]))
+        with pretended(2, device_type="cuda") as mesh:
+            found = zf.autoplan(module, mesh, "1TB", links=ON_ACCELERATORS, tier=(zf.cpu(), zf.nvme("/scratch")))
+        assert len(found.all) == 40
+        return list(placed), len(cut)
+
+    monkeypatch.setattr(
+        shard, "substitute", lambda *args, **named: (placed.append(named["verb"]), substitute(*args, **named))[1]
+    )
+    monkeypatch.setattr(parcels, "chunks_of", lambda *args: (cut.append(0), chunks_of(*args))[1])
+    monkeypatch.setattr(
+        SteppedPiece, "lie", lambda self, at: (cut.append(0) if self.in_parcel is not None else None, lie(self, at))[1]
+    )
+    stages, few = work(4)
+    assert stages == list(STAGES)
+    assert 0 < few == work(8)[1]
+
+
+def test_blocks_that_are_alike_count_as_if_each_were_counted() -> None:
+    """Unlike in one thing each: frozen, in another group of the optimizer, of another shape, not all in the optimizer."""
+    with torch.device("meta"):
+        module = nn.Sequential(*[nn.Linear(1024, 1024, bias=number != 5) for number in range(8)])
+        module[6].weight = nn.Parameter(torch.empty(2048, 512))
+    module[2].weight.requires_grad_(False)
+    with pretended(2, device_type="cuda") as mesh:
+        placed = zf.offload(zf.shard_params(module, mesh), params=zf.nvme("/scratch"), optim=zf.cpu())
+        *others, last = placed.children()
+        others_of = [
+            parameter for block in others for parameter in block.parameters() if parameter is not others[4].bias
+        ]
+        optimizer = torch.optim.AdamW([{"params": others_of}, {"params": list(last.parameters())}])
+        parameters = [*others_of, *last.parameters()]
+        planner = Planner(optimizer)
+
+        def numbers(chunks: list[Chunk]) -> list[object]:
+            cuts = [[(p.group, p.shape, p.in_parcel, p.parameter.requires_grad) for p in c.cuts] for c in chunks]
+            return [(c.nbytes, c.window_nbytes, c.tier, c.parcel, cut) for c, cut in zip(chunks, cuts, strict=True)]
+
+        each, shared = planner.chunks(parameters), planner.chunks(parameters, shares=True)
+        assert numbers(each) == numbers(shared)
+        assert len(each) == len(set(each)) > len(set(shared))
+        assert footprint_of(parameters, each) == footprint_of(parameters, shared)
 
 
 def test_limits_of_both_tiers_are_kept() -> None:

@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 from operator import sub
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +32,9 @@ from zero_fn.plan.links import LinkSpeeds, of_all_ranks
 from zero_fn.plan.predict import Plan, plan
 from zero_fn.plan.proposals import STAGES, Proposal, Proposals, staged
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Link
 from zero_fn.surface.held import Held
-from zero_fn.transforms.offload import offloaded
-from zero_fn.values.home import Home
 from zero_fn.values.mesh import Axis, mesh_axis
 from zero_fn.values.tiers import IN_MEMORY, Cpu, Nvme, Tier, Tiers, bytes_text, is_accelerator, nbytes_of_text
 
@@ -114,10 +113,11 @@ def autoplan(
     tiers = _ordered(tier, axis, links)
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
+    bare = _on_meta(module)
     ways = [
         (transform, chosen, {**numbers, "compute_s": compute_s})
         for transform in STAGES
-        for chosen, numbers in _predicted(module, mesh, transform, tiers, optimizer, links, options)
+        for chosen, numbers in _predicted(staged(transform, bare, mesh, options), tiers, optimizer, links)
     ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
     if axis.size > 1 and axis.backend != "fake":
@@ -185,24 +185,19 @@ def _choices(tiers: Sequence[Tier]) -> Iterator[Tiers]:
 
 
 def _predicted(
-    module: nn.Module,
-    mesh: DeviceMesh,
-    transform: str,
+    placed: nn.Module,
     tiers: Sequence[Tier],
     optimizer: Callable[[Iterable[Tensor]], Optimizer],
     links: LinkSpeeds,
-    options: dict[str, Any],
 ) -> Iterator[tuple[Tiers, dict[str, float]]]:
     """For each choice of tiers, the bytes and seconds of one stage on this rank, by name."""
-    states = 0
+    states, units = 0, units_of(placed)
     for chosen in _choices(tiers):
-        placed = staged(transform, _on_meta(module), mesh, options)
-        if chosen != IN_MEMORY:
-            placed = offloaded(placed, Home(tiers=chosen), reserves=False)
+        _rest_in(chosen, units)
         planned, without = plan(placed, optimizer(placed.parameters())), plan(placed)
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
-        slots = (slot for unit in units_of(placed) for slot in unit.slots if slot.parameter.requires_grad)
+        slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
         touched = 2 * states + 12 * sum(slot.path.local_numel for slot in slots)
         is_stepped_there = is_accelerator(planned.device_type) and chosen.optim is None
         fetch_s, both_s = (_disk_s(found, tiers, links) for found in (without, planned))
@@ -223,6 +218,22 @@ def _predicted(
                 "link_s": _link_s(Link(*map(sub, planned.link, without.link)), links),
             },
         )
+
+
+def _rest_in(tiers: Tiers, units: Sequence[Unit]) -> None:
+    """Lets what units on `meta` have rest in these tiers, as `offload` would, in place: only layouts are made anew."""
+
+    def make_record(*_: object) -> NoReturn:
+        raise AssertionError("records hold no tensors on meta")
+
+    for unit in units:
+        for group in unit.groups:
+            group.vacate()
+            group.kind = replace(group.kind, home=replace(group.kind.home, tiers=tiers))
+            for slot in group.slots:
+                slot.home, slot.kind = group.kind.home, group.kind
+        unit.groups.lay_out(make_record)
+        unit.note_moved()
 
 
 def _disk_s(planned: Plan, tiers: Sequence[Tier], links: LinkSpeeds) -> float:

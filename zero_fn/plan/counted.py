@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from zero_fn.runtime.group import Group
 from zero_fn.runtime.kind import Lifetime, Shelved
-from zero_fn.runtime.parcels import parcels_of, record_nbytes
+from zero_fn.runtime.parcels import planned_parcels, record_nbytes
 from zero_fn.storage import stagings_for
 from zero_fn.streamed import Footprint, Link
 from zero_fn.surface.held import Held
@@ -118,14 +118,15 @@ def add_moved(group: Group, times_gathered: int, found: Footprint) -> None:
     trained = [slot.parameter.requires_grad for slot in group.slots]
     has_copies = any(what == "compute copies" for what, _ in away)
     for (what, tier), forms in away.items():
-        parcels = parcels_of(forms)
-        if what == "gradients":
-            for parcel in parcels:
+        if what == "gradients" and all(trained):
+            found.written[tier] += record_nbytes(forms)
+        elif what == "gradients":
+            for parcel in planned_parcels(tuple(forms)):
                 some = [trained[piece.parameter] for piece in parcel.pieces]
                 found.written[tier] += parcel.nbytes if any(some) else 0
                 found.read[tier] += parcel.nbytes if any(some) and not all(some) else 0  # frozen ones in the same pages
         elif what == "compute copies" or not has_copies:
-            found.read[tier] += times_gathered * sum(parcel.nbytes for parcel in parcels)
+            found.read[tier] += times_gathered * record_nbytes(forms)
     if is_accelerator(kind.device_type):
         numels = [slot.path.local_numel for slot in group.slots]
         dtype = kind.compute_dtype if has_copies else kind.dtype

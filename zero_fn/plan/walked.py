@@ -54,6 +54,8 @@ def walk(run: Run, *, backwards: int) -> Walk:
     gathered: set[int] = set()
     pending: set[int] = set()
     peak = 0
+    gathered_nbytes = {index: unit.groups.gathered_nbytes for index, unit in units.items()}
+    gradient_nbytes = {index: _gradient_nbytes(unit) for index, unit in units.items()}
     for events, in_forward in ((forward, True), (backward, False)) * backwards:
         for event in events:
             if isinstance(event, Unshard):
@@ -65,8 +67,8 @@ def walk(run: Run, *, backwards: int) -> Walk:
                 pending.add(event.use.unit)
             elif isinstance(event, Settle):
                 pending.discard(event.unit)
-            whole = sum(units[index].groups.gathered_nbytes for index in gathered)
-            peak = max(peak, whole + sum(_gradient_nbytes(units[index]) for index in pending))
+            whole = sum(map(gathered_nbytes.__getitem__, gathered))
+            peak = max(peak, whole + sum(map(gradient_nbytes.__getitem__, pending)))
         if not in_forward:
             gathered.clear()  # a backward ends with every transient unit at rest
     return Walk(gathers, uses, peak)

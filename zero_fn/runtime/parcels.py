@@ -13,8 +13,10 @@ threads, and with parcels of 4 MiB these calls cost as much as the step itself.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,15 @@ import torch
 from zero_fn.storage import whole_pages
 from zero_fn.values.chunks import Piece, chunks_of
 
-__all__ = ["PARCEL_NBYTES", "STEPPED_IN_PLACE_NBYTES", "Form", "Parcel", "parcels_of", "record_nbytes"]
+__all__ = [
+    "PARCEL_NBYTES",
+    "STEPPED_IN_PLACE_NBYTES",
+    "Form",
+    "Parcel",
+    "parcels_of",
+    "planned_parcels",
+    "record_nbytes",
+]
 
 PARCEL_NBYTES = 4 << 20
 STEPPED_IN_PLACE_NBYTES = 64 << 20
@@ -74,6 +84,12 @@ def _padded(nbytes: int) -> int:
 
 def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
     """The parcels of a record of such tensors."""
+    return list(map(copy.copy, planned_parcels(tuple(forms))))
+
+
+@lru_cache(maxsize=64)  # blocks of a model are alike
+def planned_parcels(forms: tuple[Form, ...]) -> tuple[Parcel, ...]:
+    """The parcels of a record that is only planned: the same objects for all that are alike, not to be written to."""
     packed = chunks_of(
         [form.numel for form in forms],
         [None] * len(forms),
@@ -88,9 +104,10 @@ def parcels_of(forms: Sequence[Form]) -> list[Parcel]:
             end += _padded(piece.numel * forms[piece.parameter].dtype.itemsize)
         parcels.append(Parcel(pieces, tuple(offsets), start, whole_pages(end)))
         start += parcels[-1].nbytes
-    return parcels
+    return tuple(parcels)
 
 
 def record_nbytes(forms: Sequence[Form]) -> int:
     """Bytes of a record of such tensors, in whole pages."""
-    return sum(parcel.nbytes for parcel in parcels_of(forms))
+    parcels = planned_parcels(tuple(forms))
+    return parcels[-1].start + parcels[-1].nbytes if parcels else 0

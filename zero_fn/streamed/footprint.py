@@ -7,7 +7,7 @@ buffers. Every second step goes backwards, so these are the last chunks in one s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -79,7 +79,7 @@ def footprint(optimizer: Optimizer) -> Footprint:
     planner, slots = Planner(optimizer), map(slot_of, parameters)
     if any(slot is not None and slot.kind.must_be_streamed for slot in slots):
         require_streamable(optimizer, elementwise=False)
-        return _streamed(parameters, planner.chunks(parameters))
+        return _streamed(parameters, planner.chunks(parameters, shares=True))
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     rows = zip(trained, planner.kept(trained, in_pieces=False), strict=True)
     sizes = (local_of(p).numel() * sum(dtype.itemsize for _, dtype in schema) for p, schema in rows)
@@ -88,10 +88,13 @@ def footprint(optimizer: Optimizer) -> Footprint:
 
 def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprint:
     found = Footprint()
-    rings = [[chunk.window_nbytes for chunk in chunks if chunk.window_nbytes]]
+    times = Counter(chunks)  # records that are alike share theirs
+    windows = {chunk: chunk.window_nbytes for chunk in times}
+    rings = [list(filter(None, map(windows.get, chunks)))]
     on_disk: dict[Tier, list[int]] = {}
-    for (tier, device), members in rooms_of(chunks).items():
-        sizes = [chunk.nbytes for chunk in members]
+    for (tier, device), members in rooms_of(times).items():
+        size_of = {chunk: chunk.nbytes for chunk in members}
+        sizes = [size_of[chunk] for chunk in chunks if chunk in size_of]
         if isinstance(tier, Nvme):
             on_disk.setdefault(tier, []).extend(map(whole_pages, sizes))
         elif tier is not None and is_away(tier, device.type):
@@ -99,7 +102,7 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
         else:
             found.states_nbytes += sum(sizes) if tier is None else whole_pages(sum(sizes))
         if is_accelerator(device.type):
-            _add_link(found, tier, members)
+            _add_link(found, tier, {chunk: times[chunk] for chunk in members})
     for disk, sizes in on_disk.items():
         rings.append(sizes)
         found.tiers[disk] += sum(sizes)
@@ -117,21 +120,21 @@ def _streamed(parameters: Sequence[Tensor], chunks: Sequence[Chunk]) -> Footprin
     return found
 
 
-def _add_link(found: Footprint, tier: Tier | None, chunks: Sequence[Chunk]) -> None:
-    """Adds the bytes that cross the link to an accelerator.
+def _add_link(found: Footprint, tier: Tier | None, times: Mapping[Chunk, int]) -> None:
+    """Adds the bytes that cross the link to an accelerator, for chunks that are there so many times.
 
     A step is computed where the states are: on the host if they are in a tier. Gradients on the other side are copied
     there, and parameters there and back.
     """
     on_host, (there, back) = tier is not None, found.link
-    for chunk in chunks:
+    for chunk, count in times.items():
         for cut in chunk.cuts:
             parameter = cut.parameter
             if not parameter.requires_grad:
                 continue
             slot, dtypes = slot_of(parameter), (cut.dtype, cut.gradient_dtype)
             value, gradient = (
-                cut.piece.numel * dtype.itemsize * (is_away != on_host)
+                count * cut.piece.numel * dtype.itemsize * (is_away != on_host)
                 for dtype, is_away in zip(dtypes, cut.away, strict=True)
             )
             there, back = there + value + gradient * (not on_host), back + value + gradient * on_host

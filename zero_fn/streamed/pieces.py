@@ -230,8 +230,13 @@ class Planner:
     fraction: float = 1.0
     buffer_nbytes: int = BUFFER_NBYTES
 
-    def chunks(self, parameters: Sequence[Tensor]) -> list[Chunk]:
+    def chunks(self, parameters: Sequence[Tensor], *, shares: bool = False) -> list[Chunk]:
         """Chunks for these parameters. Their states have no place yet.
+
+        Args:
+            parameters: The parameters.
+            shares: Give the same chunks for all groups on `meta` that are alike, as blocks of a model are: to be counted,
+                never stepped.
 
         Raises:
             TierError: No tier was given, or a buffer is too small for states that cannot be cut.
@@ -253,8 +258,11 @@ class Planner:
             _Stepped(groups[number], p, schemas[number], *wanted[number], place_of(p))
             for number, p in enumerate(parameters)
         ]
-        found = [*self._here([row for row in rows if row.place is None]), *self._away(rows)]
-        _choose_tiers(found, {row.parameter: row for row in rows})
+        found = [
+            *self._here([row for row in rows if row.place is None]),
+            *self._away(rows, shares=shares and all(row.fraction == 1 for row in rows)),
+        ]
+        _choose_tiers(dict.fromkeys(found), {row.parameter: row for row in rows})
         return found
 
     def kept(self, parameters: Sequence[Tensor], *, in_pieces: bool) -> list[Schema]:
@@ -317,7 +325,7 @@ class Planner:
             for pieces in packed
         ]
 
-    def _away(self, rows: Sequence[_Stepped]) -> list[Chunk]:
+    def _away(self, rows: Sequence[_Stepped], *, shares: bool) -> list[Chunk]:
         """Chunks of parameters that rest, or whose gradients rest, in another tier: one for each parcel.
 
         Raises:
@@ -329,9 +337,14 @@ class Planner:
             if row.place is not None:
                 parcels_of.setdefault(row.place.record, row.place.parcels)
                 by_record.setdefault(row.place.record, {})[row.place.number] = row
-        found, nbytes = [], 0
+        found: list[Chunk] = []
+        nbytes, alike = 0, dict[Hashable, list[Chunk]]()
         for record, row_of in by_record.items():
-            sizes = passing_sizes(next(iter(row_of.values())).parameter)
+            key = _alike(row_of, parcels_of[record]) if shares else record
+            if key in alike:
+                found += alike[key]
+                continue
+            before, sizes = len(found), passing_sizes(next(iter(row_of.values())).parameter)
             for index, parcel in enumerate(parcels_of[record]):
                 inside = zip(parcel.pieces, parcel.offsets, strict=True)
                 mine = [
@@ -342,6 +355,7 @@ class Planner:
                     found.append(Chunk(cuts, device, index, sizes[index] if sizes else 0))
                     if sizes or not isinstance(mine[0][0].tier, Cpu):  # else no part of it passes through a buffer
                         nbytes = max(nbytes, found[-1].nbytes)
+            alike[key] = found[before:]
         if nbytes > self.buffer_nbytes:
             raise TierError(
                 f"A buffer of {bytes_text(self.buffer_nbytes)} is too small for the states of a parcel.",
@@ -350,6 +364,14 @@ class Planner:
                 fix=f"buffer={nbytes} or more; 64 MiB is a good size",
             )
         return found
+
+
+def _alike(row_of: Mapping[int, _Stepped], parcels: Sequence[Parcel]) -> Hashable:
+    """What the chunks of a record follow from. Only records on `meta` have the same parcels as others."""
+    rows = ((number, row.group, row.schema, row.parameter) for number, row in row_of.items())
+    forms = [(*row, p.requires_grad, local_of(p).shape, local_of(p).stride()) for *row, p in rows]
+    slot = slot_of(next(iter(row_of.values())).parameter)
+    return slot and slot.kind, id(parcels), tuple(forms)
 
 
 def _choose_tiers(chunks: Iterable[Chunk], row_of: Mapping[Tensor, _Stepped]) -> None:

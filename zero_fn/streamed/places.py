@@ -11,7 +11,7 @@ from torch import Tensor
 from zero_fn.resting import local_of
 from zero_fn.runtime.compute_copies import ParameterRecord
 from zero_fn.runtime.group import Group
-from zero_fn.runtime.parcels import Parcel, parcels_of
+from zero_fn.runtime.parcels import Parcel, planned_parcels
 from zero_fn.runtime.record import Record, record_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.runtime.tier_tensor import TierTensor
@@ -48,7 +48,7 @@ def place_of(parameter: Tensor) -> RestsAt | None:
         return None
     group = unit.groups.of(slot)
     forms = dict(group.forms_away())[what]
-    return RestsAt((group, what), group.slots.index(slot), parcels_of(forms))
+    return RestsAt((group, what), group.slots.index(slot), planned_parcels(tuple(forms)))
 
 
 def device_of(parameter: Tensor) -> torch.device:
@@ -74,7 +74,7 @@ def passing_sizes(parameter: Tensor) -> list[int]:
     """Bytes that pass through a buffer for each parcel of the group of a parameter: parameters, their compute copies and
     gradients, where these are not in memory of the host; empty if all are."""
     away = [each for group in groups_of([parameter]) for each in group.forms_away()]
-    rows = [parcels_of(forms) for (_, tier), forms in away if not isinstance(tier, Cpu)]
+    rows = [planned_parcels(tuple(forms)) for (_, tier), forms in away if not isinstance(tier, Cpu)]
     return [sum(parcel.nbytes for parcel in parcels) for parcels in zip(*rows, strict=True)]
 
 

@@ -294,8 +294,8 @@ def _note_lenders(run: Run, units: dict[str, Unit], modules: dict[str, nn.Module
             other.index
             for other in units.values()
             if other is not unit
-            and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
             and inside.startswith(f"{other.name}." if other.name else "")
+            and any(f"{names[id(module)]}.".startswith(inside) for module in other.at_rest.modules())
         )
 
 
