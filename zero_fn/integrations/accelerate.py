@@ -1,24 +1,29 @@
 """`ZeroAccelerator`: accelerate's Accelerator, whose models are transformed where it would wrap them in DDP.
 
 accelerator = ZeroAccelerator(place=lambda model: zf.zero3(model, mesh["dp"]), gradient_accumulation_steps=4)
+accelerator = ZeroAccelerator(deepspeed="ds_config.json")
 model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from math import isfinite, prod
+from math import inf, isfinite, prod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import zero_fn as zf
+from zero_fn.integrations.accelerator_config import AcceleratorConfig, config_asked
 from zero_fn.integrations.placing import (
     Place,
     exchange_parameters,
@@ -37,6 +42,8 @@ from zero_fn.integrations.states import (
 )
 from zero_fn.integrations.window import AccumulationWindow
 from zero_fn.runtime.entry import runs_of
+from zero_fn.runtime.norms import clip_grad_norm
+from zero_fn.runtime.slot import slot_of
 
 __all__ = ["STATES", "ZeroAccelerator", "bare", "require_own_samples", "require_precision"]
 
@@ -97,10 +104,19 @@ class ZeroAccelerator(Accelerator):
     Args:
         *args: Those of Accelerator.
         place: Any chain of transforms; None leaves plain models to accelerate.
-        **options: Those of Accelerator.
+        deepspeed: A DeepSpeed config, as a path or the object itself, in place of `place`: `prepare` places the model as it
+            says, or takes one that is, and streams the optimizer where it offloads. Its accumulation steps count. Where it
+            says `"auto"`, the loader, the DummyOptim and the arguments of the Accelerator decide, as in accelerate. With
+            `optimizer` and `scheduler` in it, `prepare` is given accelerate's DummyOptim and DummyScheduler.
+            `optimizer.step()` clips and skips steps that overflow; DeepSpeed's `backward` does so.
+        mesh: The mesh for that config; None takes that of a placed model, or makes one axis of all ranks.
+        **options: Those of Accelerator. `deepspeed_plugin` is read as a config; DeepSpeed need not be installed.
 
     Raises:
-        ConfigError: `mixed_precision="fp16"` on a CPU, where accelerate would do nothing.
+        ConfigError: `mixed_precision="fp16"` on a CPU, where accelerate would do nothing; or both, a config and `place`.
+
+    Attributes:
+        config: The DeepSpeed config that is followed; `config.settings` is what it asks for, once a model is prepared.
     """
 
     place: Place[nn.Module] | None = None
@@ -108,9 +124,25 @@ class ZeroAccelerator(Accelerator):
     _models: list[nn.Module]
     _optimizers: list[Any]
     _own_window: AccumulationWindow | None = None
+    config: AcceleratorConfig | None = None
 
-    def __init__(self, *args: Any, place: Place[nn.Module] | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
+    def __init__(
+        self,
+        *args: Any,
+        place: Place[nn.Module] | None = None,
+        deepspeed: Any = None,
+        mesh: DeviceMesh | None = None,
+        **options: Any,
+    ) -> None:
+        config = config_asked(deepspeed, place, options)
+        if config is None:
+            super().__init__(*args, **options)
+        else:
+            own = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+            self.config = AcceleratorConfig(config, mesh, str(options.pop("mixed_precision", None) or own))
+            with patch.dict(os.environ, ACCELERATE_USE_DEEPSPEED="false"):  # or accelerate would import it
+                # The config's precision is a transform, and autocast would come on top.
+                super().__init__(*args, mixed_precision="no", **options)
         require_precision(self)
         self.place = place
 
@@ -121,7 +153,12 @@ class ZeroAccelerator(Accelerator):
             StateError: An optimizer took steps before its model was transformed.
             StaleError: An optimizer was built before its model was transformed elsewhere.
             MeshError: A loader is given, and some processes of a model must share samples, as in tensor parallelism.
+            ConfigError: The DeepSpeed config cannot be followed; the model was placed in another way than it says; or the
+                config and the program have an optimizer or a scheduler each, or neither has.
         """
+        if self.config is not None:
+            self.config.follow(self, objects)
+            objects = self.config.with_optimizers(objects)
         new: dict[int, nn.Parameter] = {}
         objects = tuple(self._placed(item, new) if isinstance(item, nn.Module) else item for item in objects)
         optimizers = [bare(item) for item in objects if isinstance(item, Optimizer)]
@@ -132,7 +169,11 @@ class ZeroAccelerator(Accelerator):
                 if isinstance(item, nn.Module) and zf.is_transformed(item):
                     require_own_samples(item, self.num_processes)
         refuse_stale(optimizers)
-        return super().prepare(*objects, **options)
+        if self.config is None:
+            return super().prepare(*objects, **options)
+        prepared = super().prepare(*self.config.completed(self, objects), **options)
+        self.config.follow_steps(self, prepared if len(objects) > 1 else [prepared])
+        return prepared
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -155,6 +196,8 @@ class ZeroAccelerator(Accelerator):
 
     def _placed(self, model: nn.Module, new: dict[int, nn.Parameter]) -> nn.Module:
         """The model, transformed if it needs to be. Adds its new parameters to `new`, by the id of the replaced ones."""
+        if self.config is not None and self.config.settings is None:
+            self.config.follow(self, [model])
         if self.place is None or not plain_trained(model):
             return model
         transformed, replaced = place_module(self.place, model, self.device if self.device_placement else None)
@@ -193,8 +236,19 @@ class ZeroAccelerator(Accelerator):
         return bool(getattr(self.scaler, "has_skipped", False) or super().optimizer_step_was_skipped)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: Any, norm_type: Any = 2) -> Any:
-        """Clips gradients and returns their norm. Where overflows skip a step, a norm that is not finite drops gradients."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        """Clips gradients and returns their norm. Where overflows skip a step, a norm that is not finite drops gradients.
+
+        Raises:
+            ConfigError: A DeepSpeed config clips to another norm.
+        """
+        if self.config is not None:
+            max_norm = self.config.norm_to_clip_to(max_norm)
+        parameters = list(parameters)
+        if norm_type == 2 and all(slot_of(parameter) is not None for parameter in parameters):
+            self.unscale_gradients()
+            norm = clip_grad_norm(parameters, None if max_norm == inf else max_norm)
+        else:
+            norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
         if self.skips_overflow and self.scaler is None:
             for optimizer in self._optimizers:
                 optimizer._is_overflow = not isfinite(norm)  # which is what a Trainer asks before it moves rates

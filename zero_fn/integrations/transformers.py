@@ -150,7 +150,7 @@ class ZeroTrainerMixin(_AnyTrainer):
                     fix=f"{type(self).__name__}(..., place=lambda model: zf.zero3(model, mesh['dp']))",
                 )
             device = self.args.device if self.place_model_on_device else None
-            model, new = place_module(self._placed_and_read, self.model, device)
+            model, new = place_module(partial(_placed_and_read, self._place, self._weights), self.model, device)
             self.model = self.model_wrapped = self.callback_handler.model = model
             if self.optimizer is not None:
                 exchange_parameters(bare(self.optimizer), new)
@@ -160,14 +160,6 @@ class ZeroTrainerMixin(_AnyTrainer):
             refuse_stale([bare(self.optimizer)])
         if getattr(self.args, "sync_ref_model", False):
             _place_reference(self, self._place)
-
-    def _placed_and_read(self, model: nn.Module) -> nn.Module:
-        """The transformed model. If it was on meta, each rank has read its shards of `weights`."""
-        assert self._place is not None, "there is no place to read into"
-        placed = self._place(model)
-        if self._weights is not None and any(parameter.is_meta for parameter in placed.parameters()):
-            zf.load_pretrained(placed, self._weights)
-        return placed
 
     def _move_model_to_device(self, model: nn.Module, device: Any) -> None:
         # A plain model stays where it is: the transform moves each shard to the device of its mesh as it is cut.
@@ -260,6 +252,14 @@ class ZeroTrainerMixin(_AnyTrainer):
             return
         load_states(Path(checkpoint) / STATES, [], [(self.model, bare(self.optimizer))])
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
+
+
+def _placed_and_read(place: Place[nn.Module], weights: str | os.PathLike[str] | None, model: nn.Module) -> nn.Module:
+    """The transformed model. If it was on meta, each rank has read its shards of `weights`."""
+    transformed = place(model)
+    if weights is not None and any(parameter.is_meta for parameter in transformed.parameters()):
+        zf.load_pretrained(transformed, weights)
+    return transformed
 
 
 def _place_reference(trainer: Any, place: Place[nn.Module] | None) -> None:

@@ -1,0 +1,233 @@
+"""A DeepSpeed config in a ZeroAccelerator, read as accelerate reads it for DeepSpeed, which need not be installed.
+
+`"auto"` is what the program says: its loader, its `mixed_precision`, its DummyOptim. The step clips, as DeepSpeed's does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DeepSpeedPlugin
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+import zero_fn as zf
+from zero_fn.deepspeed.entries import leaves_of
+from zero_fn.deepspeed.settings import Settings
+from zero_fn.deepspeed.setup import agreed_settings, mesh_of, placed_by, require_placed
+from zero_fn.integrations.placing import all_ranks
+from zero_fn.values.tiers import IN_MEMORY
+
+__all__ = ["AcceleratorConfig", "config_asked"]
+
+_MAY_LACK = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
+    """The DeepSpeed config of a ZeroAccelerator: that of an argument, or of a DeepSpeedPlugin, which is taken out of the
+    options. With neither, and no `place`, that of the environment in which `accelerate launch` starts processes.
+
+    Raises:
+        ConfigError: There are two, or several plugins.
+    """
+    plugins = [options.pop(name, None) for name in ("deepspeed_plugin", "deepspeed_plugins")]
+    is_launched = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
+    if is_launched and place is None and deepspeed is None and not any(plugins):
+        plugins = [DeepSpeedPlugin()]
+    found = [each for each in (deepspeed, place, *plugins) if each is not None]
+    if len(found) > 1 or any(isinstance(each, dict) for each in plugins):
+        raise zf.ConfigError(
+            "A ZeroAccelerator was given several ways to place its model.",
+            given=", ".join(type(each).__name__ for each in found),
+            fix='one of deepspeed="ds_config.json", deepspeed_plugin=DeepSpeedPlugin(...) and place=',
+        )
+    if not isinstance(found[0] if found else None, DeepSpeedPlugin):
+        return deepspeed
+    # The plugin silences DeepSpeed by an infinite number of steps.
+    return {name: value for name, value in found[0].deepspeed_config.items() if name != "steps_per_print"}
+
+
+class AcceleratorConfig:
+    """A DeepSpeed config that a ZeroAccelerator follows.
+
+    Attributes:
+        settings: What it asks for; None until the first model that is trained.
+        is_clipped: Whether the gradients of this step were clipped.
+    """
+
+    def __init__(self, config: Any, mesh: DeviceMesh | None, precision: str) -> None:
+        """
+        Args:
+            config: A path, or the object itself.
+            mesh: The mesh; None: that of a placed model, or one axis of all ranks.
+            precision: accelerate's `mixed_precision`.
+        """
+        self.settings: Settings | None = None
+        self.is_clipped = False
+        self._config, self._mesh, self._precision = config, mesh, precision
+        self._own: list[LRScheduler] = []
+
+    def follow(self, accelerator: Any, objects: Sequence[Any]) -> None:
+        """Reads the config once there is a model to train; checks what is prepared with it.
+
+        Raises:
+            ConfigError: As `zf.from_deepspeed`; or `mixed_precision` says otherwise.
+            DisagreementError: Ranks have different configs.
+        """
+        for model in objects:
+            if not isinstance(model, nn.Module) or not any(each.requires_grad for each in model.parameters()):
+                continue
+            own = mesh_of(model)
+            mesh = self._mesh or own or all_ranks(accelerator.device.type)
+            if self.settings is None:
+                values = partial(self._values, accelerator, objects)
+                self.settings = settings = agreed_settings(self._config, values, mesh)
+                accelerator.place, accelerator.skips_overflow = (
+                    partial(placed_by, settings, mesh),
+                    settings.skips_overflow,
+                )
+                accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
+                accelerator.gradient_accumulation_steps = settings.accumulation_steps
+            if own is not None:
+                require_placed(self.settings, mesh, model)
+
+    def _values(self, accelerator: Any, objects: Sequence[Any], config: Mapping[str, object]) -> Mapping[str, Any]:
+        """What the program says where the config says `"auto"`, by the paths of entries."""
+        said, n = dict(leaves_of(config)), accelerator.num_processes
+        sizes: list[Any] = [each.batch_size for each in objects if isinstance(each, DataLoader)]
+        micro: Any = None if not sizes or None in sizes else min(sizes) // (n if accelerator.split_batches else 1)
+        steps: Any = accelerator.gradient_accumulation_steps
+        values: dict[str, Any] = dict(zip(_MAY_LACK[1:], (micro, steps), strict=True))
+        micro, steps = (
+            value if said.get(path, "auto") in ("auto", None) else said[path] for path, value in values.items()
+        )
+        values[_MAY_LACK[0]] = micro * steps * n if isinstance(micro, int) and isinstance(steps, int) else None
+        values["gradient_clipping"] = 1.0
+        asked = f"{self._precision}.enabled"
+        dtypes = {"bf16.enabled", "fp16.enabled"}
+        if self._precision != "no" and (
+            asked not in dtypes or said.get(asked) is False or any(said.get(path) is True for path in dtypes - {asked})
+        ):
+            raise zf.ConfigError(
+                "A DeepSpeed config contradicts the mixed_precision of its Accelerator.",
+                mixed_precision=self._precision,
+                config=", ".join(f"{path} = {said.get(path)}" for path in sorted(dtypes)),
+                fix='the same dtype in both; or "auto" in the config',
+            )
+        values.update({path: path == asked for path in dtypes})
+        for each in objects:
+            if isinstance(each, DummyOptim):
+                values |= {"optimizer.params.lr": each.lr, "optimizer.params.weight_decay": each.weight_decay}
+            elif isinstance(each, DummyScheduler) and each.lr_scheduler_callable is None:
+                rates = getattr(each.optimizer, "defaults", None) or vars(each.optimizer)
+                total = each.total_num_steps
+                values |= {
+                    "scheduler.params.warmup_min_lr": 0,
+                    "scheduler.params.warmup_max_lr": rates.get("lr"),
+                    "scheduler.params.warmup_num_steps": max(1, each.warmup_num_steps),
+                    "scheduler.params.total_num_steps": total
+                    if total is None or accelerator.split_batches
+                    else math.ceil(total / n),
+                }
+        may_lack = (*_MAY_LACK, *([asked] if self._precision != "no" else []))
+        return {
+            path: value
+            for path, value in values.items()
+            if value is not None and said.get(path, "auto" if path in may_lack else None) == "auto"
+        }
+
+    def with_optimizers(self, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """The objects, with the optimizer of the config in place of a DummyOptim.
+
+        Raises:
+            ConfigError: The config and the program have an optimizer or a scheduler each, or neither has.
+        """
+        stock, schedule = (None, None) if self.settings is None else (self.settings.stock, self.settings.scheduler)
+        kinds: tuple[tuple[str, Any, Any, Any], ...] = (
+            ("optimizer", stock, Optimizer, DummyOptim),
+            ("scheduler", schedule, LRScheduler, DummyScheduler),
+        )
+        for name, own, kind, dummy in kinds:
+            for each in objects:
+                if own is not None and isinstance(each, kind):
+                    raise zf.ConfigError(
+                        f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
+                        program=type(each).__name__,
+                        fix=f'accelerate.utils.deepspeed.{dummy.__name__}(...) in the program; or no "{name}" in the config',
+                    )
+                if own is None and isinstance(each, dummy) and not getattr(each, "lr_scheduler_callable", None):
+                    raise zf.ConfigError(
+                        f"A {dummy.__name__} stands for the {name} of a DeepSpeed config, and there is none.",
+                        fix=f'"{name}": {{...}} in the config; or the {name} itself, prepared with or after its model',
+                    )
+        if stock is None:
+            return tuple(objects)
+        return tuple(
+            stock.kind(each.params, **stock.options) if isinstance(each, DummyOptim) else each for each in objects
+        )
+
+    def completed(self, accelerator: Any, objects: Sequence[Any]) -> tuple[Any, ...]:
+        """The objects, with streamed optimizers where the config offloads anything, and schedulers in place of a
+        DummyScheduler."""
+        is_away = self.settings is not None and self.settings.sharding.tiers != IN_MEMORY
+        found: list[Any] = [
+            zf.streamed(each) if is_away and isinstance(each, Optimizer) and not isinstance(each, zf.Streamed) else each
+            for each in objects
+        ]
+        optimizers = [
+            *(each.optimizer for each in accelerator._optimizers),
+            *(o for o in found if isinstance(o, Optimizer)),
+        ]
+        for number, each in enumerate(found):
+            if isinstance(each, DummyScheduler):
+                make: Any = each.lr_scheduler_callable or (self.settings and self.settings.scheduler)
+                found[number] = make(optimizers[-1])
+                self._own.append(found[number])
+        return tuple(found)
+
+    def follow_steps(self, accelerator: Any, prepared: Sequence[Any]) -> None:
+        """Makes optimizers clip before they step, and the config's schedulers step once with them, as DeepSpeed's do."""
+        for each in prepared:
+            if isinstance(each, AcceleratedOptimizer):
+                each.step = partial(self._step, accelerator, each)
+            elif isinstance(each, AcceleratedScheduler) and any(each.scheduler is own for own in self._own):
+                each.split_batches = True
+
+    def norm_to_clip_to(self, max_norm: float) -> float:
+        """Requires that a program clips to the norm of the config, which is infinite where the config says 0.
+
+        Raises:
+            ConfigError: It is another one.
+        """
+        own = math.inf if self.settings is None else self.settings.max_norm or math.inf
+        if max_norm != own:
+            raise zf.ConfigError(
+                "A DeepSpeed config clips gradients, and the program to another norm.",
+                config=own,
+                program=max_norm,
+                fix='the same "gradient_clipping" in the config; or no call of clip_grad_norm_: optimizer.step() clips',
+            )
+        self.is_clipped = True
+        return own
+
+    def _step(self, accelerator: Any, optimizer: AcceleratedOptimizer, closure: Any = None) -> None:
+        settings = self.settings
+        if accelerator.sync_gradients and settings is not None:
+            if not self.is_clipped and (settings.max_norm or settings.skips_overflow):
+                models = [model for model in accelerator._models if zf.is_transformed(model)]
+                parameters = [parameter for model in models for parameter in model.parameters()]
+                accelerator.clip_grad_norm_(parameters, settings.max_norm or math.inf)
+            self.is_clipped = False
+        type(optimizer).step(optimizer, closure)
+        if accelerator.scaler is not None:
+            optimizer._is_overflow = accelerator.optimizer_step_was_skipped  # accelerate does not see what is fused
