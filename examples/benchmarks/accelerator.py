@@ -42,7 +42,7 @@ from measured import table
 from torch import Tensor
 
 _WARM = 2
-_TIMED = ["plain", "device", "host", "host, forward", "FSDP2, host", "states", "FSDP2", "plain, again"]
+_TIMED = ["plain", "device", "host", "host, forward", "host, 16 bits", "FSDP2, host", "states", "FSDP2", "plain, again"]
 _TRACED = ["device", "host", "host, forward", "FSDP2, host", "states"]
 _KEPT_FOR_LAST_S = 8.0
 _AROUND_S = 15.0  # of the time that is asked for, to begin and to end a process

@@ -9,9 +9,10 @@
     states            states on the host: gradients and parameters visit them (plain ZeRO-Offload)
     host              parameters, gradients and states on the host
     host, forward     the same; the next forward finishes the step, unit by unit
+    host, 16 bits     the same with gradients in bfloat16, summed in float32
     disk              parameters, gradients and states on the disk
 
-All compute in bfloat16 with masters, gradient sums and states in float32, and are stepped by a fused AdamW.
+All compute in bfloat16 with masters, gradient sums and states in float32 (gradients, too, but for one), and are stepped by a fused AdamW.
 """
 
 from __future__ import annotations
@@ -210,10 +211,12 @@ def _states(model: GPT, _path: str) -> Trained:
     return stepped(ours, zf.streamed(_adamw(ours), zf.cpu()), is_ours=True)
 
 
-def _away(tier: Callable[[str], Any], finish: Any = "step") -> Callable[[GPT, str], Trained]:
+def _away(
+    tier: Callable[[str], Any], finish: Any = "step", grads: torch.dtype | None = None
+) -> Callable[[GPT, str], Trained]:
     def build(model: GPT, path: str) -> Trained:
         to = tier(path)
-        ours = zf.precision(model)
+        ours = zf.precision(model, grads=grads)
         ours = zf.offload(ours, params=to, grads=to, optim=to, reshard_after="backward", donate=True)
         return stepped(ours, zf.streamed(_adamw(ours), finish=finish), is_ours=True)
 
@@ -226,6 +229,7 @@ WAYS = {
     "device": Way(_on_device(zf.zero3), 16),
     "host": Way(_away(lambda _: zf.cpu()), 2, 18),
     "host, forward": Way(_away(lambda _: zf.cpu(), "forward"), 2, 18),
+    "host, 16 bits": Way(_away(lambda _: zf.cpu(), grads=torch.bfloat16), 2, 16),
     "FSDP2, host": Way(_fsdp2_on_cuda(CPUOffloadPolicy), 0, 16, (8, 4)),  # gathered in float32, for each pass
     "states": Way(_states, 10, 8),
     "FSDP2": Way(_fsdp2_on_cuda(OffloadPolicy), 16),

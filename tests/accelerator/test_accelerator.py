@@ -72,6 +72,7 @@ def test_programs_and_stages_on_an_accelerator_are_right_wherever_their_states_r
     (alone,) = said(library, tmp_path / "alone", 1)
     losses = alone.pop("losses")
     assert {"plain", "device", "states", "host", "host, forward", "disk", "plain, again"} <= set(losses)
+    assert losses.pop("host, 16 bits") != losses["host"], "its gradients are rounded"
     assert len(set(losses.values())) == 1, losses
     assert len(alone) == 2 * (len(PROGRAMS) + len(races.PROGRAMS)) + 1
     assert {name: found for name, found in alone.items() if found != "right"} == {}
