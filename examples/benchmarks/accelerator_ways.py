@@ -12,7 +12,7 @@
     host, 16 bits     the same with gradients in bfloat16, summed in float32
     disk              parameters, gradients and states on the disk
 
-All compute in bfloat16 with masters, gradient sums and states in float32 (gradients, too, but for one), and are stepped by a fused AdamW.
+All compute in bfloat16 with masters, gradient sums and states in float32, and are stepped by a fused AdamW.
 """
 
 from __future__ import annotations

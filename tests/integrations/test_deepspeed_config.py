@@ -69,6 +69,36 @@ def test_a_config_trains_to_the_numbers_of_replicas(prepared: Ranks, tmp_path: P
     prepared(2).run(_stages, str(tmp_path))
 
 
+def _reductions(folder: str) -> None:
+    """And what a rank holds of gradients between two microbatches."""
+    from transformers import TrainerCallback
+
+    class Holding(TrainerCallback):  # type: ignore[misc]
+        def on_substep_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            held.append(zf.held(model).gradients)
+
+    for stage, times in ((1, 1), (2, 3), (3, 3)):
+        calls = []
+        for microbatches in (1, 3):
+            held: list[int] = []
+            ours = configured(folder, zero(stage), gradient_accumulation_steps=microbatches, max_steps=1)
+            ours.add_callback(Holding())
+            with zf.traffic() as sent:
+                ours.train()
+            calls.append(sent.calls["reduce-scatter"])
+            shards = zf.plan(ours.model).held.gradients
+            assert len(held) == microbatches - 1
+            assert stage == 1 or all(nbytes < 1.2 * shards for nbytes in held), (held, shards)
+        assert calls[0] > 0
+        assert calls[1] == times * calls[0], (stage, calls)
+
+
+def test_stages_2_and_3_of_a_config_hold_no_whole_gradients_between_microbatches(
+    prepared: Ranks, tmp_path: Path
+) -> None:
+    prepared(2).run(_reductions, str(tmp_path))
+
+
 def _own(folder: str) -> None:
     """Optimizer and scheduler of the config, on weights of 16 bits; resumed to the bit, on a disk too."""
     options = {"save_strategy": "steps", "save_steps": 2, "bf16": True, "warmup_steps": 2, "max_steps": 5}

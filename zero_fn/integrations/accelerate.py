@@ -120,6 +120,9 @@ class ZeroAccelerator(Accelerator):
     """
 
     place: Place[nn.Module] | None = None
+    reduces_each = (
+        False  # whether each microbatch is reduced, as DeepSpeed does at stages 2 and 3: whole gradients are large
+    )
     skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
     _models: list[nn.Module]
     _optimizers: list[Any]
@@ -206,10 +209,14 @@ class ZeroAccelerator(Accelerator):
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Sums gradients inside the block; the next `backward` outside of it reduces them all, once."""
+        """Sums gradients inside the block; the next `backward` outside of it reduces them all, once. With a DeepSpeed config
+        of stage 2 or 3 each backward reduces its own, and shards add up."""
         if not zf.is_transformed(model):
             with super().no_sync(model):
                 yield
+            return
+        if self.reduces_each:
+            yield
             return
         with self._window.dropping():
             self._window.begin(model)

@@ -62,7 +62,8 @@ else:
 class ZeroTrainerMixin(_AnyTrainer):
     """Any Trainer over a transformed model. It is named first: `class ZeroSFTTrainer(ZeroTrainerMixin, SFTTrainer): ...`.
 
-    Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many microbatches it has. A
+    Losses and gradient norms are those of DDP. Gradients are reduced once a step, however many microbatches it has, and held
+    whole until then; under a DeepSpeed config of stage 2 or 3 in each microbatch, as there, and held in shards. A
     checkpoint holds whole weights, which `from_pretrained` reads, and the shards and optimizer states of each rank, which
     `train(resume_from_checkpoint=True)` loads on any number of ranks and at any stage.
 
@@ -136,6 +137,7 @@ class ZeroTrainerMixin(_AnyTrainer):
         self._finish = None if settings.sharding.tiers == IN_MEMORY else zf.streamed
         self.accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
         self.accelerator.skips_overflow = settings.skips_overflow
+        self.accelerator.reduces_each = settings.sharding.stage > 1
 
     def _place_model(self) -> None:
         """Transforms the model if it is not yet, or if it has adapters that came after its transform.

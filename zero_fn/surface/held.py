@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zero_fn.resting import local_of
 from zero_fn.runtime.entry import units_of
+from zero_fn.runtime.pending_gradient import PendingGradient
 from zero_fn.runtime.tier_tensor import TierTensor
 from zero_fn.runtime.unit import Unit
 from zero_fn.streamed import Streamed
@@ -71,7 +72,9 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
         A `Held`: bytes by kind, and by tier for what was offloaded.
     """
     parameters = [local_of(parameter) for parameter in module.parameters()]
-    gradients = [local_of(parameter.grad) for parameter in module.parameters() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in module.parameters()]
+    grads = [grad.earlier if isinstance(grad, PendingGradient) else grad for grad in grads]  # inside `accumulate`
+    gradients = [local_of(grad) for grad in grads if grad is not None]
     buffers: list[torch.UntypedStorage] = []
     for unit in units_of(module):
         memory = unit.in_flight.memory
