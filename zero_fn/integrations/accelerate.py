@@ -120,9 +120,7 @@ class ZeroAccelerator(Accelerator):
     """
 
     place: Place[nn.Module] | None = None
-    reduces_each = (
-        False  # whether each microbatch is reduced, as DeepSpeed does at stages 2 and 3: whole gradients are large
-    )
+    reduces_each = False  # whether each microbatch is reduced, as by DeepSpeed at stages 2 and 3
     skips_overflow = False  # whether a gradient norm that is not finite skips the step, as in DeepSpeed's bf16
     _models: list[nn.Module]
     _optimizers: list[Any]

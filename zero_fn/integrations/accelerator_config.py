@@ -92,10 +92,9 @@ class AcceleratorConfig:
             if self.settings is None:
                 values = partial(self._values, accelerator, objects)
                 self.settings = settings = agreed_settings(self._config, values, mesh)
-                accelerator.place, accelerator.skips_overflow = (
-                    partial(placed_by, settings, mesh),
-                    settings.skips_overflow,
-                )
+                accelerator.place = partial(placed_by, settings, mesh)
+                accelerator.skips_overflow = settings.skips_overflow
+                accelerator.reduces_each = settings.sharding.stage > 1
                 accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
                 accelerator.gradient_accumulation_steps = settings.accumulation_steps
             if own is not None:
