@@ -8,6 +8,7 @@ Every way steps the same number of elements; rounds are interleaved, so that a l
     for-loop      torch.optim.AdamW as it comes
     fused         torch.optim.AdamW(fused=True)
     kernel        the same step in one pass in C
+    kernel, cores by all cores that this process may use: with OMP_NUM_THREADS=1, what a lone rank of torchrun takes by itself
     mixed, 3 ops  bfloat16 gradients cast, torch's fused step, parameters cast to bfloat16
     mixed, parts  the same in parts that fit the cache: what there is without a compiler
     mixed, kernel the same in one pass in C
@@ -16,6 +17,7 @@ Every way steps the same number of elements; rounds are interleaved, so that a l
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -25,6 +27,7 @@ import torch
 
 from zero_fn.kernels import library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
+from zero_fn.kernels.threads import threads_for
 
 RATES = AdamRates(1e-3, 0.9, 0.999, 1e-8, 0.01, is_decoupled=True, amsgrad=False, maximize=False)
 
@@ -61,6 +64,7 @@ def ways(numel: int) -> dict[str, tuple[Callable[[], object], int]]:
     how = rounding(RATES)
     if how is not None:
         found["kernel"] = (lambda: in_c([plain], RATES, how), 28)
+        found["kernel, cores"] = (lambda: in_c([plain], RATES, how, len(os.sched_getaffinity(0))), 28)
         found["mixed, kernel"] = (lambda: in_c([mixed], RATES, how), 28)
     return found
 
@@ -79,7 +83,8 @@ def main() -> None:
             if round_:  # the first touches all memory
                 times.setdefault(name, []).append(time.perf_counter() - start)
     load = Path("/proc/loadavg").read_text().split()[0]
-    print(f"{options.numel / 1e6:.0f} M elements, {torch.get_num_threads()} threads, load average {load}; {library()}")
+    threads = f"{torch.get_num_threads()} threads, the kernel {threads_for(options.numel)}"
+    print(f"{options.numel / 1e6:.0f} M elements, {threads}, load average {load}; {library()}")
     print(f"{'way':<14}{'ms, best':>10}{'median':>10}{'GB/s':>8}{'of stream':>11}")
     best_stream_s = min(times["stream"])
     for name, took_s in times.items():

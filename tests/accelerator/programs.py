@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest.mock import patch
+from unittest.mock import call, patch
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +26,9 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import zero_fn as zf
 from tests.accelerator import device
+from zero_fn.kernels.threads import more_threads
 from zero_fn.resting import local_of
-from zero_fn.runtime import ending, side_stream
+from zero_fn.runtime import ending, side_stream, tier_tensor
 from zero_fn.runtime.entry import units_of
 from zero_fn.runtime.record import record_of
 from zero_fn.storage import Transfer
@@ -234,7 +235,8 @@ def bytes_over_the_link(tier: Tier) -> None:
 
 @program
 def norms_on_the_host(tier: Tier) -> None:
-    """That of a large gradient is near to the truth, and clipping that changes nothing writes nothing."""
+    """That of a large gradient is near to the truth, and clipping that changes nothing writes nothing. Both take the threads
+    that a rank may have."""
     model: Any = zf.offload(nn.Linear(2048, 1025, bias=False).to(device.NAME), grads=tier)
     model(torch.randn(64, 2048).to(device.NAME)).square().sum().backward()
     (gradient,) = (parameter.grad for parameter in model.parameters())
@@ -245,7 +247,9 @@ def norms_on_the_host(tier: Tier) -> None:
         found = nn.utils.clip_grad_norm_(model.parameters(), 1e30, norm_type=order).item()
         assert abs(found / truth - 1) < (1e-6 if order < 3 else 1e-3), (order, found, truth)
         assert [parcel.version for parcel in record.parcels] == versions
-        assert nn.utils.clip_grad_norm_(model.parameters(), found / 2, norm_type=order).item() == found
+        with patch.object(tier_tensor, "more_threads", side_effect=more_threads) as of_torchrun:
+            assert nn.utils.clip_grad_norm_(model.parameters(), found / 2, norm_type=order).item() == found
+        assert of_torchrun.call_args_list == [call(gradient.numel())] * 2  # the norm, and the scaling
         assert [parcel.version for parcel in record.parcels] != versions
 
 

@@ -2,6 +2,7 @@
 
 compiler    finds the compiler, keeps the compiled library, and loads it or says why there is none
 adam        a step of Adam and AdamW in one pass
+threads     how many threads do it
 nontemporal copies and means that are written past the caches
 
 Without a kernel, torch computes the same result: a machine without a compiler is slower, and its bits are the same.

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from zero_fn.kernels.compiler import library
+from zero_fn.kernels.threads import threads_for
 
 __all__ = ["AdamPiece", "AdamRates", "Rounding", "by_torch", "in_c", "rounding"]
 
@@ -104,16 +105,14 @@ class _RatesInC(ctypes.Structure):
     )
 
 
-_SHARED_NUMEL = 1 << 17  # fewer elements are stepped in less time than it takes to start threads
-
-
-def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
+def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding, threads: int | None = None) -> None:
     """Steps pieces by the compiled kernel, which must exist (`rounding()` was not None).
 
     Args:
         pieces: The tensors to step, which share no memory.
         rates: The numbers of the step.
         how: The roundings, from `rounding()`.
+        threads: How many threads do it; None: `threads_for` so many elements. The bits do not depend on it.
     """
     functions = library().functions
     assert functions is not None
@@ -139,7 +138,7 @@ def in_c(pieces: Sequence[AdamPiece], rates: AdamRates, how: Rounding) -> None:
         ctypes.c_int64(len(pieces)),
         ctypes.c_int64(blocks),
         ctypes.byref(constants),
-        ctypes.c_int32(torch.get_num_threads() if numel >= _SHARED_NUMEL else 1),
+        ctypes.c_int32(threads_for(numel) if threads is None else threads),
     )
     for piece in pieces:
         written = (piece.param, piece.exp_avg, piece.exp_avg_sq, piece.send)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zero_fn.errors import StateError
+from zero_fn.kernels.threads import more_threads
 from zero_fn.runtime.parcels import Form
 from zero_fn.storage import Shelf
 
@@ -46,6 +47,7 @@ _LIKE = frozenset((
     "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
 ))  # fmt: skip
 _NORMS = (_aten._foreach_norm.Scalar, _aten.linalg_vector_norm.default)
+_MORE_THREADS = (*_NORMS, _aten.mul_.Tensor)  # what clip_grad_norm_ does: the same bits by any number of threads
 _ROWS = 1024
 _BY_LIST = ("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_")
 
@@ -241,6 +243,8 @@ def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             elif is_for_host and isinstance(leaf, Tensor):
                 values[id(leaf)] = leaf.cpu()
         given, named = tree_unflatten([values.get(id(leaf), leaf) for leaf in leaves], spec)
+        if is_for_host and func in _MORE_THREADS:
+            stack.enter_context(more_threads(max(value.numel() for value in values.values())))
         out = _norm(func, *given, **named) if is_for_host and func in _NORMS else func(*given, **named)
         back = {id(values[id(leaf)]): leaf for leaf in leaves if id(leaf) in values}
         device = next(leaf.device for leaf in leaves if isinstance(leaf, TierTensor)) if is_for_host else None

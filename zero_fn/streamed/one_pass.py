@@ -7,6 +7,7 @@ million differently), and is done by torch.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,11 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
+from zero_fn.errors import warn_once
 from zero_fn.kernels import library
 from zero_fn.kernels.adam import AdamPiece, AdamRates, by_torch, in_c, rounding
+from zero_fn.kernels.threads import share
 from zero_fn.resting import is_dense
 
-__all__ = ["arithmetic_of", "steps_in_one_pass"]
+__all__ = ["arithmetic_of", "say_if_one_thread", "steps_in_one_pass"]
+
+_LARGE_NBYTES = 64 << 20
 
 
 def arithmetic_of(optimizer: Optimizer) -> str:
@@ -31,6 +36,18 @@ def arithmetic_of(optimizer: Optimizer) -> str:
     if library().functions is None:
         return f"torch ({library()})"
     return f"{library()} in one pass" if all(hows) else "torch (the kernel does not have the bits of this step)"
+
+
+def say_if_one_thread(optimizer: Optimizer, nbytes: int) -> None:
+    """Warns, once a host, of so many bytes of states that torch steps there by the one thread that a launcher has left it."""
+    threads = share() if nbytes >= _LARGE_NBYTES and torch.get_num_threads() == 1 else 1
+    if threads > 1 and os.environ.get("LOCAL_RANK", "0") == "0" and arithmetic_of(optimizer).startswith("torch"):
+        warn_once(
+            f"{type(optimizer).__name__} is stepped on the host by one thread, and a rank could have {threads}.",
+            why="torchrun sets OMP_NUM_THREADS=1; the kernel of Adam and AdamW with fused=True takes its share by itself, "
+            "other steps of torch do not",
+            fix=f"OMP_NUM_THREADS={threads} torchrun ...; if it is meant: OMP_NUM_THREADS=1 torchrun ...",
+        )
 
 
 def steps_in_one_pass(optimizer: Optimizer, sends: Mapping[Tensor, Tensor]) -> bool:

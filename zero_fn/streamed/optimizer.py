@@ -23,7 +23,7 @@ from zero_fn.runtime.everywhere import everywhere, is_cut
 from zero_fn.runtime.optimizers import say_if_alone, say_if_rounded, say_if_slow, take_over_states
 from zero_fn.runtime.uncompiled import uncompiled
 from zero_fn.streamed.inner import hand_over, require_not_streamed, require_streamable, stand_in
-from zero_fn.streamed.one_pass import arithmetic_of
+from zero_fn.streamed.one_pass import arithmetic_of, say_if_one_thread
 from zero_fn.streamed.pieces import BUFFER_NBYTES, Planner
 from zero_fn.streamed.places import follow
 from zero_fn.streamed.states import States, loaded_on_host
@@ -125,6 +125,7 @@ def streamed(
     say_if_alone(optimizer)
     say_if_slow(optimizer)
     say_if_rounded(optimizer)
+    say_if_one_thread(optimizer, sum(nbytes for tier, nbytes in found.tier_nbytes().items() if tier is not None))
     return found
 
 
