@@ -154,6 +154,10 @@ def _fields() -> None:
         assert trained(parts) == wanted
     assert all(isinstance(parameter, DTensor) for parameter in parts[1].parameters())
     assert isinstance(parts[2].optimizer, zf.Streamed)
+    assert {value.dtype for value in parts[0].get_state_dict(parts[1]).values()} <= {torch.float32}
+    parts = prepared_parts(DeepSpeedPlugin(zero3_save_16bit_model=True, **fields), llama(), stand_ins=False)
+    dtypes = {value.dtype for value in parts[0].get_state_dict(parts[1]).values()}
+    assert dtypes == ({torch.bfloat16} if dist.get_rank() == 0 else set())
 
 
 def test_fields_of_a_plugin_are_read(prepared: Ranks) -> None:

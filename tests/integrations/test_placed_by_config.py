@@ -185,6 +185,11 @@ def _refused(folder: str) -> None:
     with pytest.raises(zf.ConfigError, match=r"contradicts the arguments(.|\n)*gradient_clipping = 2\.0"):  # noqa: SIM117
         with placed({**zero(3), "gradient_clipping": 2.0}, args=arguments(folder)):
             read(folder)
+    with (
+        pytest.raises(zf.ConfigError, match="and a function"),
+        placed(lambda model: zf.zero3(model, axis()), frozen=True),
+    ):
+        read(folder)
     with pytest.raises(zf.ConfigError, match="cannot be read"), placed(f"{folder}/absent.json"):
         read(folder)
 

@@ -268,11 +268,13 @@ class ZeroAccelerator(Accelerator):
         return super().free_memory(*objects)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The state dict of a model. Of a transformed one all ranks call it, and the main process alone gets whole values."""
+        """The state dict of a model. Of a transformed one all ranks call it, and the main process alone gets whole values: in
+        16 bits, if a DeepSpeed config says so of saving."""
         if not zf.is_transformed(model):
             plain: dict[str, Any] = super().get_state_dict(model, unwrap)
             return plain
-        return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process)
+        saved = None if self.config is None or self.config.settings is None else self.config.settings.saved
+        return whole_state(self.unwrap_model(model, keep_torch_compile=False), keep=self.is_main_process, dtype=saved)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Saves everything that was prepared or registered. Each rank writes the shards that it owns, below `zero_fn/`.

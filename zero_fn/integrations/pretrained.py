@@ -76,6 +76,11 @@ def placed(
         DisagreementError: Ranks have different configs.
         StateError: Nothing was loaded inside, or `place` transformed nothing.
     """
+    if callable(place) and (mesh, args, auto, frozen) != (None, None, None, False):
+        raise zf.ConfigError(
+            "placed() was given options for a DeepSpeed config, and a function.",
+            fix='placed("ds_config.json", mesh, args=args); or placed(lambda model: zf.zero3(model, mesh["dp"])) alone',
+        )
     if not callable(place):
         mesh = mesh or all_ranks(None if args is None else args.device.type)
         place = _configured(place, mesh, args, auto or {}, frozen=frozen)
@@ -83,7 +88,7 @@ def placed(
         raise zf.ConfigError(
             "This version of transformers cannot load a model that is transformed already.",
             why="it has no PreTrainedModel.maybe_distribute_model that a transform could stand in for",
-            fix="pip install 'transformers>=5.24'; or zf.zero3(AutoModelForCausalLM.from_pretrained(folder), mesh['dp'])",
+            fix="pip install 'transformers>=5.24'; or a model on meta, and zf.load_pretrained(model, folder)",
         )
     loaded: list[nn.Module] = []
     read = functools.partial(_from_pretrained, PreTrainedModel.from_pretrained.__func__, place, loaded)
