@@ -122,6 +122,8 @@ def _doors(folder: str) -> None:
             model = read(folder)
         parts = prepared_parts(said, model)
         assert parts[1] is model
+        again = parts[0].prepare(*parts[1:])  # as after `find_executable_batch_size`
+        assert all(one is other for one, other in zip(again, parts[1:], strict=True))
         assert trained(parts) == losses
         plugin = DeepSpeedPlugin(hf_ds_config=said, gradient_accumulation_steps=2, gradient_clipping=1.0)
         assert trained(prepared_parts(plugin, read(folder))) == losses

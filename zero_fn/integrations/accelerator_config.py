@@ -57,6 +57,10 @@ def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
     return {name: value for name, value in found[0].deepspeed_config.items() if name != "steps_per_print"}
 
 
+def _is_prepared(item: Any) -> bool:
+    return getattr(item, "_is_accelerate_prepared", False)
+
+
 class AcceleratorConfig:
     """A DeepSpeed config that a ZeroAccelerator follows.
 
@@ -158,7 +162,7 @@ class AcceleratorConfig:
         )
         for name, own, kind, dummy in kinds:
             for each in objects:
-                if own is not None and isinstance(each, kind):
+                if own is not None and isinstance(each, kind) and not _is_prepared(each):
                     raise zf.ConfigError(
                         f"There are two ways to make the {name}: the DeepSpeed config, and the program.",
                         program=type(each).__name__,
@@ -180,7 +184,9 @@ class AcceleratorConfig:
         DummyScheduler."""
         is_away = self.settings is not None and self.settings.sharding.tiers != IN_MEMORY
         found: list[Any] = [
-            zf.streamed(each) if is_away and isinstance(each, Optimizer) and not isinstance(each, zf.Streamed) else each
+            zf.streamed(each)
+            if is_away and isinstance(each, Optimizer) and not isinstance(each, zf.Streamed) and not _is_prepared(each)
+            else each
             for each in objects
         ]
         optimizers = [
