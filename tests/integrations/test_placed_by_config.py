@@ -22,6 +22,8 @@ from tests.integrations.test_deepspeed_config import OWN, zero
 from tests.integrations.worlds import Counting, arguments, llama, numbers, start
 from tests.ranks import Ranks, axis
 from tests.resident import forget_peak, give_memory_back, in_new_process, peak_nbytes
+from zero_fn.deepspeed.settings import settings_of
+from zero_fn.deepspeed.setup import placed_by
 
 pytest.importorskip("transformers", reason="the extra [transformers] is not installed")
 pytest.importorskip("accelerate", reason="the extra [transformers] is not installed")
@@ -272,13 +274,16 @@ def _peaks(folder: str) -> dict[str, tuple[int, int]]:
         return model
 
     def plain(source: str) -> nn.Module:
-        model: nn.Module = zf.from_deepspeed(read(source), config, axis(), donate=True).model
+        model: nn.Module = zf.from_deepspeed(read(source).float(), config, axis(), donate=True).model
         return model
 
     found = {}
     for make in (read_placed, set_up, in_trainer, plain):
         make(f"{folder}/small")
         found[make.__name__] = _grown(partial(make, f"{folder}/big"))
+    base = read_placed(f"{folder}/big")
+    base.added = nn.Linear(2, 2)  # as adapters are
+    found["placed_again"] = _grown(lambda: placed_by(settings_of(config, 2), axis(), base))
     return found
 
 

@@ -306,10 +306,12 @@ def placed_by(settings: Settings, mesh: DeviceMesh, model: M, units: Units = Non
             return model
     placed, tiers = _sharded(model, settings.sharding, mesh, units, donate=donate), settings.sharding.tiers
     if settings.compute is not None:
-        placed = precision(placed, compute=settings.compute, reduce=settings.reduce, grads=settings.grads)
+        placed = precision(placed, compute=settings.compute, reduce=settings.reduce, grads=settings.grads, donate=True)
     if any(is_widened(name, parameter) for name, parameter in placed.named_parameters()):
         compute = settings.compute or torch.float32
-        placed = precision(placed, compute=compute, reduce=settings.reduce, rest=torch.float32, where=is_widened)
+        placed = precision(
+            placed, compute=compute, reduce=settings.reduce, rest=torch.float32, where=is_widened, donate=True
+        )
     if tiers == IN_MEMORY:
         return placed
     return offload(

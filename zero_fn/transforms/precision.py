@@ -29,6 +29,7 @@ def precision(
     output: torch.dtype | None = None,
     rest: torch.dtype | None = None,
     where: Where = None,
+    donate: bool = False,
 ) -> M:
     """Computes a module in one dtype while its parameters rest, and are optimized, in another (mixed precision).
 
@@ -59,9 +60,10 @@ def precision(
             bits. Of a module that is sharded already only the shards are cast. None leaves them. Build the optimizer after.
         where: Which parameters: patterns of parameter names, or a function of name and parameter; None: all. Only floating
             point ones are cast, and none that `flatten_subclasses` made.
+        donate: Free what a module that is transformed holds as soon as it is copied; `module` can no longer run.
 
     Returns:
-        A new module with the type and the parameter names of `module`, which is unchanged.
+        A new module with the type and the parameter names of `module`, which is unchanged (unless donated).
 
     Raises:
         LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing; or
@@ -77,7 +79,7 @@ def precision(
     home = Home(compute=compute, reduce=reduce, grads=grads)
     homes = {parameter.fqn: home for parameter in _castable(module, where)}
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
-    result = substitute(module, request, verb="precision")
+    result = substitute(module, request, verb="precision", donate=donate)
     if grads is not None:
         _require_no_wider(result, where, grads, rest)
     if rest is None:
