@@ -53,6 +53,7 @@ class Placed:
         recomputes: Whether activations of blocks are kept, computed again, or wait in a tier, too.
         options: Of the stages.
         finish: When a streamed step is finished.
+        grads: The dtype in which gradients rest; None is that of the parameters.
     """
 
     stage: str
@@ -70,6 +71,7 @@ class Placed:
     buffer: str
     options: dict[str, Any]
     finish: str = "step"
+    grads: torch.dtype | None = None
 
 
 class Training:
@@ -104,7 +106,7 @@ class Training:
             tiers = {"params": zf.cpu()}  # where they are, for the same
         if "optim" in tiers:
             tiers["fraction"] = placed.fraction
-        outer = placed.outer
+        outer, dtypes = placed.outer, (placed.compute, placed.grads)
 
         def staged(module: nn.Module, stage: str, mesh: DeviceMesh) -> nn.Module:
             options = {key: value for key, value in placed.options.items() if key == "units" or stage != "replicate"}
@@ -114,7 +116,9 @@ class Training:
             lambda m: m if stage == "plain" else staged(m, stage, self.axis()),
             lambda m: m if outer is None else staged(m, outer, root_of(self.axis())["outer"]),
             lambda m: zf.offload(m, where=placed.where, **tiers) if tiers else m,
-            lambda m: m if placed.compute is None else zf.precision(m, compute=placed.compute),
+            lambda m: (
+                m if dtypes == (None, None) else zf.precision(m, compute=dtypes[0] or torch.float32, grads=dtypes[1])
+            ),
         ]
         for transform in reversed(transforms) if placed.is_offloaded_first else transforms:
             model = transform(model)
@@ -330,6 +334,8 @@ def fail(training: Training, number: int) -> None:
 
 @action
 def copy_the_model(training: Training, seed: int) -> Seen:
+    if training.placed.grads is not None:  # copies take none
+        training.optimizer.zero_grad()
     with torch.no_grad():
         kept, training.model = training.model, copy.deepcopy(training.model)
         loss = training.loss(seed)
@@ -451,6 +457,7 @@ places = st.builds(
     tier=st.sampled_from(["nvme", "cpu"]),
     buffer=st.sampled_from(["64KiB", "1MiB"]),
     finish=st.sampled_from(["step", "forward"]),
+    grads=st.sampled_from([None, None, torch.bfloat16]),
     options=st.fixed_dictionaries(
         {},
         optional={

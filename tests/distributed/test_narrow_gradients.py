@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.optim import SGD, AdamW, Optimizer, RMSprop
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.optim import SGD, AdamW, Optimizer, RMSprop, Rprop
 
 import zero_fn as zf
 from tests.composition.grids import grid
@@ -90,7 +91,8 @@ def _tiers(folder: str) -> None:
         {"params": disk, "grads": disk, "optim": disk},
         {"params": disk, "optim": disk},
     )
-    for name, make in (*OPTIMIZERS.items(), ("fused", partial(AdamW, lr=1e-2, fused=True))):
+    more = {"fused": partial(AdamW, lr=1e-2, fused=True), "Rprop": Rprop}
+    for name, make in (OPTIMIZERS | more).items():
         kind = Language if name == "fused" else Odd  # which has complex parameters
         plain: Any = zf.precision(zf.zero3(_built(kind), axis()), compute=torch.bfloat16)
         # In pieces, too: torch's fused step rounds its last elements in another way.
@@ -203,7 +205,9 @@ def _norms() -> list[float]:
             .norm()
             .item()
         )
-        norm = float(clip_grad_norm(model.parameters(), truth / 3))
+        with CommDebugMode() as seen:
+            norm = float(clip_grad_norm(model.parameters(), truth / 3))
+        assert seen.get_total_counts() <= 1, "norms are stacked, and reduced together"
         assert abs(norm / truth - 1) < 1e-6
         after = [p.grad.full_tensor() for p in model.parameters() if p.grad is not None]
         for before, clipped in zip(grads, after, strict=True):
@@ -215,6 +219,19 @@ def _norms() -> list[float]:
 def test_norms_are_taken_in_float32(ranks: Ranks) -> None:
     for norms in ranks(2).run(_norms):
         assert max(norms) / min(norms) - 1 < 1e-6, norms
+
+
+def _refused() -> None:
+    model: Any = zf.zero3(_narrow(_built()), axis())
+    model(_batch(0)).float().sum().backward()
+    with pytest.raises(zf.StateError, match="but for Rprop"):  # its states would rest in bfloat16
+        Rprop(model.parameters()).step()
+    with pytest.raises(zf.LayoutError, match="of 16 bits or more for gradients"):  # torch does not add in 8
+        zf.precision(model, grads=torch.float8_e5m2)
+
+
+def test_what_cannot_work_is_refused(ranks: Ranks) -> None:
+    ranks(2).run(_refused)
 
 
 def _differ() -> None:

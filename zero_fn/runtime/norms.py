@@ -22,10 +22,12 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
     given = [parameter for parameter in parameters if parameter.grad is not None]
     grads = [parameter.grad for parameter in given if parameter.grad is not None]
     narrow = [grad for grad in grads if grad.itemsize < 4]
-    if narrow:
-        wide = [grad for grad in grads if grad.itemsize >= 4]
-        grads = [*wide, *torch._foreach_norm(narrow, 2, torch.float32)]
-    norm = nn.utils.get_total_norm(grads)
+    if not narrow:
+        norm = nn.utils.get_total_norm(grads)
+    else:  # not `get_total_norm` of norms: it would reduce each of them
+        kinds = (narrow, torch.float32), ([grad for grad in grads if grad.itemsize >= 4], None)
+        norms = [norm for kind, dtype in kinds if kind for norm in torch._foreach_norm(kind, 2, dtype)]
+        norm = torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]))
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
     return norm

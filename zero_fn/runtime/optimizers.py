@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam
+from torch.optim import Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, Rprop
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero_fn.errors import CheckpointError, StaleError, StateError, warn_once
@@ -55,6 +55,8 @@ _LOADS = "_zero_fn_loads"  # in the `__dict__` of an optimizer that has stepped:
 _STEPS_IN_BACKWARD = (
     "_in_backward_optimizers"  # where `_apply_optimizer_in_backward` of torch puts the optimizers of a parameter
 )
+
+_WIDENED = TORCH_ELEMENTWISE - {Rprop}  # which makes its states in the dtype of gradients, before they are widened
 
 _installed: list[Any] = []
 
@@ -92,7 +94,7 @@ def _before_step(optimizer: Optimizer, _args: object, _kwargs: object) -> None:
                 raise _on_node(slot)
             if slot.kind.must_be_streamed and not is_streamed:
                 raise _not_streamed(optimizer, slot)
-            if slot.kind.gradient_dtype != slot.dtype and not (is_streamed or type(optimizer) in TORCH_ELEMENTWISE):
+            if slot.kind.gradient_dtype != slot.dtype and not (is_streamed or type(optimizer) in _WIDENED):
                 raise _takes_no_other_dtype(optimizer, slot)
             if slot.is_recast or slot.dtype != parameter.dtype:
                 _require_states_alike(optimizer, slot, parameter)
@@ -160,7 +162,7 @@ def _takes_no_other_dtype(optimizer: Optimizer, slot: Slot) -> StateError:
         f"{type(optimizer).__name__} was to step parameters whose gradients rest in another dtype.",
         parameter=slot,
         gradient=_name(slot.kind.gradient_dtype),
-        why="only optimizers of torch.optim and streamed ones get them widened; nothing was updated",
+        why="only streamed optimizers and those of torch.optim, but for Rprop, get them widened; nothing was updated",
         fix="zf.streamed(optimizer, zf.cpu(), elementwise=True); or leave these parameters out of "
         "precision(grads=...) by where=",
     )

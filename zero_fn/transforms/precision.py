@@ -52,8 +52,8 @@ def precision(
             element. Each sum is rounded once, when it is complete; the sums inside `accumulate` stay in `reduce`. Optimizers
             of torch.optim widen the gradients of a group for their step (4 bytes an element while it lasts), streamed ones
             (`zf.streamed(optimizer)`, without a tier, too) those of a buffer; the kernel of a streamed Adam reads them as
-            they are. Other optimizers are refused. None: the dtype of the parameter. `clip_grad_norm_` of torch computes
-            norms in this dtype, with three digits of bfloat16.
+            they are. Other optimizers, and a stock Rprop, are refused. None: the dtype of the parameter. `clip_grad_norm_`
+            of torch computes norms in this dtype, with three digits of bfloat16.
         output: Dtype to which floating point outputs of the whole module are cast, whatever `where` selects; None leaves
             them. A part gets its own first: `model.head = zf.precision(model.head, output=torch.float32)`.
         rest: Dtype of the parameters between uses: torch.float32 makes master weights of a model that was loaded in 16
@@ -67,15 +67,17 @@ def precision(
 
     Raises:
         LayoutError: A dtype is not floating point, or contradicts an earlier `precision`; or `where` selects nothing; or
-            `grads` is larger than the dtype of a parameter at rest.
+            `grads` has 8 bits, or more than the dtype of a parameter at rest.
         StateError: `module` is running, or was donated.
 
     Source:
         Mixed Precision Training, Micikevicius et al. 2018, 3.1 (master weights); ZeRO, Rajbhandari et al. 2020, 3.1 (16 Ψ).
     """
     for name, dtype in (("compute", compute), ("reduce", reduce), ("grads", grads), ("output", output), ("rest", rest)):
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise LayoutError("precision takes floating point dtypes.", **{name: dtype}, fix=f"{name}=torch.bfloat16")
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not (is_float and (name != "grads" or dtype.itemsize > 1)):
+            what = "precision takes floating point dtypes, of 16 bits or more for gradients, which are added."
+            raise LayoutError(what, **{name: dtype}, fix=f"{name}=torch.bfloat16")
     home = Home(compute=compute, reduce=reduce, grads=grads)
     homes = {parameter.fqn: home for parameter in _castable(module, where)}
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
