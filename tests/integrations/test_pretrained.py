@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def _loaded(folder: str, build: Callable[[], nn.Module], stage: str, dtype: torc
     tokens = Counting().tokens[:2]
     with torch.no_grad():
         assert torch.equal(model(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
+        assert torch.equal(copy.deepcopy(model)(input_ids=tokens).logits, wanted(input_ids=tokens).logits)
     for each in (wanted, model):
         each.train()
         each(input_ids=tokens, labels=tokens).loss.backward()

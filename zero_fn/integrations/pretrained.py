@@ -26,7 +26,7 @@ from zero_fn.deepspeed.entries import Config
 from zero_fn.deepspeed.setup import agreed_settings, placed_by
 from zero_fn.integrations.placing import Place, all_ranks, place_module
 from zero_fn.integrations.trainer_config import settings_for
-from zero_fn.resting import on_spec
+from zero_fn.resting import alone, on_spec
 from zero_fn.runtime.entry import runs_of, units_of
 from zero_fn.runtime.slot import slot_of
 from zero_fn.transforms.substitute import move_buffers
@@ -127,8 +127,8 @@ def _trim() -> None:
 
 def _as_read(wrap: Callable[..., DTensor], local: Tensor, like: DTensor) -> DTensor:
     """Stands in for transformers' `wrap`, which moves a shard to the device: not one that will rest in a tier."""
-    slot = slot_of(like)
-    return wrap(local, like) if slot is None or not slot.kind.is_away else on_spec(local.contiguous(), like._spec)
+    slot, local = slot_of(like), alone(local.contiguous())  # see `alone`: `deepcopy` needs it
+    return wrap(local, like) if slot is None or not slot.kind.is_away else on_spec(local, like._spec)
 
 
 def _lacking(cls: type, **facts: object) -> zf.CheckpointError:
