@@ -191,10 +191,10 @@ def _predicted(
     links: LinkSpeeds,
 ) -> Iterator[tuple[Tiers, dict[str, float]]]:
     """For each choice of tiers, the bytes and seconds of one stage on this rank, by name."""
-    states, units = 0, units_of(placed)
+    states, units, stock = 0, units_of(placed), optimizer(placed.parameters())
     for chosen in _choices(tiers):
         _rest_in(chosen, units)
-        planned, without = plan(placed, optimizer(placed.parameters())), plan(placed)
+        planned, without = plan(placed, stock), plan(placed)
         held, padding = planned.held, planned.padding
         states = states or held.optimizer
         slots = (slot for unit in units for slot in unit.slots if slot.parameter.requires_grad)
