@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.tier_tensor import in_memory
 from zero_fn.runtime.unit import Unit
 from zero_fn.transport.agreement import agree, agree_along, content_digests
@@ -30,7 +31,7 @@ def agree_on_units(transport: Links, units: Sequence[Unit]) -> None:
         transport.exchange,
         "layouts",
         [
-            f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}, {slot.kind.dtypes_text}"
+            f"{slot} in unit {unit.name or 'root'!r}, {slot.levels_text}, {dtypes_text(slot.kind)}"
             for unit, slot in slots
         ],
         why="the next all-gather would hang or mix parameters",

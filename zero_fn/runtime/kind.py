@@ -33,7 +33,7 @@ from zero_fn.runtime.path import Path
 from zero_fn.values.home import Home, Sharded
 from zero_fn.values.tiers import Tier, is_away
 
-__all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved"]
+__all__ = ["Kind", "Level", "Lifetime", "Rests", "Shelved", "dtypes_text"]
 
 Shelved = tuple[str, Tier]
 """A kind of state ("parameters", their "compute copies", or "gradients") and the tier it rests in."""
@@ -113,14 +113,6 @@ class Kind:
         """The dtype in which gradients rest."""
         return self.home.gradient_dtype(self.dtype)
 
-    @property
-    def dtypes_text(self) -> str:
-        """The dtypes at rest, in compute and of gradient sums, as text; and of gradients at rest, if that is another one."""
-        found = [self.dtype, self.compute_dtype, self.sum_dtype]
-        found += [self.gradient_dtype] * (self.gradient_dtype != self.dtype)
-        names = (str(dtype).removeprefix("torch.") for dtype in found)
-        return "/".join(_SHORT.get(name, name) for name in names)
-
     # -- which buffers live how long --------------------------------------------------------------------------------
 
     @cached_property
@@ -198,3 +190,11 @@ class Kind:
         if self.compute_dtype != self.dtype:
             return own + kept * self.compute_dtype.itemsize
         return kept * self.dtype.itemsize or own
+
+
+def dtypes_text(kind: Kind) -> str:
+    """The dtypes at rest, in compute and of gradient sums, as text; and of gradients at rest, if that is another one."""
+    found = [kind.dtype, kind.compute_dtype, kind.sum_dtype]
+    found += [kind.gradient_dtype] * (kind.gradient_dtype != kind.dtype)
+    names = (str(dtype).removeprefix("torch.") for dtype in found)
+    return "/".join(_SHORT.get(name, name) for name in names)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.kind import dtypes_text
 from zero_fn.runtime.slot import Slot
 from zero_fn.streamed import Streamed
 from zero_fn.surface.held import padding_nbytes
@@ -108,7 +109,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
         unit.follow_moved()
         kinds: dict[tuple[str, str, str], list[Slot]] = {}
         for slot in unit.slots:
-            kinds.setdefault((_placement(slot), _tier(slot), slot.kind.dtypes_text), []).append(slot)
+            kinds.setdefault((_placement(slot), _tier(slot), dtypes_text(slot.kind)), []).append(slot)
         padding = sum(padding_nbytes(unit))
         for (placement, tier, dtypes), slots in kinds.items():
             elements = sum(slot.path.numel for slot in slots)
@@ -124,7 +125,7 @@ def describe(module: nn.Module, optimizer: Optimizer | None = None) -> Descripti
 def home_of(slot: Slot, tiers: Tiers) -> str:
     """Where a parameter rests, in words that are those of any other that rests alike, over axes of the same names."""
     stages = " and ".join(f"stage {int(hop.level)} over {hop.axis}" for hop in slot.path.hops)
-    return f"{stages}, rest/compute/sum {slot.kind.dtypes_text}, {str(tiers) or 'on the device'}"
+    return f"{stages}, rest/compute/sum {dtypes_text(slot.kind)}, {str(tiers) or 'on the device'}"
 
 
 def _placement(slot: Slot) -> str:
