@@ -207,6 +207,18 @@ def test_a_config_saves_in_16_bits_if_it_computes_in_them_and_says_so(
     prepared(2).run(_saved, str(tmp_path), entry, dtype, is_asked, build)
 
 
+def _lacking(folder: str) -> None:
+    config: dict[str, Any] = {"zero_optimization": {"stage": 3}}
+    for options, wanted in (({"bf16": True}, torch.bfloat16), ({"bf16_full_eval": True}, None), ({}, None)):
+        assert configured(folder, config, **options).settings.compute == wanted
+    with pytest.raises(zf.ConfigError, match=r"fp16\.enabled = true, and fp16 is false"):
+        configured(folder, {**config, "fp16": {"enabled": True}}, bf16=True)
+
+
+def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(prepared: Ranks, tmp_path: Path) -> None:
+    prepared(2).run(_lacking, str(tmp_path))
+
+
 def _refused(folder: str) -> None:
     from zero_fn.integrations.transformers import ZeroTrainer
 

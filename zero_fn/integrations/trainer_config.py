@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,8 @@ _BATCHES = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
-"""Entries that a config may leave out or set to `"auto"`, with the arguments that then decide."""
+"""Entries that a config may leave out or set to `"auto"`, with the arguments that then decide. So it may `bf16.enabled` and
+`fp16.enabled`, where the argument is true, as under accelerate."""
 
 _OTHERS = {
     "gradient_clipping": "max_grad_norm",
@@ -53,10 +54,13 @@ def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settin
         ConfigError: Entries cannot be followed, or contradict arguments; the error names all of them.
         DisagreementError: Ranks have different configs.
     """
-    return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps), mesh)
+    may_lack = {*_BATCHES, *(f"{dtype}.enabled" for dtype in ("bf16", "fp16") if getattr(args, dtype))}
+    return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps, may_lack), mesh)
 
 
-def _auto_of(values: Mapping[str, Any], steps: int, config: Mapping[str, object]) -> Mapping[str, Any]:
+def _auto_of(
+    values: Mapping[str, Any], steps: int, may_lack: Collection[str], config: Mapping[str, object]
+) -> Mapping[str, Any]:
     """The values of the arguments for the entries that a config leaves to them.
 
     Raises:
@@ -75,7 +79,7 @@ def _auto_of(values: Mapping[str, Any], steps: int, config: Mapping[str, object]
             **{str(number): line for number, line in enumerate(others, 1)},
             fix='the same value in both; or "auto" in the config',
         )
-    return {path: value for path, value in values.items() if said.get(path, path in _BATCHES and "auto") == "auto"}
+    return {path: value for path, value in values.items() if said.get(path, path in may_lack and "auto") == "auto"}
 
 
 def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
