@@ -1088,4 +1088,28 @@ BUGS: tuple[Bug, ...] = (
         "since = self._steps - self._skipped_at",
         "tests/deepspeed/test_golden.py",
     ),
+    Bug(
+        "sums-of-microbatches-in-16-bits",
+        "Gradients._room",
+        "a gradient in bfloat16 is rounded once, when its sum is complete",
+        "and slot.kind.sum_dtype == slot.kind.gradient_dtype",
+        "and slot.kind.sum_dtype == slot.dtype",
+        "tests/distributed/test_narrow_gradients.py",
+    ),
+    Bug(
+        "gradients-begin-where-parameters-do",
+        "Windows.fetch",
+        "the step reads gradients in bfloat16 from where they are in their record",
+        "begins[cut.in_parcel]",
+        "cut.in_parcel",
+        "tests/distributed/test_narrow_gradients.py",
+    ),
+    Bug(
+        "norms-in-16-bits",
+        "clip_grad_norm",
+        "norms of gradients in bfloat16 are taken in float32",
+        "(narrow, torch.float32)",
+        "(narrow, None)",
+        "tests/distributed/test_narrow_gradients.py",
+    ),
 )
