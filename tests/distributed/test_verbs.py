@@ -221,6 +221,33 @@ def test_materialize_gives_the_same_values_in_every_stage(ranks: Ranks) -> None:
         assert all(rank)
 
 
+def _optimized_on_meta(stage: str) -> list[dict[str, Tensor]]:
+    found = []
+    for is_late in (True, False):
+        with torch.device("meta"):
+            model = STAGES[stage](Small(), axis())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        torch.manual_seed(3)
+        zf.materialize(model, "cpu")
+        _step(model, torch.optim.AdamW(model.parameters(), lr=0.1) if is_late else optimizer, 0)
+        found.append(parameters(model))
+    with torch.device("meta"):
+        model = STAGES[stage](Small(), axis())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    kept = [weakref.ref(parameter) for parameter in model.parameters()]
+    zf.materialize(model, "cpu")
+    with pytest.raises(zf.StaleError, match="memory for what was on meta"):
+        _step(model, optimizer, 0)
+    assert kept
+    return found
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero3"])
+def test_an_optimizer_over_a_model_on_meta_trains_what_it_becomes(ranks: Ranks, stage: str) -> None:
+    for late, early in ranks(2).run(_optimized_on_meta, stage):
+        assert _equal(late, early)
+
+
 def _materialized_apart() -> None:
     with torch.device("meta"):
         model = zf.zero3(nn.Linear(4, 6), axis())

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import zero_fn as zf
 from tests.integrations.test_deepspeed_config import OWN, _Overflowing, zero
-from tests.integrations.test_placed_by_config import read
+from tests.integrations.test_placed_by_config import on_meta, read
 from tests.integrations.worlds import Counting, llama, place, start
 from tests.ranks import Ranks, axis
 
@@ -124,6 +124,9 @@ def _doors(folder: str) -> None:
         assert parts[1] is model
         again = parts[0].prepare(*parts[1:])  # as after `find_executable_batch_size`
         assert all(one is other for one, other in zip(again, parts[1:], strict=True))
+        assert trained(parts) == losses
+        parts = prepared_parts(said, on_meta(folder))
+        zf.load_pretrained(parts[1], folder)
         assert trained(parts) == losses
         plugin = DeepSpeedPlugin(hf_ds_config=said, gradient_accumulation_steps=2, gradient_clipping=1.0)
         assert trained(prepared_parts(plugin, read(folder))) == losses

@@ -100,6 +100,9 @@ def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None
         model = read(folder)
     assert _losses(setup(model)) == wanted_losses
     assert _losses(setup(on_meta(folder), weights=folder)) == wanted_losses
+    later = setup(on_meta(folder))
+    zf.load_pretrained(later.model, folder)
+    assert _losses(later) == wanted_losses
 
 
 @pytest.mark.parametrize("tiers", ["none", "host", "disk"])

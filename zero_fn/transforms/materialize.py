@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from zero_fn.errors import MeshError, StateError
 from zero_fn.runtime.entry import runs_of, units_of
+from zero_fn.runtime.registry import Replacement, note_replacement
 from zero_fn.runtime.slot import Slot
 from zero_fn.runtime.unit import Unit
 from zero_fn.runtime.unwritten import SHOWN, filled, is_filled
@@ -47,7 +48,7 @@ def materialize(module: M, device: torch.device | str | None = None) -> M:
 
     Args:
         module: A transformed module with parameters on `meta`. It is changed in place. Units in memory stay as they are.
-            Build the optimizer after: parameters keep their names, and are new objects.
+            Parameters stay the same objects: an optimizer may be built before.
         device: Where to allocate, `"cpu"` or `"cuda"`. None: on the device of its mesh, or without a mesh on the CPU.
 
     Returns:
@@ -93,7 +94,10 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
     for unit in units:
         unit.reshard()
         unit.at_rest.form_groups([slot.dtype for slot in unit.slots], [target] * len(unit.slots))
-        unit.at_rest.allocate([slot.parameter.requires_grad for slot in unit.slots])
+        before = [slot.parameter for slot in unit.slots]
+        unit.at_rest.allocate([parameter.requires_grad for parameter in before])
+        for slot, parameter in zip(unit.slots, before, strict=True):
+            _keep(slot, parameter)
         unit.note_moved()
     missed: list[str] = []
     regions = _regions(module, units)
@@ -118,6 +122,17 @@ def _fill(module: nn.Module, device: torch.device | str | None, is_read: Callabl
             why="reset_parameters() or _init_weights() of their modules leaves them out",
             fix="set them there; or, as they have memory now, write them, and load the rest with load_state_dict()",
         )
+
+
+def _keep(slot: Slot, parameter: nn.Parameter) -> None:
+    """Gives a parameter that was on `meta` the memory of the one that was to take its place: an optimizer may hold it."""
+    try:
+        torch.utils.swap_tensors(parameter, slot.parameter)  # type: ignore[no-untyped-call]
+    except RuntimeError:  # somebody has a weak reference to it: a step of that optimizer is refused
+        note_replacement(parameter, Replacement(slot.fqn, slot.parameter, "memory for what was on meta"))
+        return
+    slot.adopt(parameter, slot.flat)
+    slot.register(parameter)
 
 
 def _device_for(module: nn.Module, device: torch.device | str | None) -> torch.device:
