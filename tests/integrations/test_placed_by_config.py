@@ -89,6 +89,7 @@ def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None
     assert trainer.model is model, "placed once"
     assert numbers(trainer) == wanted
     assert numbers(trained(on_meta(folder), weights=folder)) == wanted
+    assert numbers(trained(llama(seed=1, **options), weights=folder)) == wanted, "read over initial values, too"
     with pytest.raises(zf.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"):
         numbers(trained(on_meta(folder)))
 

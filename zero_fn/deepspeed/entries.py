@@ -202,7 +202,7 @@ class Entries:
         found = list(self._problems)
         if self.autos:
             first = f'{{"{self.autos[0]}": ...' + ", ..." * (len(self.autos) > 1) + "}"
-            fix = f"write the value into the config, or zf.from_deepspeed(..., auto={first})"
+            fix = f"write the value into the config, or beside it auto={first} (from_deepspeed, placed)"
             found.append(_Problem(", ".join(self.autos), '"auto"', 'a value: only a Trainer fills in "auto"', fix))
         if len(found) == 1:
             raise ConfigError("A DeepSpeed config has an entry that cannot be followed.", **found[0]._asdict())

@@ -279,7 +279,7 @@ def agreed_settings(
         rows = [f"{path} = {value!r}" for path, value in said if not path.endswith("nvme_path")]
     except ConfigError as error:
         failure, rows = error, str(error).splitlines()
-    same_along(mesh, rows, "a DeepSpeed config", fix="the same file, or the same dict, on every rank")
+    same_along(mesh, rows, "DeepSpeed configs", fix="the same file, or the same dict, on every rank")
     if failure is not None:
         raise failure
     return settings

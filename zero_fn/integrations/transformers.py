@@ -77,8 +77,9 @@ class ZeroTrainerMixin(_AnyTrainer):
             it says `"auto"` or lacks a batch size. See `zf.from_deepspeed`; `settings.outcomes` says what became of each
             entry. The model may be placed already, by `placed` or by hand, as the config says.
         mesh: The mesh for that config; None takes that of a placed model, or makes one axis of all ranks.
-        weights: For a model on `meta`, a folder of safetensors of which each rank reads its shards once the model is placed,
-            by `zf.load_pretrained`: files have the names of parameters. Others, such as experts of Mixtral, `placed` reads.
+        weights: For a model on `meta`, or a plain one, a folder of safetensors of which each rank reads its shards once the
+            model is placed, by `zf.load_pretrained`: files have the names of parameters. Others, such as experts of Mixtral,
+            `placed` reads.
         **options: Those of the Trainer.
 
     Raises:
@@ -257,9 +258,9 @@ class ZeroTrainerMixin(_AnyTrainer):
 
 
 def _placed_and_read(place: Place[nn.Module], weights: str | os.PathLike[str] | None, model: nn.Module) -> nn.Module:
-    """The transformed model. If it was on meta, each rank has read its shards of `weights`."""
-    transformed = place(model)
-    if weights is not None and any(parameter.is_meta for parameter in transformed.parameters()):
+    """The transformed model. If it was plain or is on meta, each rank has read its shards of `weights`."""
+    is_plain, transformed = not zf.is_transformed(model), place(model)
+    if weights is not None and (is_plain or any(parameter.is_meta for parameter in transformed.parameters())):
         zf.load_pretrained(transformed, weights)
     return transformed
 
