@@ -59,7 +59,12 @@ def homes(*, compatible: bool = False) -> st.SearchStrategy[Home]:
     dtypes = (None, torch.bfloat16) if compatible else (None, torch.bfloat16, torch.float16)
     sums = (None, torch.float32) if compatible else (None, torch.float32, torch.float64)
     return st.builds(
-        Home, st.sampled_from(Sharded), st.sampled_from(dtypes), st.sampled_from(sums), st.sampled_from(ReshardAfter)
+        Home,
+        st.sampled_from(Sharded),
+        compute=st.sampled_from(dtypes),
+        reduce=st.sampled_from(sums),
+        grads=st.sampled_from(dtypes),
+        reshard_after=st.sampled_from(ReshardAfter),
     )
 
 

@@ -335,7 +335,7 @@ def fail(training: Training, number: int) -> None:
 @action
 def copy_the_model(training: Training, seed: int) -> Seen:
     if training.placed.grads is not None:  # copies take none
-        training.optimizer.zero_grad()
+        training.model.zero_grad()
     with torch.no_grad():
         kept, training.model = training.model, copy.deepcopy(training.model)
         loss = training.loss(seed)

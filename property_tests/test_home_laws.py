@@ -62,6 +62,7 @@ def test_join_is_monotone(one: Home, other: Home) -> None:
     assert joined.reshard_after >= one.reshard_after
     assert one.compute is None or joined.compute == one.compute
     assert one.reduce is None or joined.reduce == one.reduce
+    assert one.grads is None or joined.grads == one.grads
     assert joined.join(one) == joined
     assert joined.join(other) == joined
 
@@ -97,3 +98,9 @@ def test_a_sum_is_never_narrower_than_what_is_summed_unless_asked(home: Home, re
     assert computed.is_floating_point == resting.is_floating_point
     assert home.reduce is not None or summed.itemsize >= computed.itemsize
     assert Home(Sharded.PARAMS).join(home).sum_dtype(resting) == summed
+
+
+@given(homes(), st.sampled_from([torch.float32, torch.int64, torch.complex64]))
+def test_gradients_rest_as_their_parameter_unless_asked(home: Home, resting: torch.dtype) -> None:
+    wanted = home.grads if resting == torch.float32 else None
+    assert home.gradient_dtype(resting) == (wanted or resting)

@@ -41,7 +41,7 @@ class Planned:
     fraction: float
     where: str | None
     reshard_after: str
-    compute: torch.dtype | None
+    dtypes: dict[str, torch.dtype]
     order: tuple[int, ...]
 
 
@@ -56,7 +56,7 @@ plans = st.builds(
     fraction=st.sampled_from([1.0, 0.5]),
     where=st.sampled_from([None, "0.*"]),
     reshard_after=st.sampled_from(["forward", "backward"]),
-    compute=st.sampled_from([None, torch.bfloat16]),
+    dtypes=st.fixed_dictionaries({}, optional=dict.fromkeys(("compute", "grads"), st.just(torch.bfloat16))),
     order=st.permutations(range(3)).map(tuple),
 )
 
@@ -83,7 +83,7 @@ def planned_and_made(case: Planned, path: str) -> tuple[zf.Plan, zf.Plan, zf.Hel
     transforms = (
         lambda m: m if case.stage == "plain" else getattr(zf, case.stage)(m, axis()),
         lambda m: zf.offload(m, where=case.where, reshard_after=case.reshard_after, **chosen),
-        lambda m: zf.precision(m, compute=case.compute) if case.compute is not None else m,
+        lambda m: zf.precision(m, **({"compute": torch.float32} | case.dtypes)) if case.dtypes else m,
     )
     for number in case.order:
         model = transforms[number](model)

@@ -168,11 +168,13 @@ def plan(
 def _widened_nbytes(units: Sequence[Unit], optimizer: Optimizer | None) -> int:
     """Bytes of the gradients of a group that a step of a stock optimizer gets in the dtype of their parameters, if they rest
     in another one."""
+    slots = [slot for unit in units for slot in unit.slots]
+    if any(slot.kind.must_be_streamed for slot in slots):
+        return 0  # it is counted as streamed
     nbytes = {
         id(slot.parameter): slot.path.local_numel * slot.dtype.itemsize
-        for unit in units
-        for slot in unit.slots
-        if slot.kind.gradient_dtype != slot.dtype and slot.parameter.requires_grad and not slot.kind.must_be_streamed
+        for slot in slots
+        if slot.kind.gradient_dtype != slot.dtype and slot.parameter.requires_grad
     }
     groups = [nbytes] if optimizer is None else [map(id, group["params"]) for group in optimizer.param_groups]
     return max((sum(nbytes.get(each, 0) for each in group) for group in groups), default=0)

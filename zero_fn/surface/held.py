@@ -100,7 +100,7 @@ def held(module: nn.Module, optimizer: Optimizer | None = None) -> Held:
         _nbytes(gradients, buffers),
         _nbytes(_states(optimizer)) + here,
         sum(shelf.buffers_nbytes for shelf in shelves) + passing,
-        dict(tiers),
+        dict(+tiers),
     )
 
 
