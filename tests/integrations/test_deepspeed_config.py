@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -213,6 +215,9 @@ def _lacking(folder: str) -> None:
         assert configured(folder, config, **options).settings.compute == wanted
     with pytest.raises(zf.ConfigError, match=r"fp16\.enabled = true, and fp16 is false"):
         configured(folder, {**config, "fp16": {"enabled": True}}, bf16=True)
+    with patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16"):  # as `accelerate launch` sets it
+        for each in (config, {**config, "bf16": {"enabled": "auto"}}):
+            assert configured(folder, each).settings.compute == torch.bfloat16
 
 
 def test_a_config_without_a_dtype_computes_in_that_of_the_arguments(prepared: Ranks, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ _BATCHES = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
 }
 """Entries that a config may leave out or set to `"auto"`, with the arguments that then decide. So it may `bf16.enabled` and
-`fp16.enabled`, where the argument is true, as under accelerate."""
+`fp16.enabled`, where the argument is true or `accelerate launch --mixed_precision` says so, as under accelerate."""
 
 _OTHERS = {
     "gradient_clipping": "max_grad_norm",
@@ -54,7 +54,7 @@ def settings_for(config: Any, args: Any, mesh: DeviceMesh, steps: int) -> Settin
         ConfigError: Entries cannot be followed, or contradict arguments; the error names all of them.
         DisagreementError: Ranks have different configs.
     """
-    may_lack = {*_BATCHES, *(f"{dtype}.enabled" for dtype in ("bf16", "fp16") if getattr(args, dtype))}
+    may_lack = {*_BATCHES, *(f"{dtype}.enabled" for dtype in ("bf16", "fp16") if args.mixed_precision == dtype)}
     return agreed_settings(config, partial(_auto_of, values_of(args, mesh.size(), steps), steps, may_lack), mesh)
 
 
@@ -96,8 +96,8 @@ def values_of(args: Any, ranks: int, steps: int) -> Mapping[str, Any]:
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": microbatches,
         "gradient_clipping": args.max_grad_norm,
-        "bf16.enabled": args.bf16 or args.bf16_full_eval,
-        "fp16.enabled": args.fp16 or args.fp16_full_eval,
+        "bf16.enabled": args.mixed_precision == "bf16" or args.bf16_full_eval,
+        "fp16.enabled": args.mixed_precision == "fp16" or args.fp16_full_eval,
         "optimizer.params.lr": args.learning_rate,
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
         "optimizer.params.eps": args.adam_epsilon,
