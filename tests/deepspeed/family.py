@@ -205,7 +205,8 @@ class ARGUMENTS:
 
     per_device_train_batch_size, gradient_accumulation_steps, max_grad_norm = 2, 1, 1.0
     learning_rate, weight_decay, adam_beta1, adam_beta2, adam_epsilon = 3e-5, 3e-7, 0.8, 0.999, 1e-8
-    fp16 = bf16 = fp16_full_eval = bf16_full_eval = False
+    fp16_full_eval = bf16_full_eval = False
+    mixed_precision = "no"  # of bf16, fp16 and the launcher
 
     @staticmethod
     def get_warmup_steps(steps: int) -> int:

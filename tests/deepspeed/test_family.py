@@ -21,8 +21,7 @@ def _arguments(config: dict[str, Any]) -> Any:
     """Those that a user of the config gives: the dtype that it asks for."""
 
     class Arguments(ARGUMENTS):
-        bf16 = config.get("bf16", {}).get("enabled") is True
-        fp16 = config.get("fp16", {}).get("enabled") is True
+        mixed_precision = next((name for name in ("bf16", "fp16") if config.get(name, {}).get("enabled") is True), "no")
 
     if config.get("scheduler", {}).get("params", {}).get("warmup_num_steps") == 500:
         Arguments.get_warmup_steps = staticmethod(lambda steps: 500)  # type: ignore[method-assign]
@@ -80,7 +79,7 @@ def _contradicted(**changes: Any) -> tuple[str, ...]:
     config = {**FAMILY["accelerate stage 2"], **changes}
 
     class Fp16(ARGUMENTS):
-        fp16 = True
+        mixed_precision = "fp16"
 
     with alone() as mesh, pytest.raises(zf.ConfigError) as caught:
         settings_for(config, Fp16, mesh["dp"], 100)
