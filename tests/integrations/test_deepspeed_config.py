@@ -215,6 +215,9 @@ def _lacking(folder: str) -> None:
         assert configured(folder, config, **options).settings.compute == wanted
     with pytest.raises(zf.ConfigError, match=r"fp16\.enabled = true, and fp16 is false"):
         configured(folder, {**config, "fp16": {"enabled": True}}, bf16=True)
+    for said in (True, "auto"):  # under the other name that DeepSpeed has for it
+        named = {**config, "bfloat16": {"enabled": said}}
+        assert configured(folder, named, bf16=True).settings.compute == torch.bfloat16
     with patch.dict(os.environ, ACCELERATE_MIXED_PRECISION="bf16"):  # as `accelerate launch` sets it
         for each in (config, {**config, "bf16": {"enabled": "auto"}}):
             assert configured(folder, each).settings.compute == torch.bfloat16

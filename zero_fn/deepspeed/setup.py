@@ -268,8 +268,10 @@ def agreed_settings(
     """
     failure: ConfigError | None = None
     try:
-        found = config_of(config)
-        values = auto(found)
+        found = dict(config_of(config))
+        if "bfloat16" in found and "bf16" not in found:  # another name, which no argument of a Trainer has
+            found["bf16"] = found.pop("bfloat16")
+        values = {path.replace("bfloat16.", "bf16."): value for path, value in auto(found).items()}
         if is_placing:
             found = {name: value for name, value in filled(found, values).items() if name not in _NOT_PLACING}
             values = {"train_micro_batch_size_per_gpu": 1}
