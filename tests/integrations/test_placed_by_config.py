@@ -90,6 +90,7 @@ def _doors(folder: str, dtype: torch.dtype, config: Json, options: Json) -> None
     assert numbers(trainer) == wanted
     assert numbers(trained(on_meta(folder), weights=folder)) == wanted
     assert numbers(trained(llama(seed=1, **options), weights=folder)) == wanted, "read over initial values, too"
+    assert numbers(trained(model, weights=folder)) == wanted, "and over those that a placed model has by now"
     with pytest.raises(zf.StateError, match=r"on meta(.|\n)*zf.load_pretrained\(model, folder\), or weights=folder"):
         numbers(trained(on_meta(folder)))
 
@@ -197,6 +198,11 @@ def _refused(folder: str) -> None:
     ):
         read(folder)
     with pytest.raises(zf.ConfigError, match="cannot be read"), placed(f"{folder}/absent.json"):
+        read(folder)
+    with (
+        pytest.raises(zf.ConfigError, match=r"got : TrainingArguments(.|\n)*args=args"),
+        placed(zero(3), arguments(folder)),  # type: ignore[arg-type]
+    ):
         read(folder)
 
 

@@ -81,6 +81,12 @@ def placed(
             "placed() was given options for a DeepSpeed config, and a function.",
             fix='placed("ds_config.json", mesh, args=args); or placed(lambda model: zf.zero3(model, mesh["dp"])) alone',
         )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise zf.ConfigError(
+            "placed() was given something else where a mesh was expected.",
+            got=type(mesh).__name__,
+            fix='placed("ds_config.json", args=args); or placed("ds_config.json", mesh["dp"])',
+        )
     if not callable(place):
         mesh = mesh or all_ranks(None if args is None else args.device.type)
         place = _configured(place, mesh, args, auto or {}, frozen=frozen)

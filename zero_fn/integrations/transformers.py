@@ -119,7 +119,10 @@ class ZeroTrainerMixin(_AnyTrainer):
         _refuse_arguments(self.args)
         if deepspeed is not None:
             self._follow_config(deepspeed, mesh)
+        was_placed = zf.is_transformed(self.model)
         self._place_model()
+        if weights is not None and was_placed:
+            zf.load_pretrained(self.model, weights)
 
     def _follow_config(self, config: Any, mesh: DeviceMesh | None) -> None:
         """Reads from the DeepSpeed config how to place the model, scale losses, and finish the optimizer."""
