@@ -15,7 +15,9 @@ bytes that `plan` counts these are predicted:
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from math import inf
@@ -114,11 +116,12 @@ def autoplan(
     nbytes = nbytes_of_text(budget, "budget")
     room = nbytes - (nbytes_of_text(activations, "activations") if activations is not None else 0)
     bare = _on_meta(module)
-    ways = [
-        (transform, chosen, {**numbers, "compute_s": compute_s})
-        for transform in STAGES
-        for chosen, numbers in _predicted(staged(transform, bare, mesh, options), tiers, optimizer, links)
-    ]
+    with _without_collecting():
+        ways = [
+            (transform, chosen, {**numbers, "compute_s": compute_s})
+            for transform in STAGES
+            for chosen, numbers in _predicted(staged(transform, bare, mesh, options), tiers, optimizer, links)
+        ]
     # Ranks of torch's fake process group do not exist, so there are no predictions of theirs.
     if axis.size > 1 and axis.backend != "fake":
         own = [number for *_, numbers in ways for number in numbers.values()]
@@ -139,6 +142,18 @@ def autoplan(
             + ("" if tiers else ", or a disk: tier=zf.nvme('/local_nvme')"),
         )
     return Proposals(nbytes, tuple(proposals))
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Python's garbage collector would look at the layouts of a large model again and again: a quarter of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _ordered(tier: Tier | Sequence[Tier] | None, axis: Axis, links: LinkSpeeds) -> list[Tier]:
