@@ -78,12 +78,12 @@ def precision(
         if dtype is not None and not (is_float and (name != "grads" or dtype.itemsize > 1)):
             what = "precision takes floating point dtypes, of 16 bits or more for gradients, which are added."
             raise LayoutError(what, **{name: dtype}, fix=f"{name}=torch.bfloat16")
-    home = Home(compute=compute, reduce=reduce, grads=grads)
-    homes = {parameter.fqn: home for parameter in _castable(module, where)}
+    castable = _castable(module, where)
+    if grads is not None:
+        _require_no_wider(castable, grads, rest)
+    homes = dict.fromkeys((each.fqn for each in castable), Home(compute=compute, reduce=reduce, grads=grads))
     request = Assignment(homes=homes, outputs={} if output is None else {"": output})
     result = substitute(module, request, verb="precision", donate=donate)
-    if grads is not None:
-        _require_no_wider(result, where, grads, rest)
     if rest is None:
         return result
     chosen = {id(parameter.parameter) for parameter in _castable(result, where)}
@@ -94,8 +94,8 @@ def precision(
     return substitute(result, Assignment(), verb="precision", donate=True)
 
 
-def _require_no_wider(module: nn.Module, where: Where, grads: torch.dtype, rest: torch.dtype | None) -> None:
-    for each in _castable(module, where):
+def _require_no_wider(castable: list[NamedParameter], grads: torch.dtype, rest: torch.dtype | None) -> None:
+    for each in castable:
         own = rest or each.parameter.dtype
         if own.is_floating_point and grads.itemsize > own.itemsize:
             raise LayoutError(
