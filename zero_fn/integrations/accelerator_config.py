@@ -28,7 +28,7 @@ from zero_fn.deepspeed.setup import agreed_settings, mesh_of, placed_by, require
 from zero_fn.integrations.placing import all_ranks
 from zero_fn.values.tiers import IN_MEMORY
 
-__all__ = ["AcceleratorConfig", "config_asked"]
+__all__ = ["AcceleratorConfig", "config_asked", "follow_settings"]
 
 _MAY_LACK = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -55,6 +55,13 @@ def config_asked(deepspeed: Any, place: object, options: dict[str, Any]) -> Any:
         return deepspeed
     # The plugin silences DeepSpeed by an infinite number of steps.
     return {name: value for name, value in found[0].deepspeed_config.items() if name != "steps_per_print"}
+
+
+def follow_settings(accelerator: Any, settings: Settings, mesh: DeviceMesh) -> None:
+    """Lets a ZeroAccelerator, also that of a Trainer, scale losses, skip steps and reduce microbatches as a config says."""
+    accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
+    accelerator.skips_overflow = settings.skips_overflow
+    accelerator.reduces_each = settings.sharding.stage > 1
 
 
 def _is_prepared(item: Any) -> bool:
@@ -97,9 +104,7 @@ class AcceleratorConfig:
                 values = partial(self._values, accelerator, objects)
                 self.settings = settings = agreed_settings(self._config, values, mesh)
                 accelerator.place = partial(placed_by, settings, mesh)
-                accelerator.skips_overflow = settings.skips_overflow
-                accelerator.reduces_each = settings.sharding.stage > 1
-                accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
+                follow_settings(accelerator, settings, mesh)
                 accelerator.gradient_accumulation_steps = settings.accumulation_steps
             if own is not None:
                 require_placed(self.settings, mesh, model)
@@ -189,10 +194,8 @@ class AcceleratorConfig:
             else each
             for each in objects
         ]
-        optimizers = [
-            *(each.optimizer for each in accelerator._optimizers),
-            *(o for o in found if isinstance(o, Optimizer)),
-        ]
+        known = (*(each.optimizer for each in accelerator._optimizers), *found)
+        optimizers = [each for each in known if isinstance(each, Optimizer)]
         for number, each in enumerate(found):
             if isinstance(each, DummyScheduler):
                 make: Any = each.lr_scheduler_callable or (self.settings and self.settings.scheduler)

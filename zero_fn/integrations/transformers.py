@@ -34,6 +34,7 @@ from zero_fn.checkpoint.exporting import export
 from zero_fn.deepspeed.settings import Settings
 from zero_fn.deepspeed.setup import mesh_of, placed_by, require_placed
 from zero_fn.integrations.accelerate import STATES, ZeroAccelerator, bare, require_own_samples, require_precision
+from zero_fn.integrations.accelerator_config import follow_settings
 from zero_fn.integrations.placing import (
     Place,
     all_ranks,
@@ -139,9 +140,7 @@ class ZeroTrainerMixin(_AnyTrainer):
             require_placed(settings, mesh, self.model)
         self.settings, self._place = settings, partial(placed_by, settings, mesh)
         self._finish = None if settings.sharding.tiers == IN_MEMORY else zf.streamed
-        self.accelerator.scaler = None if settings.scaler is None else settings.scaler(mesh.device_type)
-        self.accelerator.skips_overflow = settings.skips_overflow
-        self.accelerator.reduces_each = settings.sharding.stage > 1
+        follow_settings(self.accelerator, settings, mesh)
 
     def _place_model(self) -> None:
         """Transforms the model if it is not yet, or if it has adapters that came after its transform.
@@ -209,9 +208,7 @@ class ZeroTrainerMixin(_AnyTrainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None and self.settings is not None:
-            self.settings = settings = self._settings_at(
-                num_training_steps
-            )  # the number of steps is known from here on
+            self.settings = settings = self._settings_at(num_training_steps)  # which is known from here on
             if settings.scheduler is not None:
                 self.lr_scheduler, self._created_lr_scheduler = settings.scheduler(bare(self.optimizer)), True
         return super().create_scheduler(num_training_steps, optimizer)
